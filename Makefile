@@ -1,0 +1,78 @@
+# Every target makes its own virtual environment (.venv) first; nothing has to be activated.
+#   make demo            photographs -> encode -> bucket -> train -> export -> sample, in ./demo
+#   make test            the default tests
+# Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   where torch alone is taken from (default: pip's own index)
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV        ?= .venv
+PYTHON      ?= python3
+DEMO_DIR    ?= demo
+DEMO_ARGS   ?=
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+TORCH_INDEX ?=
+
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help install demo test slow dist fault fault-long gpu lint types format bench check clean
+
+help:
+	@sed -n '2,5p' Makefile | sed 's/^# *//'
+	@echo 'Targets: install demo test slow dist fault fault-long gpu lint types format bench check clean'
+
+install: $(STAMP)
+
+# torch goes first and alone: its version is fixed before anything else may ask for another, and TORCH_INDEX concerns it only.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v '$(PYTHON)' >/dev/null || { echo "make: no '$(PYTHON)' on PATH; fix: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@'$(PYTHON)' -c 'import sys; ok = sys.version_info >= (3, 11); ok or print("make: Python >= 3.11 is needed, found", sys.version.split()[0], "; fix: make PYTHON=python3.11", file=sys.stderr); sys.exit(0 if ok else 2)'
+	[ -x '$(BIN)/python' ] || '$(PYTHON)' -m venv '$(VENV)'
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[demo,test,dev]'
+	touch '$@'
+
+demo: $(STAMP)
+	$(BIN)/sana-pipe demo --out '$(DEMO_DIR)' $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS)
+
+slow: $(STAMP)
+	$(PYTEST) -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)
+
+dist: $(STAMP)
+	$(PYTEST) -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
+
+fault: $(STAMP)
+	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 3 $(PYTEST_ARGS)
+
+fault-long: $(STAMP)
+	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
+
+gpu: $(STAMP)
+	$(PYTEST) -m gpu --timeout 600 $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+check: lint types test
+
+clean:
+	rm -rf '$(VENV)' build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

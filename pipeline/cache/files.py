@@ -1,0 +1,248 @@
+"""Publication: a file appears whole and checked, or not at all.
+
+What: the few operations that everything in a cache is written and read with. A file is written under `tmp/`, synced,
+read back and compared, then published by a hard link, which fails if the name is taken: that is put-if-absent on
+local disks and NFS alike (`O_EXCL` plus writing is not: a crash leaves half a file under the final name).
+Why: a process killed at any instant leaves either the old state or the new one, plus an invisible file in `tmp/`.
+Price: every byte is written once and read back once; a file system without hard links is refused with a message.
+
+Paths are relative to the root with forward slashes, so that an object store can stand behind the same operations.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from pipeline.cache import layout
+from pipeline.errors import CacheError, IntegrityError
+
+STALE_TMP_S = 48 * 3600
+"""Age after which a file in `tmp/` belongs to no living writer."""
+
+
+class Files:
+    """A folder of published files."""
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def exists(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self.path(name).read_bytes()
+        except FileNotFoundError:
+            raise IntegrityError(f"{self.path(name)}: is missing", fix="restore it from a copy of the cache") from None
+        except OSError as error:
+            raise CacheError(f"{self.path(name)}: cannot be read: {error.strerror}") from None
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder; an absent folder is empty."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self.path(folder)))
+        except FileNotFoundError:
+            return []
+
+    def folders(self, folder: str) -> list[str]:
+        return [name for name in self.names(folder) if self.path(f"{folder}/{name}").is_dir()]
+
+    # ------------------------------------------------------------ writing
+
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """A path under `tmp/` that no other writer uses; removed at the end if still there."""
+        folder = self.root / "tmp"
+        with _explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def publish(self, temporary: Path, name: str) -> bool:
+        """Give a finished temporary file its name, unless the name is taken.
+
+        Returns:
+            False if the name was taken (the temporary file is left as it is).
+        """
+        target = self.path(name)
+        with _explained(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+                    raise CacheError(
+                        f"{self.root}: this file system has no hard links, which publication needs",
+                        fix="put the cache on a local disk or NFS, then copy it where you want it",
+                    ) from None
+                raise
+            _sync_folder(target.parent)
+        return True
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Publish bytes under a name that is not taken. Returns False if it is."""
+        if self.exists(name):
+            return False
+        with self.temporary() as path:
+            with _explained(path), open(path, "xb") as file:
+                file.write(data)
+                _sync(file)
+            if path.read_bytes() != data:
+                raise IntegrityError(f"{path}: reads back other bytes than were written", fix="check the disk")
+            return self.publish(path, name)
+
+    def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
+        """Publish bytes under the digest of their content; returns the digest. A damaged namesake is replaced."""
+        name = layout.content_digest(data)
+        target = layout.Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
+        if self.exists(target) and self.path(target).read_bytes() == data:
+            return name
+        with self.temporary() as path:
+            with _explained(path), open(path, "xb") as file:
+                file.write(data)
+                _sync(file)
+            self.publish_content(path, target, name)
+        return name
+
+    def publish_content(self, temporary: Path, name: str, digest: str) -> None:
+        """Publish a finished file whose content has `digest`, after reading it back.
+
+        If the name is taken by the same content, nothing happens; a damaged file under it is replaced (never
+        truncated: readers of the old one keep it).
+        """
+        found = file_digest(temporary)
+        if found != digest:
+            raise IntegrityError(
+                f"{temporary}: reads back other bytes than were written",
+                expected=digest,
+                found=found,
+                fix="check the disk",
+            )
+        if self.publish(temporary, name):
+            return
+        if file_digest(self.path(name)) != digest:
+            with _explained(self.path(name)):
+                os.replace(temporary, self.path(name))
+                _sync_folder(self.path(name).parent)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a derived file that may change (reports); readers see the old one or the new one."""
+        with self.temporary() as path:
+            with _explained(path), open(path, "xb") as file:
+                file.write(data)
+                _sync(file)
+            target = self.path(name)
+            with _explained(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+
+    # ------------------------------------------------------------ numbered documents
+
+    def numbers(self, folder: str) -> list[int]:
+        """Numbers of the documents `NNNNNNNN.json` in a folder, without a gap.
+
+        Raises:
+            IntegrityError: a number is missing in the middle.
+        """
+        found = [int(name[:-5]) for name in self.names(folder) if name.endswith(".json") and name[:-5].isdigit()]
+        if found != list(range(len(found))):
+            missing = sorted(set(range(max(found) + 1)) - set(found))
+            raise IntegrityError(
+                f"{self.path(folder)}: documents are missing",
+                expected="numbers without a gap",
+                found=f"no {missing[:5]}",
+            )
+        return found
+
+    def document(self, name: str) -> dict:
+        return layout.unseal(self.read(name), str(self.path(name)))
+
+    def content(self, name: str, digest: str) -> bytes:
+        """Read a content-addressed file and check it."""
+        data = self.read(name)
+        found = layout.content_digest(data)
+        if found != digest:
+            raise IntegrityError(
+                f"{self.path(name)}: its bytes do not match its name",
+                expected=digest,
+                found=found,
+                fix="restore the file from a copy of the cache",
+            )
+        return data
+
+    # ------------------------------------------------------------ housekeeping
+
+    def sweep(self) -> int:
+        """Remove temporary files that no living writer can own. Returns how many."""
+        count = 0
+        now = time.time()
+        for name in self.names("tmp"):
+            path = self.path(f"tmp/{name}")
+            try:
+                if now - path.stat().st_mtime > STALE_TMP_S:
+                    path.unlink()
+                    count += 1
+            except OSError:
+                continue
+        return count
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+
+def file_digest(path: Path) -> str:
+    """Hex xxh3-128 of a file's bytes, read in pieces."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(4 << 20):
+            state.update(piece)
+    return state.hexdigest()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into errors for people."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileExistsError):
+            raise
+        fixes = {
+            errno.ENOSPC: "free space (or move the cache), then run the same command again: it continues",
+            errno.EDQUOT: "raise the quota, then run the same command again: it continues",
+            errno.EROFS: "make the cache writable",
+            errno.EACCES: "give this user write permission to the cache",
+            errno.EPERM: "give this user write permission to the cache",
+        }
+        raise CacheError(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error

@@ -1,0 +1,201 @@
+"""Commits and the index: which records a cache holds, and where.
+
+What: a unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only thing that makes its shard visible.
+When every unit of a plan is committed, one segment document takes their place, so that opening a cache reads one
+document per finished plan and never lists a folder per unit. `RecordIndex` answers "where is this key".
+Why: a crash leaves only invisible files; a doubled or late worker publishes a name that is taken: nothing changes.
+Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.cache.files import Files
+from pipeline.cache.layout import Paths
+from pipeline.cache.shard import RECORDS, from_ipc, to_ipc
+from pipeline.errors import IntegrityError
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A record that a unit could not make. `retry` marks causes that may pass (a file that was gone or had changed)."""
+
+    key: str
+    item: str
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What became of one unit. `shard` is None when every record was rejected."""
+
+    unit: str
+    shard: str | None
+    bytes: int
+    records: int
+    table: str | None
+    rejects: tuple[Reject, ...]
+    provenance: dict[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "unit": self.unit, "shard": self.shard, "bytes": self.bytes, "records": self.records, "table": self.table,
+            "rejects": [vars(r) for r in self.rejects], "provenance": self.provenance,
+        }  # fmt: skip
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> Commit:
+        return cls(**{**body, "rejects": tuple(Reject(**r) for r in body["rejects"])})
+
+
+def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
+    """Make a unit's shard visible. Returns False if the unit was committed before (ours then stays invisible)."""
+    return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
+
+
+def committed(files: Files, recipe: str, plan: int) -> set[str]:
+    """Units of a plan that are done."""
+    if files.exists(Paths.segment(recipe, plan)):
+        return {c["unit"] for c in files.document(Paths.segment(recipe, plan))["commits"]}
+    return {name[:-5] for name in files.names(Paths.units(recipe, plan)) if name.endswith(".json")}
+
+
+def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
+    """Commits of a plan, sorted by unit: out of its segment if there is one, else out of its unit documents."""
+    if files.exists(Paths.segment(recipe, plan)):
+        return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
+    return [
+        Commit.from_body(files.document(Paths.unit(recipe, plan, unit)))
+        for unit in sorted(committed(files, recipe, plan))
+    ]
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    return to_ipc(table)
+
+
+def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
+    """Write the segment of a plan once all its units are committed. The same bytes whoever writes it.
+
+    Returns:
+        True if the plan has a segment afterwards.
+    """
+    if files.exists(Paths.segment(recipe, plan)):
+        return True
+    if committed(files, recipe, plan) != set(units):
+        return False
+    done = commits(files, recipe, plan)
+    kind = recipe.partition("-")[0]
+    tables = [_unit_table(files, kind, commit) for commit in done if commit.table]
+    whole = pa.concat_tables(tables) if tables else _with_shard(RECORDS[kind].empty_table(), "")
+    digest = files.put_content(to_ipc(whole), "tables", "arrow")
+    body = {"plan": plan, "table": digest, "records": whole.num_rows, "commits": [commit.body() for commit in done]}
+    files.put(Paths.segment(recipe, plan), layout.seal(body))
+    return True
+
+
+def _with_shard(table: pa.Table, shard: str) -> pa.Table:
+    return table.append_column("shard", pa.array([shard] * table.num_rows, pa.string()).dictionary_encode())
+
+
+def _unit_table(files: Files, kind: str, commit: Commit) -> pa.Table:
+    assert commit.table is not None
+    assert commit.shard is not None
+    name = Paths.table(commit.table, "arrow")
+    table = from_ipc(files.content(name, commit.table), str(files.path(name)))
+    if table.schema != RECORDS[kind] or table.num_rows != commit.records:
+        raise IntegrityError(
+            f"{files.path(name)}: is not the record table of unit {commit.unit}",
+            expected=f"{commit.records} {kind} records", found=f"{table.num_rows} rows of {table.schema.names}",
+        )  # fmt: skip
+    return _with_shard(table, commit.shard)
+
+
+class RecordIndex:
+    """Every record of one recipe. Keys are looked up by binary search over sorted 16-byte keys.
+
+    Attributes:
+        shards: names of the shards, in the order in which `shard` numbers refer to them.
+        bytes: size in bytes of each of `shards`.
+        columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
+        rejects: every reject of every unit.
+    """
+
+    def __init__(self, files: Files, recipe: str, plans: list[int]):
+        self.recipe, self.kind = recipe, recipe.partition("-")[0]
+        self.rejects: list[Reject] = []
+        self.shards: list[str] = []
+        self.bytes: list[int] = []
+        tables = []
+        for plan in plans:
+            done = commits(files, recipe, plan)
+            for commit in done:
+                self.rejects.extend(commit.rejects)
+                if commit.shard is not None:
+                    self.shards.append(commit.shard)
+                    self.bytes.append(commit.bytes)
+            if files.exists(Paths.segment(recipe, plan)):
+                digest = files.document(Paths.segment(recipe, plan))["table"]
+                name = Paths.table(digest, "arrow")
+                tables.append(from_ipc(files.content(name, digest), str(files.path(name))))
+            else:
+                tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
+        schema = RECORDS[self.kind]
+        whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
+        names = [name for t in tables for name in t.column("shard").to_pylist()]
+        number = {name: i for i, name in enumerate(self.shards)}
+        shard = np.fromiter((number[name] for name in names), np.uint32, len(names))
+        keys = fixed(whole.column("key"))
+        # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
+        order = np.argsort(keys, kind="stable")
+        last = np.ones(len(order), bool)
+        if len(order) > 1:
+            last[:-1] = keys[order][1:] != keys[order][:-1]
+        order = order[last]
+        self.columns: dict[str, np.ndarray] = {"shard": shard[order]}
+        for name in schema.names:
+            column = whole.column(name)
+            values = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
+            self.columns[name] = values[order]
+        self.keys = self.columns["key"]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Rows of 16-byte keys (dtype S16, see `as_keys`), -1 where absent."""
+        if not len(self.keys):
+            return np.full(len(keys), -1, np.int64)
+        rows = np.searchsorted(self.keys, keys)
+        rows = np.minimum(rows, len(self.keys) - 1)
+        return np.where(self.keys[rows] == keys, rows, -1)
+
+    def has(self, key: bytes) -> bool:
+        return bool(self.find(as_keys([key]))[0] >= 0)
+
+
+def as_keys(keys: list[bytes]) -> np.ndarray:
+    """16-byte keys as an array that numpy can sort and compare."""
+    return np.frombuffer(b"".join(keys), dtype="S16") if keys else np.empty(0, "S16")
+
+
+def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """A fixed_size_binary(16) column as a numpy S16 array."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], pa.binary(16))
+    if not len(array):
+        return np.empty(0, "S16")
+    return np.frombuffer(array.buffers()[1], dtype="S16", count=len(array), offset=array.offset * 16)
+
+
+def key_bytes(value: Any) -> bytes:
+    """The 16 bytes of an S16 element (numpy strips trailing zero bytes)."""
+    return bytes(value).ljust(16, b"\0")

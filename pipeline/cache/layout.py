@@ -1,0 +1,274 @@
+"""Names, identities and checksums of everything in a cache.
+
+What: recipes and their ids, record keys, sample ids, checksums, canonical JSON and the paths of a cache.
+Why: a record is found by what it is (content and recipe), so nothing unchanged is encoded twice and nothing stale is
+served. These functions are the format: changing one of them makes every existing cache unreadable, so `VERSION`
+counts them and a golden test holds them still.
+Price: xxh3-128 is fast (over 10 GB/s) but not cryptographic: it guards against damage and mix-ups, not against an
+adversary who may write into the cache.
+
+Identity rules:
+* A recipe field enters the id only when it differs from its default, so a field added later leaves old ids alone.
+* A local model folder has no `id` in the recipe: its weight digest names it, so a moved folder is the same recipe.
+* A latent is keyed by (recipe, image digest, target height and width, crop); text by (recipe, normalised caption).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import xxhash
+
+from pipeline.errors import CacheError, IntegrityError
+
+FORMAT = "sana-pipe-cache"
+VERSION = 1
+META = "__sana_pipe__"
+"""Folder of the members that describe a shard; webdataset skips names of this form."""
+
+
+def digest(*parts: bytes | str) -> bytes:
+    """xxh3-128 (16 bytes) over length-prefixed parts, so that ("ab", "c") and ("a", "bc") differ."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.digest()
+
+
+def content_digest(data: bytes | memoryview) -> str:
+    """Hex xxh3-128 of bytes as they are: the name of a content-addressed file."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces, UTF-8, finite numbers: one value, one sequence of bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+# ---------------------------------------------------------------- recipes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the values of records. Subclasses list the fields; defaults do not enter the id."""
+
+    kind: ClassVar[str]
+
+    def values(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def id(self) -> str:
+        """32 hex digits over the kind and the fields that differ from their defaults."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return digest("recipe", self.kind, canonical(own)).hex()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.id}"
+
+    def difference(self, other: Recipe) -> list[str]:
+        """Field by field, `name: mine | theirs`."""
+        theirs = other.values()
+        return [
+            f"{key}: {value!r} | {theirs.get(key)!r}"
+            for key, value in self.values().items()
+            if value != theirs.get(key)
+        ]
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Recipe:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise CacheError(
+                f"a {cls.kind} recipe has fields that this version does not know: {', '.join(unknown)}",
+                fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LatentRecipe(Recipe):
+    """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
+
+    kind: ClassVar[str] = "latent"
+    model: str = ""
+    revision: str | None = None
+    weights: str = ""
+    compression: int = 32
+    channels: int = 32
+    dtype: str = "fp32"
+    scaling_factor: float = 0.41407
+    tiling: bool = False
+    decoder: str = "pillow"
+    resize: str = ""
+    crop: str = ""
+    background: tuple[int, int, int] = (255, 255, 255)
+    storage: str = "bf16"
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Recipe:
+        values = dict(values)
+        if isinstance(values.get("background"), list):
+            values["background"] = tuple(values["background"])
+        return super().from_values(values)
+
+
+@dataclass(frozen=True)
+class TextRecipe(Recipe):
+    """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
+
+    kind: ClassVar[str] = "text"
+    model: str = ""
+    revision: str | None = None
+    weights: str = ""
+    tokenizer: str = ""
+    dtype: str = "bf16"
+    attention: str = "eager"
+    instruction: str = ""
+    normalisation: str = "diffusers"
+    max_length: int = 300
+    selection: str = "sana"
+    width: int = 2304
+    storage: str = "bf16"
+
+
+RECIPES: dict[str, type[Recipe]] = {"latent": LatentRecipe, "text": TextRecipe}
+
+
+# ---------------------------------------------------------------- keys and checksums
+
+
+def latent_key(recipe_id: str, image_digest: bytes, height: int, width: int, crop: str = "") -> bytes:
+    """16-byte key of a latent. `height`, `width`: the target in pixels; `crop` is "" for the recipe's own rule."""
+    return digest("latent", recipe_id, image_digest, f"{height}x{width}", crop)
+
+
+def text_key(recipe_id: str, normalised: str) -> bytes:
+    """16-byte key of a caption's rows."""
+    return digest("text", recipe_id, digest(normalised))
+
+
+def null_key(recipe_id: str) -> bytes:
+    """16-byte key of the one null record of a text recipe (all `max_length` rows of the empty caption)."""
+    return digest("null", recipe_id)
+
+
+def sample_id(source: str, item: str) -> int:
+    """64-bit id of a sample: the source's name and the item's key in it."""
+    return int.from_bytes(digest("sample", source, item)[:8], "little")
+
+
+def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> bytes:
+    """16-byte checksum of a record: its recipe, its key and its payload (the tensor's bytes, without the npy header).
+
+    Recipe and key are inside, so a right record in a wrong place does not pass.
+    """
+    state = xxhash.xxh3_128(bytes.fromhex(recipe_id))
+    state.update(key)
+    state.update(payload)
+    return state.digest()
+
+
+# ---------------------------------------------------------------- documents
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """A document: the body and the digest over its canonical JSON, as readable JSON."""
+    sealed = {"format": FORMAT, "version": VERSION, **body}
+    sealed["digest"] = content_digest(canonical(sealed))
+    return (json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """Parse and check a document.
+
+    Raises:
+        IntegrityError: not JSON, or the digest does not match.
+        CacheError: another format or a newer version.
+    """
+    try:
+        body = json.loads(data)
+        if not isinstance(body, dict):
+            raise ValueError("not an object")
+        found = body.pop("digest")
+        expected = content_digest(canonical(body))
+    except (ValueError, KeyError) as error:
+        raise IntegrityError(f"{where}: not a document of this cache: {error}", fix="restore the file") from None
+    if found != expected:
+        raise IntegrityError(f"{where}: its digest does not match its content", expected=expected, found=found)
+    if seal_bytes := _resealed_differs(body, found, data):
+        raise IntegrityError(f"{where}: bytes were changed outside its values", found=seal_bytes)
+    if body.pop("format", None) != FORMAT:
+        raise CacheError(f"{where}: is not a {FORMAT} document")
+    version = body.pop("version", None)
+    if version != VERSION:
+        raise CacheError(
+            f"{where}: is of format version {version}; this sana-pipe reads version {VERSION}",
+            fix="use the version of sana-pipe that wrote it, or a newer one",
+        )
+    return body
+
+
+def _resealed_differs(body: dict[str, Any], found: str, data: bytes) -> str:
+    again = json.dumps({**body, "digest": found}, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return "" if again.encode() == data else f"{len(data)} bytes, expected {len(again.encode())}"
+
+
+# ---------------------------------------------------------------- paths
+
+
+class Paths:
+    """Every path of a cache, relative to its root, with forward slashes."""
+
+    FORMAT = "format.json"
+
+    @staticmethod
+    def recipe(recipe: str) -> str:
+        return f"recipes/{recipe}.json"
+
+    @staticmethod
+    def scans(source: str) -> str:
+        return f"sources/{source}"
+
+    @staticmethod
+    def plans(recipe: str) -> str:
+        return f"plans/{recipe}"
+
+    @staticmethod
+    def units(recipe: str, plan: int) -> str:
+        return f"units/{recipe}/{plan:08d}"
+
+    @staticmethod
+    def unit(recipe: str, plan: int, unit: str) -> str:
+        return f"units/{recipe}/{plan:08d}/{unit}.json"
+
+    @staticmethod
+    def segment(recipe: str, plan: int) -> str:
+        return f"segments/{recipe}/{plan:08d}.json"
+
+    @staticmethod
+    def shard(recipe: str, name: str) -> str:
+        return f"shards/{recipe}/{name[:2]}/{name}.tar"
+
+    @staticmethod
+    def table(name: str, suffix: str) -> str:
+        return f"tables/{name[:2]}/{name}.{suffix}"
+
+    @staticmethod
+    def snapshot(name: str) -> str:
+        return f"snapshots/{name}.json"
+
+    @staticmethod
+    def names(name: str) -> str:
+        return f"names/{name}"
+
+    @staticmethod
+    def numbered(folder: str, number: int) -> str:
+        return f"{folder}/{number:08d}.json"

@@ -1,0 +1,300 @@
+"""Shards: immutable USTAR tars of .npy members, readable by any webdataset client and by offset.
+
+What: `ShardWriter` packs records into a tar, `Reader` reads one record at a known offset and verifies it.
+Why: a tar of .npy is the format every tool knows; the index beside it makes reading a record one `preadv`, which costs
+0.15 CPU-seconds per GB against 1.35 for streaming the same tar (reference measurements).
+Price: 512 bytes of tar header and up to 640 bytes of npy header and padding per member.
+
+A shard holds, in this order: `__sana_pipe__/head.json`; for each record `<key>.npy` (and `<key>.txt` for text: the
+caption as it was written); `__sana_pipe__/records.arrow`, the record table, so that a lost index can be made again.
+bf16 is stored as `<u2` (numpy has no bf16): `torch.from_numpy(array.view("int16")).view(torch.bfloat16)`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from pipeline.cache import layout
+from pipeline.cache.files import Files
+from pipeline.errors import CacheError, IntegrityError
+
+BLOCK = 512
+
+_KEY = pa.binary(16)
+RECORDS = {
+    "latent": pa.schema(
+        [
+            ("key", _KEY), ("offset", pa.uint64()), ("length", pa.uint64()), ("checksum", _KEY),
+            ("channels", pa.uint32()), ("height", pa.uint32()), ("width", pa.uint32()),
+        ]
+    ),
+    "text": pa.schema(
+        [
+            ("key", _KEY), ("offset", pa.uint64()), ("length", pa.uint64()), ("checksum", _KEY),
+            ("rows", pa.uint32()), ("width", pa.uint32()), ("valid", pa.uint32()),
+            ("caption_offset", pa.uint64()), ("caption_length", pa.uint32()), ("caption_checksum", _KEY),
+        ]
+    ),
+}  # fmt: skip
+"""Record tables by kind. `offset` and `length` are those of the payload inside the shard, in bytes."""
+
+
+def npy_header(shape: tuple[int, ...]) -> bytes:
+    """The .npy (version 1.0) header of a C-ordered `<u2` array."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<u2", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+def to_ipc(table: pa.Table) -> bytes:
+    """Uncompressed Arrow IPC file bytes of a table in one record batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+    return sink.getvalue().to_pybytes()
+
+
+def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
+    try:
+        return pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
+
+
+class ShardWriter:
+    """Packs the records of one unit into a shard.
+
+    Args:
+        files: the cache.
+        recipe: the recipe of every record.
+        unit: the unit's id, kept in the shard's head.
+
+    Usage: `add` records, then `finish`. Leaving the `with` block without `finish` leaves nothing behind.
+    """
+
+    def __init__(self, files: Files, recipe: layout.Recipe, unit: str):
+        self.files, self.recipe = files, recipe
+        self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
+        self._stack = files.temporary()
+        self._path = self._stack.__enter__()
+        self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
+        self._state = xxhash.xxh3_128()
+        self._offset = 0
+        head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
+        self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._stack.__exit__(None, None, None)
+
+    def __len__(self) -> int:
+        return len(self._columns["key"])
+
+    def add(self, key: bytes, array: np.ndarray, *, caption: str | None = None, valid: int | None = None) -> None:
+        """Add a record.
+
+        Args:
+            key: 16 bytes.
+            array: uint16 (bf16 bits), latent (channels, height, width) or text (rows, width).
+            caption: the caption as written (text records; the null record has "").
+            valid: rows that attention may see (text; all rows unless given).
+        """
+        if array.dtype != np.uint16:
+            raise TypeError(f"payload must be uint16 (bf16 bits), found {array.dtype}")
+        array = np.ascontiguousarray(array).astype("<u2", copy=False)
+        if not finite(array):
+            raise IntegrityError(f"record {key.hex()}: holds NaN or infinity, which is never stored")
+        payload = memoryview(array).cast("B")
+        header = npy_header(array.shape)
+        start = self._member(f"{key.hex()}.npy", header, payload)
+        row: dict[str, Any] = {
+            "key": key, "offset": start + len(header), "length": len(payload),
+            "checksum": layout.checksum(self.recipe.id, key, payload),
+        }  # fmt: skip
+        if self.recipe.kind == "latent":
+            row.update(zip(("channels", "height", "width"), array.shape, strict=True))
+        else:
+            rows, width = array.shape
+            text = (caption or "").encode("utf-8")
+            row.update(rows=rows, width=width, valid=rows if valid is None else valid, caption_length=len(text))
+            row["caption_offset"] = self._member(f"{key.hex()}.txt", text)
+            row["caption_checksum"] = layout.digest("caption", key, text)
+        for name, values in self._columns.items():
+            values.append(row[name])
+
+    def finish(self) -> tuple[str, int, pa.Table]:
+        """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
+        table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
+        self._member(f"{layout.META}/records.arrow", to_ipc(table))
+        self._write(bytes(2 * BLOCK))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        digest = self._state.hexdigest()
+        self.files.publish_content(self._path, layout.Paths.shard(self.recipe.name, digest), digest)
+        return digest, self._offset, table
+
+    def _member(self, name: str, *pieces: bytes | memoryview) -> int:
+        size = sum(len(piece) for piece in pieces)
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = size, 0, 0o644
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        start = self._offset
+        for piece in pieces:
+            self._write(piece)
+        self._write(bytes(-size % BLOCK))
+        return start
+
+    def _write(self, data: bytes | memoryview) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise CacheError(
+                f"{self._path}: cannot be written: {error.strerror}",
+                fix="free space, then run the same command again: it continues",
+            ) from error
+        self._state.update(data)
+        self._offset += len(data)
+
+
+def finite(bits: np.ndarray) -> bool:
+    """True if no bf16 value in these uint16 bits is NaN or infinite (exponent all ones)."""
+    return not bool(np.any((bits & 0x7F80) == 0x7F80))
+
+
+class Reader:
+    """Reads verified records by offset. Safe for use by several threads.
+
+    Args:
+        files: the cache.
+        recipe: the recipe of the records.
+        limit: how many shard files stay open at once.
+    """
+
+    def __init__(self, files: Files, recipe: str, *, limit: int = 256):
+        self.files, self.recipe = files, recipe
+        self.recipe_id = recipe.partition("-")[2]
+        self._limit = limit
+        self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray) -> None:
+        """Read one payload into `into` (C-contiguous uint16) and verify it; a mismatch is read once more.
+
+        Raises:
+            IntegrityError: short, wrong or foreign bytes; names shard, record and offset.
+        """
+        view = memoryview(into).cast("B")
+        found = b""
+        for _ in range(2):
+            got = self._pread(shard, offset, view)
+            found = layout.checksum(self.recipe_id, key, view[:got])
+            if got == len(view) and found == expected:
+                return
+        path = self.files.path(layout.Paths.shard(self.recipe, shard))
+        if got != len(view):
+            raise IntegrityError(
+                f"{path}: record {key.hex()} at byte {offset} is cut short",
+                expected=f"{len(view)} bytes", found=f"{got} bytes", fix="restore this shard from a copy of the cache",
+            )  # fmt: skip
+        raise IntegrityError(
+            f"{path}: record {key.hex()} at byte {offset} has the wrong checksum",
+            expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
+        )  # fmt: skip
+
+    def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:
+        """The caption as it was written, kept beside a text record.
+
+        Raises:
+            IntegrityError: other bytes than were written.
+        """
+        data = bytearray(length)
+        got = self._pread(shard, offset, memoryview(data))
+        found = layout.digest("caption", key, bytes(data[:got]))
+        if got != length or found != expected:
+            raise IntegrityError(
+                f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at byte "
+                f"{offset} has the wrong checksum",
+                expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
+            )  # fmt: skip
+        return data.decode("utf-8")
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def _pread(self, shard: str, offset: int, view: memoryview) -> int:
+        handle = self._handle(shard)
+        done = 0
+        while done < len(view):
+            got = os.preadv(handle.descriptor, [view[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def _handle(self, shard: str) -> _Handle:
+        with self._lock:
+            handle = self._open.get(shard)
+            if handle is not None:
+                self._open.move_to_end(shard)
+                return handle
+            path = self.files.path(layout.Paths.shard(self.recipe, shard))
+            try:
+                handle = _Handle(path)
+            except FileNotFoundError:
+                raise IntegrityError(
+                    f"{path}: the shard is missing", fix="restore it from a copy of the cache"
+                ) from None
+            except OSError as error:
+                raise CacheError(f"{path}: cannot be opened: {error.strerror}") from None
+            self._open[shard] = handle
+            while len(self._open) > self._limit:
+                self._open.popitem(last=False)
+            return handle
+
+
+class _Handle:
+    """An open file that closes when its last reader lets go of it, so eviction never cuts off a read."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if (descriptor := getattr(self, "descriptor", None)) is not None:
+            os.close(descriptor)
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], pa.Table]:
+    """Head and record table out of a shard itself (when the index beside it is lost). Reads headers only.
+
+    Raises:
+        IntegrityError: not a shard of this format.
+    """
+    try:
+        with tarfile.open(path, "r:") as tar:
+            head = table = None
+            for member in tar:
+                if member.name == f"{layout.META}/head.json":
+                    head = tar.extractfile(member).read()  # type: ignore[union-attr]
+                elif member.name == f"{layout.META}/records.arrow":
+                    table = tar.extractfile(member).read()  # type: ignore[union-attr]
+    except (tarfile.TarError, OSError) as error:
+        raise IntegrityError(f"{path}: not a shard: {error}") from None
+    if head is None or table is None:
+        raise IntegrityError(f"{path}: not a shard of this format: it has no {layout.META} members")
+    return json.loads(head), from_ipc(table, f"{path}!{layout.META}/records.arrow")

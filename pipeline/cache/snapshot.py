@@ -1,0 +1,275 @@
+"""Snapshots: immutable, content-addressed lists of samples grouped by bucket. This is all that training reads first.
+
+What: a JSON head (recipes, bucket table, policies, counts, what was left out and why, shards, chunks) and uncompressed
+Arrow IPC chunks, mapped into memory; a chunk's digest is checked when it is first touched.
+Why: two runs that name the same snapshot train on the same samples in the same order, wherever the cache was copied.
+Price: about 150 bytes of disk per sample; nothing of it is resident until touched.
+
+Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from pipeline.cache import layout
+from pipeline.cache.files import Files
+from pipeline.cache.index import fixed, key_bytes
+from pipeline.cache.layout import Paths
+from pipeline.cache.shard import Reader, to_ipc
+from pipeline.errors import CacheError, IntegrityError
+
+CHUNK_ROWS = 1 << 18
+
+_KEY = pa.binary(16)
+CAPTION = pa.struct(
+    [("shard", pa.uint32()), ("offset", pa.uint64()), ("rows", pa.uint32()), ("weight", pa.float32()),
+     ("key", _KEY), ("checksum", _KEY)]
+)  # fmt: skip
+SAMPLES = pa.schema(
+    [("sample_id", pa.uint64()), ("shard", pa.uint32()), ("offset", pa.uint64()), ("key", _KEY), ("checksum", _KEY),
+     ("captions", pa.list_(CAPTION))]
+)  # fmt: skip
+"""What training reads of a sample. `shard` counts into the head's `shards` of that kind."""
+WRITTEN = pa.struct([("offset", pa.uint64()), ("length", pa.uint32()), ("checksum", _KEY)])
+NAMES = pa.schema(
+    [("sample_id", pa.uint64()), ("source", pa.string()), ("item", pa.string()), ("captions", pa.list_(WRITTEN))]
+)
+"""What people want to know of a sample: where it came from, and where its captions stand in the text shards."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    shard: str
+    offset: int
+    rows: int
+    weight: float
+    key: bytes
+    checksum: bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample's records."""
+
+    sample_id: int
+    bucket: int
+    shard: str
+    offset: int
+    key: bytes
+    checksum: bytes
+    captions: tuple[Caption, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One resolution: `height` and `width` in pixels, its samples and the global batch of a step."""
+
+    height: int
+    width: int
+    samples: int
+    batch: int
+
+
+def build(files: Files, head: dict[str, Any], samples: pa.Table, names: pa.Table) -> dict[str, Any]:
+    """Write the chunks of a snapshot; returns its whole head, to be published by `Cache.add_snapshot`.
+
+    Args:
+        head: everything but `chunks` and `parent`; `buckets` must count the rows of `samples`, in order.
+        samples, names: tables of the schemas above, in the same order.
+    """
+    chunks = []
+    for start in range(0, samples.num_rows, CHUNK_ROWS):
+        part, named = samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)
+        chunks.append(
+            {
+                "rows": part.num_rows,
+                "samples": files.put_content(to_ipc(part), "tables", "arrow"),
+                "names": files.put_content(to_ipc(named), "tables", "arrow"),
+            }
+        )
+    return {**head, "chunks": chunks}
+
+
+def identity(head: dict[str, Any]) -> str:
+    """A snapshot's id: the digest of its head."""
+    return layout.content_digest(layout.canonical(head))
+
+
+class Snapshot:
+    """An opened snapshot.
+
+    Args:
+        files: the cache.
+        snapshot_id: hex id.
+
+    Raises:
+        IntegrityError: the head is missing, damaged or another snapshot's.
+    """
+
+    def __init__(self, files: Files, snapshot_id: str):
+        self.files, self.id = files, snapshot_id
+        where = Paths.snapshot(snapshot_id)
+        self.head = files.document(where)
+        found = identity(self.head)
+        if found != snapshot_id:
+            raise IntegrityError(
+                f"{files.path(where)}: is another snapshot", expected=snapshot_id, found=found, fix="restore the file"
+            )
+        self.buckets = [
+            Bucket(**{k: b[k] for k in ("height", "width", "samples", "batch")}) for b in self.head["buckets"]
+        ]
+        self.latent_recipe = layout.LatentRecipe.from_values(self.head["recipes"]["latent"])
+        self.text_recipe = layout.TextRecipe.from_values(self.head["recipes"]["text"])
+        self.null = self.head["null"]
+        self._starts = np.concatenate([[0], np.cumsum([b.samples for b in self.buckets])]).astype(np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum([c["rows"] for c in self.head["chunks"]])]).astype(np.int64)
+        if self._starts[-1] != self._chunk_starts[-1]:
+            raise IntegrityError(f"{files.path(where)}: buckets and chunks count differently")
+        self._chunks: dict[int, _Chunk] = {}
+        self._names: dict[int, pa.Table] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def shards(self) -> dict[str, list[str]]:
+        """Names of the shards by kind; `shard` columns count into these lists."""
+        return {kind: [s["name"] for s in shards] for kind, shards in self.head["shards"].items()}
+
+    def check_shards(self) -> None:
+        """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
+        for kind, recipe in (("latent", self.latent_recipe), ("text", self.text_recipe)):
+            for shard in self.head["shards"][kind]:
+                path = self.files.path(Paths.shard(recipe.name, shard["name"]))
+                try:
+                    size = path.stat().st_size
+                except FileNotFoundError:
+                    raise IntegrityError(
+                        f"{path}: a shard of snapshot {self.id} is missing", fix="restore it from a copy of the cache"
+                    ) from None
+                except OSError as error:
+                    raise CacheError(f"{path}: cannot be read: {error.strerror}") from None
+                if size != shard["bytes"]:
+                    raise IntegrityError(
+                        f"{path}: has another size than snapshot {self.id} says",
+                        expected=f"{shard['bytes']} bytes", found=f"{size} bytes",
+                        fix="restore it from a copy of the cache",
+                    )  # fmt: skip
+
+    def row(self, bucket: int, position: int) -> int:
+        if not 0 <= position < self.buckets[bucket].samples:
+            raise IndexError(f"bucket {bucket} has {self.buckets[bucket].samples} samples, not {position + 1}")
+        return int(self._starts[bucket]) + position
+
+    def sample(self, row: int) -> Sample:
+        chunk, at = self._locate(row)
+        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards_of)
+
+    def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
+        """Valid rows and weights of a sample's captions, without reading any text."""
+        chunk, at = self._locate(row)
+        span = slice(chunk.caption_offsets[at], chunk.caption_offsets[at + 1])
+        return chunk.caption["rows"][span].tolist(), chunk.caption["weight"][span].tolist()
+
+    def sample_id(self, row: int) -> int:
+        chunk, at = self._locate(row)
+        return int(chunk.sample_id[at])
+
+    @property
+    def shards_of(self) -> dict[str, list[str]]:
+        cached = self.__dict__.get("_shards")
+        if cached is None:
+            cached = self.__dict__["_shards"] = self.shards
+        return cached
+
+    def origin(self, row: int) -> tuple[str, str]:
+        """(source, item) of a sample."""
+        table, at = self._named(row)
+        return table.column("source")[at].as_py(), table.column("item")[at].as_py()
+
+    def captions(self, row: int, reader: Reader) -> list[str]:
+        """A sample's captions as they were written, verified."""
+        table, at = self._named(row)
+        sample = self.sample(row)
+        return [
+            reader.caption(caption.shard, where["offset"], where["length"], caption.key, where["checksum"])
+            for caption, where in zip(sample.captions, table.column("captions")[at].as_py(), strict=True)
+        ]
+
+    def _named(self, row: int) -> tuple[pa.Table, int]:
+        number = self._chunk_of(row)
+        if number not in self._names:
+            self._names[number] = self._map(number, "names", NAMES)
+        return self._names[number], row - int(self._chunk_starts[number])
+
+    def _locate(self, row: int) -> tuple[_Chunk, int]:
+        number = self._chunk_of(row)
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            chunk = self._chunks[number] = _Chunk(self._map(number, "samples", SAMPLES))
+        return chunk, row - int(self._chunk_starts[number])
+
+    def _chunk_of(self, row: int) -> int:
+        if not 0 <= row < len(self):
+            raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
+        return int(np.searchsorted(self._chunk_starts, row, side="right")) - 1
+
+    def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
+        """Map a chunk and check its digest."""
+        entry = self.head["chunks"][number]
+        path = self.files.path(Paths.table(entry[which], "arrow"))
+        try:
+            mapped = pa.memory_map(str(path), "r")
+        except FileNotFoundError:
+            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+        buffer = mapped.read_buffer()
+        found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
+        if found != entry[which]:
+            raise IntegrityError(
+                f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
+                fix="restore the file from a copy of the cache, or run sana-pipe bucket again",
+            )  # fmt: skip
+        table = pa.ipc.open_file(pa.BufferReader(buffer)).read_all()
+        if table.schema != schema or table.num_rows != entry["rows"]:
+            raise IntegrityError(f"{path}: is not chunk {number} of snapshot {self.id}", found=str(table.schema.names))
+        return table
+
+
+class _Chunk:
+    """Numpy views of a mapped chunk."""
+
+    def __init__(self, table: pa.Table):
+        whole = table.combine_chunks()
+        self.sample_id = whole.column("sample_id").to_numpy()
+        self.shard = whole.column("shard").to_numpy()
+        self.offset = whole.column("offset").to_numpy()
+        self.key = fixed(whole.column("key"))
+        self.checksum = fixed(whole.column("checksum"))
+        lists = whole.column("captions")
+        lists = lists.chunk(0) if lists.num_chunks else pa.array([], SAMPLES.field("captions").type)
+        self.caption_offsets = lists.offsets.to_numpy()
+        struct = lists.values
+        self.caption: dict[str, np.ndarray] = {}
+        for i, field in enumerate(CAPTION):
+            column = struct.field(i)
+            self.caption[field.name] = fixed(column) if field.type == _KEY else column.to_numpy(zero_copy_only=False)
+
+    def sample(self, at: int, bucket: int, shards: dict[str, list[str]]) -> Sample:
+        own = self.caption
+        return Sample(
+            int(self.sample_id[at]), bucket, shards["latent"][int(self.shard[at])], int(self.offset[at]),
+            key_bytes(self.key[at]), key_bytes(self.checksum[at]),
+            tuple(
+                Caption(
+                    shards["text"][int(own["shard"][i])], int(own["offset"][i]), int(own["rows"][i]),
+                    float(own["weight"][i]), key_bytes(own["key"][i]), key_bytes(own["checksum"][i]),
+                )
+                for i in range(int(self.caption_offsets[at]), int(self.caption_offsets[at + 1]))
+            ),
+        )  # fmt: skip

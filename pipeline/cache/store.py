@@ -1,0 +1,194 @@
+"""The cache as a whole: sources, recipes, plans, indexes and snapshots under one root.
+
+What: `Cache` is the one object through which stages read and write a cache.
+Why: every rule of publication and identity is applied in one place.
+Price: none of its answers are kept in memory between calls; callers keep what they need.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cache import index, layout
+from pipeline.cache.files import Files
+from pipeline.cache.layout import Paths
+from pipeline.cache.snapshot import Snapshot, identity
+from pipeline.errors import CacheError, IntegrityError, UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One commit's worth of work: rows `start..start+count` of its plan's table, encoded in batches of `batch`."""
+
+    unit: str
+    start: int
+    count: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An append-only list of work of one recipe."""
+
+    recipe: str
+    number: int
+    units: tuple[Unit, ...]
+    table: str
+
+
+class Cache:
+    """A cache folder.
+
+    Args:
+        root: its path.
+        create: make it if it is not there.
+
+    Raises:
+        CacheError: there is no cache (and `create` is false), or it is of another format or version.
+    """
+
+    def __init__(self, root: str | Path, *, create: bool = False):
+        self.files = Files(root)
+        if not self.files.exists(Paths.FORMAT):
+            if not create:
+                raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
+            if any(name != "tmp" for name in self.files.names("")):
+                raise CacheError(f"{root}: is not empty and not a cache", fix="set `cache:` to an empty or new folder")
+            self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
+        self.files.document(Paths.FORMAT)
+        self.root = Path(root)
+
+    # ------------------------------------------------------------ recipes
+
+    def add_recipe(self, recipe: layout.Recipe) -> None:
+        self.files.put(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
+
+    def recipe(self, name: str) -> layout.Recipe:
+        """A recipe by name (`latent-<id>`, `text-<id>`)."""
+        body = self.files.document(Paths.recipe(name))
+        found = layout.RECIPES[body["kind"]].from_values(body["values"])
+        if found.name != name:
+            raise IntegrityError(
+                f"{self.files.path(Paths.recipe(name))}: holds another recipe", expected=name, found=found.name
+            )
+        return found
+
+    def recipes(self, kind: str) -> list[layout.Recipe]:
+        names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
+        return [self.recipe(name) for name in names]
+
+    # ------------------------------------------------------------ tables (parquet, content-addressed)
+
+    def put_table(self, table: pa.Table) -> str:
+        sink = io.BytesIO()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        return self.files.put_content(sink.getvalue(), "tables", "parquet")
+
+    def table(self, digest: str) -> pa.Table:
+        data = self.files.content(Paths.table(digest, "parquet"), digest)
+        return pq.read_table(io.BytesIO(data))
+
+    # ------------------------------------------------------------ sources
+
+    def sources(self) -> list[str]:
+        return self.files.folders("sources")
+
+    def last_scan(self, source: str) -> dict[str, Any] | None:
+        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`."""
+        numbers = self.files.numbers(Paths.scans(source))
+        return self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
+
+    def add_scan(self, source: str, body: dict[str, Any]) -> None:
+        """Append a scan document unless the newest says the same."""
+        if not _NAME.fullmatch(source):
+            raise UserError(
+                f"{source!r} cannot name a source", expected="letters, digits, '.', '_' and '-', at most 100",
+                fix="--source-name NAME",
+            )  # fmt: skip
+        while True:
+            if self.last_scan(source) == body:
+                return
+            number = len(self.files.numbers(Paths.scans(source)))
+            if self.files.put(Paths.numbered(Paths.scans(source), number), layout.seal(body)):
+                return
+
+    # ------------------------------------------------------------ plans
+
+    def plans(self, recipe: str) -> list[Plan]:
+        return [self.plan(recipe, number) for number in self.files.numbers(Paths.plans(recipe))]
+
+    def plan(self, recipe: str, number: int) -> Plan:
+        body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
+        return Plan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
+
+    def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
+        """Append a plan. Returns False if another process was first: adopt its plan and look again."""
+        digest = self.put_table(table)
+        body = {"recipe": recipe, "number": number, "table": digest, "units": [vars(unit) for unit in units]}
+        return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
+
+    def index(self, recipe: str) -> index.RecordIndex:
+        return index.RecordIndex(self.files, recipe, self.files.numbers(Paths.plans(recipe)))
+
+    # ------------------------------------------------------------ snapshots
+
+    def add_snapshot(self, head: dict[str, Any], name: str | None) -> str:
+        """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
+
+        Its parent is what the name pointed to before. A head that says what the parent's says is the parent.
+        """
+        if name is not None and not _NAME.fullmatch(name):
+            raise UserError(f"{name!r} cannot name a snapshot", expected="letters, digits, '.', '_' and '-'")
+        parent = self.snapshot_of(name or "latest")
+        if parent is not None and {**self.open_snapshot(parent).head, "parent": None} == {**head, "parent": None}:
+            snapshot_id = parent
+        else:
+            head = {**head, "parent": parent}
+            snapshot_id = identity(head)
+            self.files.put(Paths.snapshot(snapshot_id), layout.seal(head))
+        for pointer in ["latest", *([name] if name else [])]:
+            while self.snapshot_of(pointer) != snapshot_id:
+                number = len(self.files.numbers(Paths.names(pointer)))
+                self.files.put(
+                    Paths.numbered(Paths.names(pointer), number),
+                    layout.seal({"name": pointer, "snapshot": snapshot_id}),
+                )
+        return snapshot_id
+
+    def snapshot_of(self, name: str) -> str | None:
+        """The id that a name points to."""
+        numbers = self.files.numbers(Paths.names(name))
+        if not numbers:
+            return None
+        return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
+
+    def snapshot_names(self) -> list[str]:
+        return self.files.folders("names")
+
+    def open_snapshot(self, name: str | None = None) -> Snapshot:
+        """A snapshot by name, by id or by the beginning of an id; None is the newest."""
+        if name is None:
+            found = self.snapshot_of("latest")
+            if found is None:
+                raise CacheError(f"{self.root}: holds no snapshot yet", fix="sana-pipe bucket")
+            return Snapshot(self.files, found)
+        pointed = self.snapshot_of(name)
+        if pointed is not None:
+            return Snapshot(self.files, pointed)
+        ids = [n[:-5] for n in self.files.names("snapshots") if n.startswith(name) and n.endswith(".json")]
+        if len(ids) == 1:
+            return Snapshot(self.files, ids[0])
+        raise CacheError(
+            f"{self.root}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
+            expected="one of the names " + (", ".join(self.snapshot_names()) or "(none yet)") + " or an id",
+            fix="sana-pipe bucket --name " + name,
+        )

@@ -1,0 +1,195 @@
+"""The command line: `sana-pipe encode | bucket | train | export | sample | demo`.
+
+What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
+`sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
+Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
+exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pipeline import __version__
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="sana-pipe")
+def cli() -> None:
+    """Precompute latents and text embeddings once, then train Sana without the encoders.
+
+    \b
+    sana-pipe encode --data DIR     pictures and captions -> cache
+    sana-pipe bucket                cache -> a snapshot of resolution buckets
+    sana-pipe train                 snapshot -> checkpoints
+    sana-pipe sample, export        checkpoint -> pictures, a SanaPipeline folder
+    """
+
+
+def _configured(command: Command) -> Command:
+    """Adds the options that every stage has."""
+    for option in (
+        click.option(
+            "--set",
+            "overrides",
+            metavar="A.B=C",
+            multiple=True,
+            help="Override one key of the configuration; may be repeated.",
+        ),
+        click.option(
+            "--config",
+            "config_path",
+            metavar="FILE",
+            help="Default: ./sana-pipe.yaml if there is one, else the shipped sana_1600m_1024.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
+    from pipeline.config import load
+
+    return load(config_path, list(overrides))
+
+
+@cli.command()
+@_configured
+@click.option("--data", required=True, metavar="DIR", help="Folder of pictures with captions beside them.")
+@click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
+@click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
+@click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
+@click.option("--task-count", type=click.IntRange(min=1), help="How many workers share the work.")
+def encode(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    data: str,
+    source_name: str | None,
+    rehash: bool,
+    task_index: int | None,
+    task_count: int | None,
+) -> Any:
+    """Encode pictures and captions into the cache; what is there already is not encoded again."""
+    if (task_index is None) != (task_count is None):
+        raise click.UsageError("--task-index and --task-count belong together")
+    if task_index is not None and task_count is not None and task_index >= task_count:
+        raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
+    config = _load(config_path, overrides)
+    from stages import encode as stage
+
+    return stage.run(
+        config, data=data, source_name=source_name, rehash=rehash, task_index=task_index, task_count=task_count
+    )
+
+
+@cli.command()
+@_configured
+@click.option("--name", metavar="NAME", help="Name for the snapshot. Default: only its id.")
+def bucket(config_path: str | None, overrides: tuple[str, ...], name: str | None) -> Any:
+    """Join latents and captions into an immutable snapshot, grouped by resolution."""
+    config = _load(config_path, overrides)
+    from stages import bucket as stage
+
+    return stage.run(config, name=name)
+
+
+@cli.command()
+@_configured
+@click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+@click.option("--resume", metavar="auto|PATH", help="`auto`: the newest complete checkpoint of train.output.")
+def train(config_path: str | None, overrides: tuple[str, ...], snapshot: str | None, resume: str | None) -> Any:
+    """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
+    config = _load(config_path, overrides)
+    from stages import train as stage
+
+    return stage.run(config, snapshot=snapshot, resume=resume)
+
+
+@cli.command()
+@_configured
+@click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
+@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
+def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, out: str) -> Any:
+    """Write a folder that diffusers' SanaPipeline.from_pretrained loads."""
+    config = _load(config_path, overrides)
+    from stages import export as stage
+
+    return stage.run(config, checkpoint, Path(out))
+
+
+@cli.command()
+@_configured
+@click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
+@click.option("--snapshot", metavar="NAME|ID", help="Whose captions. Default: the newest snapshot of the cache.")
+@click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
+@click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Where the PNGs go.")
+def sample(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    checkpoint: str,
+    snapshot: str | None,
+    count: int | None,
+    out: str,
+) -> Any:
+    """Draw pictures for captions of a snapshot and put them on a contact sheet."""
+    config = _load(config_path, overrides)
+    from stages import sample as stage
+
+    return stage.run(config, checkpoint, snapshot, Path(out), count)
+
+
+@cli.command(hidden=True)
+@_configured
+@click.option("--latents", required=True, metavar="FILE", help="safetensors file of latents, one tensor a picture.")
+@click.option("--out", required=True, metavar="DIR", help="Where the PNGs go.")
+def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, out: str) -> Any:
+    """Decode latents in a process of its own (`sample` calls it)."""
+    config = _load(config_path, overrides)
+    from stages import sample as stage
+
+    return stage.decode(config, Path(latents), Path(out))
+
+
+@cli.command()
+@click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Where everything of the demo goes.")
+@click.option("--data", metavar="DIR", help="Your own pictures with captions, instead of scikit-image's.")
+@click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")
+def demo(out: str, data: str | None, quick: bool) -> Any:
+    """Photographs to generated pictures with small models, on two cores, without any download."""
+    from stages import demo as stage
+
+    return stage.run(Path(out), data=None if data is None else Path(data), quick=quick)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
+    except click.Abort:
+        click.echo("sana-pipe: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except UserError as error:
+        click.echo(f"sana-pipe: {error}", err=True)
+        sys.exit(error.exit_code)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""One strict, typed YAML for every stage.
+
+What: pydantic models for the whole configuration, and `load()`, which reads `--config F`, else `./sana-pipe.yaml`,
+else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c` on top.
+Why: an option that is misspelt, of the wrong type or impossible together with another must stop the run before it
+costs GPU hours. So unknown keys are errors that name the key, the file and the nearest valid name; nothing is
+coerced that a reader of the YAML would not expect (integers serve as floats, nothing else).
+Price: every option has to be declared here; a file may not carry keys for other tools.
+
+Constants are Sana's own (NVlabs/Sana `configs/sana_config/*` and the diffusers configuration of
+`SanaTransformer2DModel`); each field says where it differs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.errors import ConfigError
+
+SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+DEFAULT_NAME = "sana_1600m_1024.yaml"
+LOCAL_NAME = "sana-pipe.yaml"
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Channel = Annotated[int, Field(ge=0, le=255)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Weights(_Section):
+    """Where pretrained weights come from: a hub id or a folder that `save_pretrained` wrote."""
+
+    id: str
+    subfolder: str | None = None
+    revision: str | None = None
+    variant: str | None = None
+
+
+class VaeConfig(Weights):
+    """The image encoder. `scaling_factor: null` takes the one in the VAE's own config (0.41407 for Sana's DC-AE)."""
+
+    subfolder: str | None = "vae"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    scaling_factor: Annotated[float, Field(gt=0)] | None = None
+
+
+class TextConfig(Weights):
+    """The text encoder and the rule that turns a caption into rows.
+
+    normalisation `diffusers` lowers and strips the caption and quotes the instruction as `SanaPipeline` does, so that
+    the rows are those which `SanaPipeline` computes at inference; `nvlabs` keeps the caption raw, as NVlabs' trainer.
+    `instruction: null` takes that recipe's own instruction; `""` uses none.
+    """
+
+    subfolder: str | None = "text_encoder"
+    tokenizer_subfolder: str | None = "tokenizer"
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    recipe: Literal["diffusers", "nvlabs"] = "diffusers"
+    instruction: str | None = None
+    max_length: Annotated[int, Field(ge=2)] = 300
+
+
+class DataConfig(_Section):
+    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`."""
+
+    resolution: Positive = 1024
+    buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
+    caption_field: str = "text"
+    background: tuple[Channel, Channel, Channel] = (255, 255, 255)
+    max_pixels: Positive = 200_000_000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pairs(cls, data: Any) -> Any:
+        if isinstance(data, dict):  # YAML has lists only; strict mode wants tuples
+            data = dict(data)
+            if isinstance(data.get("buckets"), list):
+                data["buckets"] = [tuple(b) if isinstance(b, list) else b for b in data["buckets"]]
+            if isinstance(data.get("background"), list):
+                data["background"] = tuple(data["background"])
+        return data
+
+
+class EncodeConfig(_Section):
+    """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
+    plan, so bytes do not depend on who encodes a unit."""
+
+    image_batch: Positive = 8
+    text_batch: Positive = 16
+    unit_mib: Positive = 64
+    unit_images: Positive = 1024
+    unit_captions: Positive = 512
+    window: Positive = 65536
+    workers: NotNegative = 4
+    device: str = "auto"
+    max_reject_rate: Share = 1.0
+
+
+class BucketConfig(_Section):
+    """How samples become batches. `batch` is the global batch of one optimizer step, whatever the number of GPUs.
+
+    small: what happens to the samples that do not fill a last batch of an epoch: `carry` takes them into the next
+    epoch (nothing is lost), `drop` leaves them out of this epoch (another remainder each epoch); a bucket smaller
+    than one batch is then left out, and the report says so.
+    """
+
+    batch: Positive = 64
+    small: Literal["carry", "drop"] = "carry"
+    pad_text_multiple: Positive = 16
+
+
+class ArchConfig(_Section):
+    """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B (diffusers' own defaults)."""
+
+    in_channels: Positive = 32
+    num_layers: Positive = 20
+    num_attention_heads: Positive = 70
+    attention_head_dim: Positive = 32
+    num_cross_attention_heads: Positive = 20
+    cross_attention_head_dim: Positive = 112
+    caption_channels: Positive = 2304
+    mlp_ratio: Annotated[float, Field(gt=0)] = 2.5
+    qk_norm: Literal["rms_norm_across_heads"] | None = None
+    interpolation_scale: float | None = None
+    sample_size: Positive | None = None
+
+    @model_validator(mode="after")
+    def _widths(self) -> ArchConfig:
+        own = self.num_attention_heads * self.attention_head_dim
+        cross = self.num_cross_attention_heads * self.cross_attention_head_dim
+        if own != cross:
+            raise ValueError(
+                f"num_attention_heads*attention_head_dim = {own} must equal "
+                f"num_cross_attention_heads*cross_attention_head_dim = {cross}"
+            )
+        return self
+
+
+class ModelConfig(_Section):
+    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch."""
+
+    weights: Weights | None = None
+    arch: ArchConfig | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if (self.weights is None) == (self.arch is None):
+            raise ValueError("give either model.weights (fine-tuning) or model.arch (from scratch), not both, not none")
+        return self
+
+
+class FlowConfig(_Section):
+    """Flow matching as Sana trains it: logit-normal times, shifted afterwards."""
+
+    shift: Annotated[float, Field(gt=0)] = 3.0
+    logit_mean: float = 0.0
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
+
+
+class OptimConfig(_Section):
+    """AdamW with Sana's constants (NVlabs `Sana_1600M_img1024_AdamW.yaml`). `scale_lr: sqrt` multiplies by
+    sqrt(batch / 256), which NVlabs' trainer does without saying so."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    scale_lr: Literal["none", "sqrt"] = "none"
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    clip: Annotated[float, Field(gt=0)] | None = 0.1
+    warmup_steps: NotNegative = 2000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pairs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("betas"), list):
+            data = {**data, "betas": tuple(data["betas"])}
+        return data
+
+
+class ParallelConfig(_Section):
+    """How the model is spread. `dp_shard: -1` is every process of the launch (FSDP2, sharded in full)."""
+
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    reshard_after_forward: bool = True
+    timeout_s: Positive = 600
+
+    @model_validator(mode="after")
+    def _shard(self) -> ParallelConfig:
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard must be -1 (every process) or a positive number")
+        return self
+
+
+class TrainConfig(_Section):
+    """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass."""
+
+    output: str = "./runs/default"
+    steps: Positive = 10_000
+    seed: NotNegative = 0
+    phase: NotNegative = 0
+    microbatch: Positive = 8
+    precision: Literal["fp32", "bf16"] = "bf16"
+    activation_checkpointing: Literal["none", "full"] = "full"
+    caption_drop: Share = 0.1
+    null_mask: Literal["caption", "bos"] = "caption"
+    flow: FlowConfig = FlowConfig()
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    prefetch: NotNegative = 2
+    loader_threads: Positive = 2
+    log_every: Positive = 10
+    save_every: Positive = 500
+    keep_checkpoints: Positive = 3
+    device: str = "auto"
+
+
+class SampleConfig(_Section):
+    """Drawing pictures from a checkpoint. Defaults are Sana's: 20 steps, guidance 4.5."""
+
+    steps: Positive = 20
+    guidance: Annotated[float, Field(ge=0)] = 4.5
+    count: Positive = 8
+    seed: NotNegative = 0
+
+
+class Config(_Section):
+    """The whole file. Top-level keys are one per stage, plus `cache`, `encoders`, `data` and `model`."""
+
+    cache: str = "./cache"
+    vae: VaeConfig
+    text: TextConfig
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    encode: EncodeConfig = EncodeConfig()
+    bucket: BucketConfig = BucketConfig()
+    train: TrainConfig = TrainConfig()
+    sample: SampleConfig = SampleConfig()
+
+
+def shipped() -> list[Path]:
+    """The configuration files that come with the package."""
+    return sorted(SHIPPED.glob("*.yaml"))
+
+
+def find(path: str | Path | None) -> Path:
+    """`--config F`, else `./sana-pipe.yaml`, else the shipped default. A bare name may be a shipped one."""
+    if path is None:
+        local = Path(LOCAL_NAME)
+        return local if local.exists() else SHIPPED / DEFAULT_NAME
+    given = Path(path)
+    if given.exists():
+        return given
+    inside = SHIPPED / (given.name if given.suffix else given.name + ".yaml")
+    if inside.exists() and given.parent == Path("."):
+        return inside
+    raise ConfigError(
+        f"there is no configuration file {str(path)!r}",
+        expected="a path, or one of " + ", ".join(p.name for p in shipped()),
+        fix="sana-pipe --config FILE ...",
+    )
+
+
+def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+    """Read, override and check a configuration.
+
+    Args:
+        path: see `find`.
+        overrides: `a.b=c` strings; the value is YAML (`train.optim.lr=2e-5`, `model.weights=null`).
+
+    Raises:
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file.
+    """
+    source = find(path)
+    try:
+        tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: is not valid YAML: {error}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
+    touched = [_override(tree, text) for text in overrides]
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, tree, source, touched) from None
+
+
+def dump(config: Config) -> str:
+    """YAML of the full tree, defaults included: what a run directory keeps."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice and reads 1e-4 as a number (YAML 1.1 reads it as a string)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: keys written out go before merged ones
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: list(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def _override(tree: dict[str, Any], text: str) -> str:
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
+    try:
+        parsed = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+    node = tree
+    for key in keys[:-1]:
+        below = node.get(key)
+        if below is None:
+            below = node[key] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {text!r}: {key!r} is a value, not a section", found=repr(below))
+        node = below
+    node[keys[-1]] = parsed
+    return ".".join(keys)
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    """Names that are valid beside the last element of `location`."""
+    model: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, int):
+            return []
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return []
+        model = next((a for a in _alternatives(field.annotation) if hasattr(a, "model_fields")), None)
+        if model is None:
+            return []
+    return list(getattr(model, "model_fields", {}))
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    return [annotation, *getattr(annotation, "__args__", ())]
+
+
+def _all_paths(model: Any = Config, prefix: str = "") -> list[str]:
+    paths = []
+    for name, field in model.model_fields.items():
+        paths.append(prefix + name)
+        for inner in _alternatives(field.annotation):
+            if hasattr(inner, "model_fields"):
+                paths.extend(_all_paths(inner, f"{prefix}{name}."))
+    return paths
+
+
+def _hint(location: tuple[int | str, ...]) -> str:
+    """The nearest valid name: a near one of this section, else this very name elsewhere, else what is valid here."""
+    last, valid = str(location[-1]), _fields_at(location)
+    section = [str(part) for part in location[:-1]]
+    near = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
+    close = near if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
+    elsewhere = [path for path in _all_paths() if path.split(".")[-1] == last]
+    found = [*close, *elsewhere, *near]
+    return f"; did you mean {found[0]!r}?" if found else f"; valid here: {', '.join(valid)}"
+
+
+def _given(tree: Any, location: tuple[int | str, ...]) -> Any:
+    """What the file says at `location`, up to the first part that is a union's member."""
+    for part in location:
+        if isinstance(part, str) and "[" in part:
+            return tree
+        tree = tree[part]
+    return tree
+
+
+def _explain(error: ValidationError, tree: dict[str, Any], source: Path, touched: list[str]) -> ConfigError:
+    problems = []
+    for item in error.errors():
+        tags = [p for p in item["loc"] if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
+        if tags and tags[0].startswith("list[") != isinstance(_given(tree, item["loc"]), list):
+            continue  # the member of the union that was not meant
+        location = tuple(p for p in item["loc"] if p not in tags)
+        name = ".".join(str(part) for part in location) or "(whole file)"
+        where = "--set" if any(name == key or name.startswith(key + ".") for key in touched) else str(source)
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
+        elif item["type"] == "missing":
+            problems.append(f"{where}: {name!r} is required and not given")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(item["input"], dict) else f" (found {item['input']!r})"
+            problems.append(f"{where}: {name!r}: {message}{shown}")
+    return ConfigError("\n".join(problems))

@@ -1,0 +1,87 @@
+"""The text rules that come before the text encoder: instruction, normalisation, and the choice among captions.
+
+Why two recipes: `SanaPipeline` of diffusers lowers and strips the prompt and quotes one phrase of the instruction with
+single quotes, NVlabs' trainer does neither. The rows that a model is trained on should be those it meets at inference,
+so `diffusers` is the default; `nvlabs` continues a training that NVlabs' code began.
+Price: a caption's capitals do not reach the model under `diffusers`, as they do not at inference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pipeline.config import TextConfig
+
+# A constant of the released models: the instruction that stands before every caption ("complex human instruction",
+# `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
+_INSTRUCTION = "\n".join(
+    (
+        "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
+        "suitable for image generation. Evaluate the level of detail in the user prompt:",
+        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+        "relationships to create vivid and concrete scenes.",
+        "- If the prompt is already detailed, refine and enhance the existing details slightly without "
+        "overcomplicating.",
+        "Here are examples of how to transform or refine prompts:",
+        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+        "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
+        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
+        "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering "
+        "glass skyscrapers.",
+        "Please generate only the enhanced description for the prompt below and avoid including any additional "
+        "commentary or evaluations:",
+        "User Prompt: ",
+    )
+)
+
+INSTRUCTIONS: dict[str, str] = {
+    "diffusers": _INSTRUCTION.replace("{quote}", "'"),
+    "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
+}
+"""Recipe name -> the instruction, 1,057 characters, ending in a space."""
+
+
+def instruction(config: TextConfig) -> str:
+    """The text that goes before every caption: the configured one, or the recipe's own when none is configured."""
+    return INSTRUCTIONS[config.recipe] if config.instruction is None else config.instruction
+
+
+def normalise(caption: str, recipe: str) -> str:
+    """The caption as the tokenizer gets it (without the instruction).
+
+    `diffusers`: lower case, surrounding whitespace removed (SanaPipeline with `clean_caption=False`); `nvlabs`: as is.
+    """
+    if recipe == "diffusers":
+        return caption.lower().strip()
+    if recipe == "nvlabs":
+        return caption
+    raise ValueError(f"unknown text recipe {recipe!r}; known: {', '.join(INSTRUCTIONS)}")
+
+
+def choose(weights: Sequence[float], draw: float) -> int:
+    """The index of a caption, picked in proportion to the weights (Sana's `caption_selection_type: proportion`).
+
+    Args:
+        weights: one per candidate, finite, not negative, not all zero; they need not sum to one.
+        draw: uniform in [0, 1).
+
+    Raises:
+        ValueError: weights or draw outside these bounds.
+    """
+    if not weights or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        raise ValueError(f"caption weights must be finite, not negative and not all zero: {list(weights)}")
+    if not 0 <= draw < 1:
+        raise ValueError(f"the draw must lie in [0, 1): {draw}")
+    largest = max(weights)  # dividing first: the sum of huge weights could overflow
+    scaled = [w / largest for w in weights]
+    target = draw * math.fsum(scaled)
+    reached, last = 0.0, 0
+    for index, weight in enumerate(scaled):
+        if weight == 0:
+            continue
+        reached += weight
+        last = index
+        if target < reached:
+            break
+    return last

@@ -1,0 +1,184 @@
+"""Work: make the records of a unit and commit them.
+
+What: `encode_images` and `encode_captions` turn one unit of a plan into a shard and a commit document.
+Why: a unit is the grain of everything: of resuming (a killed process loses the unit it was at), of sharing work, and of
+the bytes (batches are fixed by the plan).
+Price: threads decode the next batches while the encoder works; pictures of `DECODE_AHEAD` batches are in memory.
+
+A record that cannot be made (undecodable, changed since the scan, non-finite) becomes a reject with its reason; the
+rest of the unit goes on. Because a batch keeps its place when a member is missing, only that batch is smaller.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.cache import index, layout, shard
+from pipeline.cache.index import Commit, Reject
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.data import captions, image
+from pipeline.data.source import FolderSource
+from pipeline.models.encoders import NonFiniteError
+
+DECODE_AHEAD = 2
+_NOT_FINITE = "the encoder's output is not finite"
+
+
+class ImageEncoder(Protocol):
+    """uint8 (b, H, W, 3) to bf16 bits, uint16 (b, C, h, w)."""
+
+    def encode(self, images: np.ndarray) -> np.ndarray: ...
+
+
+class CaptionEncoder(Protocol):
+    """Normalised captions to bf16 bits, uint16 (rows, width) each; `null` gives the null record and its valid rows."""
+
+    def encode(self, captions: list[str]) -> list[np.ndarray]: ...
+
+    def null(self) -> tuple[np.ndarray, int]: ...
+
+
+def missing_units(cache: Cache, plans: list[Plan]) -> list[tuple[Plan, Unit]]:
+    """Units that nobody has committed, in plan order. Finished plans get their segment on the way."""
+    todo = []
+    for plan in plans:
+        done = index.committed(cache.files, plan.recipe, plan.number)
+        left = [unit for unit in plan.units if unit.unit not in done]
+        if not left:
+            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
+        todo.extend((plan, unit) for unit in left)
+    return todo
+
+
+def share(todo: list[tuple[Plan, Unit]], task: int, tasks: int) -> list[tuple[Plan, Unit]]:
+    """The part of the units that task `task` of `tasks` does: by unit id, so it does not shift as units are done."""
+    return [(plan, unit) for plan, unit in todo if int(unit.unit[:8], 16) % tasks == task]
+
+
+def encode_images(
+    cache: Cache, recipe: layout.LatentRecipe, plan: Plan, unit: Unit, rows: pa.Table, sources: dict[str, FolderSource],
+    encoder: ImageEncoder, *, max_pixels: int, workers: int, progress: Callable[[int, int], None],
+) -> Commit:  # fmt: skip
+    """Make and commit one image unit.
+
+    Args:
+        rows: the unit's rows of the plan's table.
+        sources: source name -> source; every source of the unit must be here.
+        progress: called with (records made, records rejected) after each batch.
+    """
+    members = rows.to_pylist()
+    batches = [members[i : i + unit.batch] for i in range(0, len(members), unit.batch)]
+    rejects: list[Reject] = []
+
+    def decode(row: dict[str, Any]) -> np.ndarray | Reject:
+        key, item = row["key"].hex(), row["item"]
+        try:
+            data = sources[row["source"]].read(item)
+        except OSError as error:
+            return Reject(key, item, f"unreadable: {error}", retry=True)
+        if layout.digest(data) != row["digest"]:
+            return Reject(key, item, "changed since it was scanned", retry=True)
+        try:
+            return image.load(data, (row["height"], row["width"]), recipe.background, max_pixels)
+        except image.ImageReject as reject:
+            return Reject(key, item, str(reject))
+
+    with ThreadPoolExecutor(max(1, workers)) as pool, shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
+        for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
+            bad = [d for d in decoded if isinstance(d, Reject)]
+            good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, Reject)]
+            if good:
+                latents = _finite([picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)))
+                for (row, _), latent in zip(good, latents, strict=True):
+                    if latent is not None:
+                        writer.add(row["key"], latent)
+                    else:
+                        bad.append(Reject(row["key"].hex(), row["item"], _NOT_FINITE))
+            rejects.extend(bad)
+            progress(len(batch) - len(bad), len(bad))
+        return _commit(cache, recipe, plan, unit, writer, rejects)
+
+
+def encode_captions(
+    cache: Cache, recipe: layout.TextRecipe, plan: Plan, unit: Unit, rows: pa.Table, encoder: CaptionEncoder, *,
+    progress: Callable[[int, int], None],
+) -> Commit:  # fmt: skip
+    """Make and commit one text unit."""
+    members = rows.to_pylist()
+    rejects: list[Reject] = []
+    with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
+        for start in range(0, len(members), unit.batch):
+            batch = members[start : start + unit.batch]
+            if batch[0]["caption"] is None:
+                array, valid = encoder.null()
+                writer.add(batch[0]["key"], array, caption="", valid=valid)
+                progress(1, 0)
+                continue
+            normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
+            bad = 0
+            for row, array in zip(batch, _finite(normalised, encoder.encode), strict=True):
+                if array is not None:
+                    writer.add(row["key"], array, caption=row["caption"])
+                else:
+                    bad += 1
+                    rejects.append(Reject(row["key"].hex(), row["caption"], _NOT_FINITE))
+            progress(len(batch) - bad, bad)
+        return _commit(cache, recipe, plan, unit, writer, rejects)
+
+
+def provenance() -> dict[str, Any]:
+    """Hardware and library versions, kept with every unit: bf16 results differ between them."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.ndarray | None]:
+    """Encode a batch; None where the encoder gave NaN or infinity, the others encoded without those."""
+    try:
+        return list(encode(inputs))
+    except NonFiniteError as error:
+        bad = set(error.rows)
+        rest = [one for i, one in enumerate(inputs) if i not in bad]
+        good = iter(_finite(rest, encode) if rest else [])
+        return [None if i in bad else next(good) for i in range(len(inputs))]
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, decode: Callable[[Any], Any], batches: list[list[Any]], depth: int
+) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Batches with their decoded members, `depth` batches being decoded ahead."""
+    queue: list[tuple[list[Any], list[Any]]] = []
+    waiting = iter(batches)
+    for batch in waiting:
+        queue.append((batch, [pool.submit(decode, row) for row in batch]))
+        if len(queue) > depth:
+            first, futures = queue.pop(0)
+            yield first, [future.result() for future in futures]
+    for first, futures in queue:
+        yield first, [future.result() for future in futures]
+
+
+def _commit(
+    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, writer: shard.ShardWriter, rejects: list[Reject]
+) -> Commit:
+    if len(writer):
+        name, size, table = writer.finish()
+        digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
+        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), provenance())
+    else:
+        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), provenance())
+    index.publish_commit(cache.files, recipe.name, plan.number, commit)
+    return commit

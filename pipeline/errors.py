@@ -1,0 +1,56 @@
+"""Errors that are for people.
+
+Every mistake a user can make ends in a `UserError`: what is wrong, what was expected, what was found, and the
+command or setting that mends it. The command line prints it without a traceback and exits with its `exit_code`.
+Anything else that escapes is a defect of ours and keeps its traceback.
+
+Price: messages are written by hand where the check is made; there is no catalogue of codes.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake that the reader of the message can mend.
+
+    Args:
+        what: one sentence that names the thing (file, key, shard, record) and what is wrong with it.
+        expected: what would have been right, if that is not plain from `what`.
+        found: what was there instead.
+        fix: the command or the setting that mends it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, expected: object = None, found: object = None, fix: str | None = None):
+        self.what, self.expected, self.found, self.fix = what, expected, found, fix
+        lines = [what]
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if found is not None:
+            lines.append(f"  found:    {found}")
+        if fix:
+            lines.append(f"  fix:      {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(UserError):
+    """A key, a type or a combination in the configuration that cannot be right."""
+
+
+class CacheError(UserError):
+    """The cache is missing something, or holds something of another recipe or version."""
+
+    exit_code = 3
+
+
+class IntegrityError(CacheError):
+    """Bytes that were read are not the bytes that were written (or not those of this record)."""
+
+    exit_code = 4
+
+
+class RejectRateError(UserError):
+    """More items were rejected than `encode.max_reject_rate` allows."""
+
+    exit_code = 5

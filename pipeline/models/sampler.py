@@ -1,0 +1,156 @@
+"""Drawing latents with DPM-Solver++ for flow matching and classifier-free guidance.
+
+What: our own loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
+Why not `SanaPipeline`: constructing it imports the text encoder and the autoencoder, and it draws one resolution per
+call from prompts. Here captions are cached rows, so nothing but the transformer is on the device, and a validation in
+the middle of training costs no import of an encoder.
+Price: the loop has to agree with `SanaPipeline(output_type="latent", use_resolution_binning=False)`; a test compares
+the two on the same weights.
+
+Source: arXiv 2211.01095 (DPM-Solver++), arXiv 2207.12598 (classifier-free guidance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from diffusers import DPMSolverMultistepScheduler
+
+
+def scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
+    """Sana's sampler settings: second-order DPM-Solver++ on flow sigmas. An exported pipeline carries the same."""
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+
+    return DPMSolverMultistepScheduler(
+        num_train_timesteps=1000,
+        solver_order=2,
+        algorithm_type="dpmsolver++",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=flow_shift,
+    )
+
+
+def draw_noise(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
+    """(count, C, h, w) float32 standard normal on the CPU. Picture i gets the same noise whatever `count` is."""
+    generator = torch.Generator()
+    drawn = []
+    for number in range(count):
+        generator.manual_seed((seed * 1_000_003 + number) % 2**63)
+        drawn.append(torch.randn(shape, generator=generator))
+    return torch.stack(drawn)
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    captions: Tensor,
+    mask: Tensor,
+    null_captions: Tensor | None = None,
+    null_mask: Tensor | None = None,
+    *,
+    noise: Tensor,
+    shape: tuple[int, ...] | None = None,
+    steps: int = 20,
+    guidance: float = 4.5,
+    flow_shift: float = 3.0,
+    batch: int | None = None,
+    dtype: torch.dtype | None = None,
+    on_step: Callable[[int, int], Any] | None = None,
+) -> Tensor:
+    """Draw one latent per caption.
+
+    Args:
+        model: called as `model(latents, captions, mask, timesteps)`; put in eval mode for the duration.
+        captions, mask: (N, L, D) text rows and (N, L) bool.
+        null_captions, null_mask: the empty caption, (M, D) and (M,), or the same with a leading 1 or N. M may differ
+            from L: the shorter of the two is padded with masked zeros. Not needed at guidance 1.
+        noise: (N, C, h, w) standard normal: where the solver starts.
+        shape: if given, checked against the last dimensions of `noise`.
+        steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).
+        guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
+        flow_shift: that of training.
+        batch: at most this many pictures at once; None takes all.
+        dtype: of what the model is given; None takes that of its parameters. A sharded model that computes in another
+            precision than it stores needs it.
+        on_step: called with (model calls done, model calls in all).
+
+    Returns:
+        (N, C, h, w) float32 latents on the model's device, still multiplied by the autoencoder's scaling factor.
+
+    Raises:
+        ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    count = captions.shape[0]
+    if captions.ndim != 3 or mask.shape != captions.shape[:2]:
+        raise ValueError(f"captions {tuple(captions.shape)} and mask {tuple(mask.shape)} do not go together")
+    if noise.ndim != 4 or noise.shape[0] != count:
+        raise ValueError(f"{count} captions and noise of shape {tuple(noise.shape)} do not go together")
+    if shape is not None and tuple(noise.shape[-len(shape) :]) != tuple(shape):
+        raise ValueError(f"noise of shape {tuple(noise.shape)} does not end in {tuple(shape)}")
+
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, dtype or parameter.dtype
+    captions, mask = captions.to(device, dtype), mask.to(device)
+    null: tuple[Tensor, Tensor] | None = None
+    if guidance != 1:
+        if null_captions is None or null_mask is None:
+            raise ValueError(f"guidance {guidance} needs the empty caption")
+        null_captions, null_mask = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
+        length = max(captions.shape[1], null_captions.shape[1])
+        captions, mask = _pad(captions, mask, length)
+        null = _pad(null_captions, null_mask, length)
+
+    size = batch or max(count, 1)
+    calls, total = 0, steps * -(-count // size)
+    training = model.training
+    model.eval()
+    drawn = []
+    try:
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            rows, keep = captions[part], mask[part]
+            if null is not None:
+                rows, keep = torch.cat([null[0][part], rows]), torch.cat([null[1][part], keep])
+            solver = scheduler(flow_shift)
+            solver.set_timesteps(steps, device=device)
+            latents = noise[part].to(device, torch.float32)
+            for timestep in solver.timesteps:
+                given = latents if null is None else torch.cat([latents, latents])
+                times = timestep.to(torch.float32).expand(given.shape[0])
+                flow = model(given.to(dtype), rows, keep, times).float()
+                if null is not None:
+                    without, conditional = flow.chunk(2)
+                    flow = without + guidance * (conditional - without)
+                latents = solver.step(flow, timestep, latents, return_dict=False)[0]
+                calls += 1
+                if on_step is not None:
+                    on_step(calls, total)
+            drawn.append(latents)
+    finally:
+        model.train(training)
+    return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
+
+
+def _expand(captions: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if captions.ndim == 2:
+        captions, mask = captions[None], mask[None]
+    if captions.ndim != 3 or mask.shape != captions.shape[:2] or captions.shape[0] not in (1, count):
+        raise ValueError(
+            f"empty caption {tuple(captions.shape)} and its mask {tuple(mask.shape)} do not go together "
+            f"with {count} captions"
+        )
+    return captions.expand(count, -1, -1), mask.expand(count, -1)
+
+
+def _pad(captions: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    room = length - captions.shape[1]
+    return F.pad(captions, (0, 0, 0, room)), F.pad(mask, (0, room), value=False)

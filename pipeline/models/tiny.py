@@ -1,0 +1,381 @@
+"""Small real models, made on the spot: what the demonstration and the tests run on instead of a download.
+
+What: a 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
+tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
+repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`). Also a dozen captioned photographs that ship inside the
+scikit-image wheel.
+Why: they are of the same classes as the full-size ones and are read by the same code, so a machine without network,
+GPU or patience runs the true paths.
+Price: the VAE knows its own pictures and little else, and the text encoder tells captions apart without understanding
+them; neither says anything about quality at full size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pipeline.errors import UserError
+from pipeline.models.hub import quiet
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC
+
+COMPRESSION = 8
+LATENT_CHANNELS = 16
+TEXT_WIDTH = 128
+SIZES = ((64, 64), (48, 80), (80, 48))
+"""(height, width) of the pictures that the VAE is fitted to, one per aspect ratio."""
+
+_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+_SPACE = "▁"
+
+
+# ---------------------------------------------------------------- photographs
+
+
+class _Photo(NamedTuple):
+    """A crop of a photograph; `box` is (left, top, right, bottom) in its pixels."""
+
+    name: str
+    source: str
+    box: tuple[int, int, int, int]
+    caption: str
+
+
+_PHOTOS = (
+    _Photo("astronaut", "astronaut", (0, 0, 512, 512), "an astronaut in an orange space suit beside a US flag"),
+    _Photo("tissue", "immunohistochemistry", (0, 0, 512, 512), "stained tissue under a microscope, brown and blue"),
+    _Photo("retina", "retina", (0, 0, 1411, 1411), "the retina of an eye, a red disc on black"),
+    _Photo("galaxies", "hubble_deep_field", (64, 0, 936, 872), "distant galaxies in a black sky"),
+    _Photo("cat", "chelsea", (0, 0, 451, 300), "the face of a tabby cat"),
+    _Photo("coffee", "coffee", (0, 0, 600, 400), "a cup of espresso on a red saucer on a wooden table"),
+    _Photo("rocket", "rocket", (0, 0, 640, 427), "a rocket on its launch pad at dusk"),
+    _Photo("motorcycle", "stereo_motorcycle", (0, 0, 741, 500), "a red motorcycle in a garage"),
+    _Photo("portrait", "astronaut", (128, 0, 328, 300), "a smiling woman with short blond hair"),
+    _Photo("shuttle", "astronaut", (338, 0, 498, 240), "a model of the space shuttle against a grey wall"),
+    _Photo("wheel", "stereo_motorcycle", (500, 248, 648, 470), "the front wheel of a motorcycle"),
+    _Photo("nerve", "retina", (50, 400, 350, 850), "bright optic nerve head with red blood vessels"),
+)
+
+
+def demo_photos(out: Path) -> list[tuple[Path, str]]:
+    """Write a dozen colour photographs (four square, four landscape, four portrait) and a `.txt` caption beside each.
+
+    They are crops of photographs that ship inside the scikit-image wheel, so nothing is fetched. Existing files of
+    these names are overwritten.
+
+    Returns:
+        (picture, caption), in a fixed order.
+
+    Raises:
+        UserError: scikit-image is not installed.
+    """
+    try:
+        from skimage import data
+    except ImportError:
+        raise UserError(
+            "the demonstration photographs come with scikit-image, which is not installed",
+            fix="pip install 'sana-pipe[demo]', or give your own pictures with --data DIR",
+        ) from None
+    from PIL import Image
+
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for photo in _PHOTOS:
+        pixels = getattr(data, photo.source)()
+        if isinstance(pixels, tuple):  # stereo pictures: left, right, disparity
+            pixels = pixels[0]
+        crop = Image.fromarray(np.asarray(pixels)).convert("RGB").crop(photo.box)
+        large = max(crop.size) > 640
+        path = out / f"{photo.name}.{'jpg' if large else 'png'}"
+        crop.save(path, **({"quality": 95, "subsampling": 0} if large else {}))
+        path.with_suffix(".txt").write_text(photo.caption + "\n", encoding="utf-8")
+        written.append((path, photo.caption))
+    return written
+
+
+# ---------------------------------------------------------------- image autoencoder
+
+
+def make_vae(
+    folder: Path,
+    images: Sequence[np.ndarray],
+    *,
+    steps: int = 400,
+    seed: int = 0,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    batch: int = 8,
+    lr: float = 2e-3,
+) -> dict[str, float]:
+    """Make an f8 `AutoencoderDC`, fit it to `images`, and save it in `folder`.
+
+    Each picture is cover-resized and centre-cropped to the size of nearest aspect ratio, with a little jitter of scale,
+    place and side so that the pictures' neighbourhoods are learnt, not single arrays. The loss is L1 on pixels and on
+    their differences to the neighbours (edges). Latents are drawn towards zero mean and unit deviation and the decoder sees
+    them with noise, since generated latents are never exact. The scaling factor is 1 / root mean square of the latents, as
+    DC-AE defines it.
+
+    Args:
+        images: uint8 (H, W, 3) pictures of any size; may be empty when `steps` is 0.
+        steps: optimizer steps; 0 leaves the random initialisation (scaling factor measured on noise if there are no
+            images).
+        sizes: (height, width), multiples of 8.
+
+    Returns:
+        parameters, scaling_factor, psnr (dB, mean over the pictures, at their own size; nan without images).
+
+    Raises:
+        UserError: a size that is not a multiple of 8; steps without images.
+    """
+    for height, width in sizes:
+        if height % COMPRESSION or width % COMPRESSION or height < COMPRESSION or width < COMPRESSION:
+            raise UserError(f"the size {height}x{width} does not fit the VAE", expected=f"multiples of {COMPRESSION}")
+    if steps and not images:
+        raise UserError("there are no pictures to fit the VAE to", fix="give pictures")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _new_vae()
+        if steps:
+            _fit(model, [_crops(images, size, sizes) for size in sizes], steps, batch, lr, seed)
+        exact = [_crops(images, size, sizes, jitter=0) for size in sizes]
+        inputs = [_signal(group[:, 0]) for group in exact if len(group)]
+        if not inputs:
+            inputs = [torch.rand(8, 3, *size) * 2 - 1 for size in sizes]
+        model.eval()
+        with torch.inference_mode():
+            latents = [model.encode(x).latent for x in inputs]
+            square = sum(float(z.square().sum()) for z in latents) / sum(z.numel() for z in latents)
+            model.register_to_config(scaling_factor=1.0 / math.sqrt(square))
+            errors = [
+                (model.decode(z).sample.clamp(-1, 1) - x).square().mean(dim=(1, 2, 3))
+                for x, z in zip(inputs, latents, strict=True)
+            ]
+    model.save_pretrained(folder)
+    psnr = float((10 * torch.log10(4 / torch.cat(errors))).mean()) if images else math.nan
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "scaling_factor": float(model.config.scaling_factor),
+        "psnr": psnr,
+    }
+
+
+def _new_vae() -> AutoencoderDC:
+    """The kinds of blocks of Sana's DC-AE (residual, then EfficientViT), four stages instead of six."""
+    from diffusers import AutoencoderDC
+
+    blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock")
+    widths = (16, 64, 128, 128)
+    scales = ((), (), (), (5,))
+    return AutoencoderDC(
+        in_channels=3,
+        latent_channels=LATENT_CHANNELS,
+        attention_head_dim=32,
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
+        encoder_block_out_channels=widths,
+        decoder_block_out_channels=widths,
+        encoder_layers_per_block=(1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 2, 2),
+        encoder_qkv_multiscales=scales,
+        decoder_qkv_multiscales=scales,
+        upsample_block_type="interpolate",
+        downsample_block_type="conv",
+    )
+
+
+def _nearest(shape: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(shape[0] / shape[1])))
+
+
+def _crops(
+    images: Sequence[np.ndarray], size: tuple[int, int], sizes: Sequence[tuple[int, int]], jitter: int = 8
+) -> torch.Tensor:
+    """uint8 (pictures of this size, 1 + jitter, 3, H, W): the centred cover crop, then jittered ones (up to 15 % zoom)."""
+    from PIL import Image
+
+    height, width = size
+    generator = np.random.default_rng((height, width, len(images)))
+    stacks = []
+    for image in images:
+        if _nearest(image.shape, sizes) != size:
+            continue
+        picture = Image.fromarray(image)
+        scale = max(width / picture.width, height / picture.height)
+        views = []
+        for view in range(1 + jitter):
+            zoom = 1.0 if view == 0 else 1 + 0.15 * generator.random()
+            x, y = (0.5, 0.5) if view == 0 else generator.random(2)
+            box_width, box_height = width / scale / zoom, height / scale / zoom
+            left, top = x * (picture.width - box_width), y * (picture.height - box_height)
+            box = (
+                max(left, 0.0),
+                max(top, 0.0),
+                min(left + box_width, picture.width),
+                min(top + box_height, picture.height),
+            )
+            crop = np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS, box=box))
+            views.append(crop[:, ::-1] if view % 2 == 0 and view else crop)
+        stacks.append(np.stack(views))
+    if not stacks:
+        return torch.zeros((0, 1 + jitter, 3, height, width), dtype=torch.uint8)
+    return torch.from_numpy(np.ascontiguousarray(np.stack(stacks).transpose(0, 1, 4, 2, 3)))
+
+
+def _signal(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.float() / 127.5 - 1
+
+
+def _fit(model: AutoencoderDC, groups: list[torch.Tensor], steps: int, batch: int, lr: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = [group for group in groups if len(group)]
+    weights = torch.tensor([float(len(group)) for group in groups])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    warmup = max(1, steps // 20)
+    model.train()
+    for step in range(steps):
+        rise, fall = min(1.0, (step + 1) / warmup), 0.5 * (1 + math.cos(math.pi * step / steps))
+        for options in optimizer.param_groups:
+            options["lr"] = lr * rise * (0.02 + 0.98 * fall)
+        group = groups[int(torch.multinomial(weights, 1, generator=generator))]
+        rows = torch.randperm(len(group), generator=generator)[:batch]
+        views = torch.randint(group.shape[1], (len(rows),), generator=generator)
+        views = torch.where(torch.rand(len(rows), generator=generator) < 0.5, 0, views)
+        x = _signal(group[rows, views])
+        latent = model.encode(x).latent
+        noise = torch.randn(latent.shape, generator=generator)
+        y = model.decode(latent + 0.05 * noise).sample
+        moments = latent.mean(dim=(0, 2, 3)).square().mean() + (latent.square().mean() - 1).square()
+        loss = (y - x).abs().mean() + 0.5 * _edges(y - x) + 0.01 * moments
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _edges(error: torch.Tensor) -> torch.Tensor:
+    """Mean absolute difference between neighbours of (b, 3, H, W): what a blurred picture gets wrong."""
+    return error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
+
+
+# ---------------------------------------------------------------- text encoder
+
+
+def make_text(
+    folder: Path,
+    captions: Sequence[str],
+    *,
+    instruction: str = "",
+    seed: int = 0,
+    vocabulary: int = 2048,
+    tokenizer_folder: Path | None = None,
+) -> dict[str, float]:
+    """Make a small random `Gemma2Model` and a tokenizer trained on the captions, and save both.
+
+    The tokenizer is Gemma's kind: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁", <bos>
+    comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word is
+    known. The model has Gemma-2's parts in small: softcapped logits, a sliding window (shorter than the instruction) in
+    every other layer, grouped queries. The embedding's deviation is raised so that token identity survives the unit-size
+    outputs of the random layers, which is what lets a small Sana tell a dozen captions apart.
+
+    Args:
+        captions: what the tokenizer is trained on, normalised and raw alike.
+        instruction: text that goes before the captions in use; trained on as well.
+        tokenizer_folder: where the tokenizer goes (default: a sibling `tokenizer` of `folder`).
+
+    Returns:
+        parameters, vocabulary.
+    """
+    from transformers import Gemma2Config, Gemma2Model
+
+    tokenizer = _new_tokenizer([*captions, *(text.lower() for text in captions), *instruction.split("\n")], vocabulary)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Gemma2Model(config).eval()
+        with torch.no_grad():
+            embedding = model.embed_tokens.weight
+            embedding.normal_(0.0, 4.0 / TEXT_WIDTH**0.5)
+            embedding[tokenizer.pad_token_id].zero_()
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(tokenizer_folder or folder.parent / "tokenizer")
+    return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
+
+
+def _new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import GemmaTokenizer
+
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", _SPACE)
+    # Pieces must not cross words while learning; in use the text is one run of characters, as in Gemma.
+    learner.pre_tokenizer = pre_tokenizers.Split(_SPACE, behavior="merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=1, show_progress=False, initial_alphabet=[_SPACE])
+    learner.train_from_iterator([f" {text}" for text in texts], trainer)
+    model = json.loads(learner.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    names = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [tuple(pair) for pair in model["merges"]]
+    return GemmaTokenizer(
+        vocab={name: i for i, name in enumerate(names)}, merges=merges, add_bos_token=True, padding_side="right"
+    )
+
+
+# ---------------------------------------------------------------- a whole repository
+
+
+def make_scheduler(folder: Path, flow_shift: float = 3.0) -> None:
+    """Save Sana's sampler settings: DPM-Solver++ over shifted flow sigmas (diffusers `DPMSolverMultistepScheduler`)."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, solver_order=2
+    ).save_pretrained(folder)
+
+
+def make_all(
+    folder: Path,
+    images: Sequence[np.ndarray],
+    captions: Sequence[str],
+    *,
+    instruction: str = "",
+    steps: int = 400,
+    seed: int = 0,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    flow_shift: float = 3.0,
+) -> dict[str, dict[str, float]]:
+    """Make `vae/`, `text_encoder/`, `tokenizer/` and `scheduler/` in `folder`, so that `id: FOLDER` names them all.
+
+    Returns:
+        What `make_vae` and `make_text` report, under "vae" and "text".
+
+    Raises:
+        UserError: see `make_vae`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vae = make_vae(folder / "vae", images, steps=steps, seed=seed, sizes=sizes)
+    text = make_text(folder / "text_encoder", captions, instruction=instruction, seed=seed)
+    make_scheduler(folder / "scheduler", flow_shift)
+    return {"vae": vae, "text": text}

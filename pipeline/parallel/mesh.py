@@ -1,0 +1,148 @@
+"""The processes of a run: start them, lay them out, agree between them, stop them.
+
+What: `check_sizes` refuses sizes that do not factor, `started` opens the process group and yields the `DeviceMesh`,
+`on_main` runs a function on one process and hands every process its result or its error.
+Why: a wrong size must be an error before any process waits for another one, and a mistake found by one process
+(a damaged checkpoint, a full disk) must stop all of them with the same words; otherwise the rest hangs until the
+timeout. A run of one process takes the same path, with a store in its own memory, so it needs no free port.
+Price: a group of one process costs some milliseconds at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.config import ParallelConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch
+
+SHARD = "dp_shard"
+Value = TypeVar("Value")
+
+
+def check_sizes(parallel: ParallelConfig, world: int) -> int:
+    """The size of the sharding dimension: `dp_shard`, or every process for -1.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of processes.
+    """
+    size = world if parallel.dp_shard == -1 else parallel.dp_shard
+    if size != world:
+        raise ConfigError(
+            f"train.parallel.dp_shard = {parallel.dp_shard} does not fit a launch of {world} process(es)",
+            expected=f"-1 (every process) or {world}",
+            found=parallel.dp_shard,
+            fix=f"--set train.parallel.dp_shard=-1, or launch {parallel.dp_shard} process(es)",
+        )
+    return size
+
+
+@contextmanager
+def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> Iterator[DeviceMesh]:
+    """Open the process group, yield a mesh with the dimension `dp_shard`, close the group.
+
+    gloo for CPU tensors and NCCL for CUDA tensors in one group, so that checkpoints and small agreements of Python
+    objects need no GPU. `parallel.timeout_s` bounds every wait for another process.
+
+    Raises:
+        ConfigError: sizes that do not factor (before anything is started).
+        UserError: the processes do not find each other, or a group is open already.
+    """
+    size = check_sizes(parallel, launch.world)
+    if dist.is_initialized():
+        raise UserError("this process already belongs to a process group", fix="start the training in its own process")
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    where: dict[str, Any] = {"store": dist.HashStore()} if launch.world == 1 else {"init_method": launch.rendezvous}
+    try:
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world,
+            timeout=timedelta(seconds=parallel.timeout_s),
+            device_id=device if device.type == "cuda" else None,
+            **where,
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise UserError(
+            f"the {launch.world} processes of this launch did not find each other: {error}",
+            expected=f"all of them at {launch.rendezvous} within {parallel.timeout_s} s",
+            fix="check that every process was started and that the port is reachable",
+        ) from None
+    try:
+        yield init_device_mesh(device.type, (size,), mesh_dim_names=(SHARD,))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_main(function: Callable[[], Value]) -> Value:
+    """Run `function` on rank 0 and return its result everywhere; an error of rank 0 is raised everywhere.
+
+    The result travels pickled between processes of one launch: paths, numbers, dataclasses.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:  # handed to the other processes, then raised on all of them
+            box[1] = error
+    failure = _broadcast(box)
+    if failure is not None:
+        raise failure
+    return box[0]
+
+
+def agree(error: Exception | None) -> None:
+    """Called by every process with its own error or None: the first error in rank order is raised on all of them."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    if dist.get_world_size() == 1:
+        errors = [error]
+    else:
+        dist.all_gather_object(errors, _portable(error))
+    for found in errors:
+        if found is not None:
+            raise found
+
+
+def together(function: Callable[[], Value]) -> Value:
+    """Run `function` on every process; if one of them fails, all of them raise its error."""
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught  # raised by `agree`, here and on the other processes
+    agree(error)
+    return value
+
+
+def gather(value: Value) -> list[Value]:
+    """Every process's value, in rank order, on every process."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _broadcast(box: list[Any]) -> Exception | None:
+    if dist.get_world_size() > 1:
+        box[1] = _portable(box[1])
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[1]
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """What can be pickled for sure: our own errors as they are, any other as its text."""
+    if error is None or isinstance(error, UserError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""The training run: one step, the loop around it, the optimizer, checkpoints and metrics."""

@@ -1,0 +1,377 @@
+"""Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
+
+What: `save` writes model and optimizer into `step-00000500.tmp`, then `checkpoint.json`, then renames the folder;
+`newest` finds what `--resume auto` takes; `load` restores on any number of processes; `load_model_state` reads the
+weights in one process without a process group.
+Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
+folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
+the document holds the size and xxh3-128 digest of every file, so that the difference is found when it is read.
+Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
+rate from the step, and no random state exists outside the keys in `State`.
+Price: every file is read back once after writing; all processes must see the same file system.
+
+Layout of the tensors: `model.<parameter>` and `optim.state.<parameter>.<moment>`, fp32, with GLUMBConv's channels
+interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use the export stage for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from pipeline.config import Config
+from pipeline.data.loader import State
+from pipeline.errors import ConfigError, UserError
+from pipeline.models.sana import SanaConfig
+from pipeline.parallel.mesh import agree, gather, on_main
+
+FORMAT = "sana-pipe checkpoint"
+VERSION = 1
+DOCUMENT = "checkpoint.json"
+LAYOUT = (
+    "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
+    "...]; AdamW moments alike"
+)
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, incomplete, or does not belong to this run."""
+
+    exit_code = 7
+
+
+@dataclass(frozen=True)
+class Document:
+    """What `checkpoint.json` says. `files` maps a file name to [bytes, xxh3-128]."""
+
+    state: State
+    architecture: SanaConfig
+    config: dict[str, Any]
+    files: dict[str, list[Any]]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """`root` is the run's `checkpoints` folder."""
+    return root / f"step-{step:08d}"
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def save(
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: State,
+    architecture: SanaConfig,
+    config: Config,
+    keep: int,
+) -> Path:
+    """Publish a checkpoint and remove all but the newest `keep`. Called by every process of the run.
+
+    Raises:
+        CheckpointError: writing failed, or the processes do not see one file system. What was published before stays.
+    """
+    final = folder_of(root, state.step)
+    work = final.with_name(final.name + ".tmp")
+    on_main(lambda: _prepare(root, final, work))
+    _dcp(lambda: dcp.save(_tensors(model, optimizer), checkpoint_id=str(work)), f"{work}: could not be written")
+    rank = dist.get_rank()
+    try:
+        own = {p.name: _fingerprint(p) for p in sorted(work.iterdir()) if _owner(p.name, dist.get_world_size()) == rank}
+        error = None
+    except OSError as caught:
+        own, error = {}, CheckpointError(f"{work}: could not be read back: {caught}")
+    agree(error)
+    files = {name: fingerprint for part in gather(own) for name, fingerprint in part.items()}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": LAYOUT,
+        "state": state.as_dict(),
+        "architecture": architecture.to_dict(),
+        "config": config.model_dump(mode="json"),
+        "processes": dist.get_world_size(),
+        "torch": torch.__version__,
+        "files": files,
+    }
+    on_main(lambda: _publish(work, final, document))
+    on_main(lambda: _retire(root, keep))
+    return final
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The tensors of both, by flat names; DTensors where the model is sharded. They share memory with the model."""
+    optimizer.zero_grad(set_to_none=True)  # with gradients present, torch would not create missing moments
+    weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
+
+
+def _dcp(call: Callable[[], Any], what: str) -> None:
+    """Run a DCP call. Its CheckpointException is no Exception, so it would pass every ordinary handler."""
+    try:
+        call()
+    except CheckpointException as error:
+        reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
+        raise CheckpointError(
+            what, found="; ".join(sorted(reasons)), fix="check the disk's space and rights, then --resume auto"
+        ) from None
+
+
+def _prepare(root: Path, final: Path, work: Path) -> None:
+    if final.exists():
+        raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
+
+
+def _publish(work: Path, final: Path, document: dict[str, Any]) -> None:
+    there = {path.name for path in work.iterdir()}
+    unseen = sorted(set(document["files"]) - there)
+    if unseen or ".metadata" not in there:
+        raise CheckpointError(
+            f"{work}: the first process does not see files that others wrote",
+            found="unseen: " + ", ".join(unseen or [".metadata"]),
+            fix="put train.output on a file system that all nodes share",
+        )
+    document = {**document, "digest": _digest_of(document)}
+    with (work / DOCUMENT).open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(work)
+    os.rename(work, final)
+    _sync_folder(final.parent)
+
+
+def _retire(root: Path, keep: int) -> None:
+    """Remove older checkpoints and what interrupted saves and removals left. A rename first: a half-removed
+    checkpoint must not look like a damaged one."""
+    for path in sorted(root.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in complete(root)[:-keep]:
+        away = path.with_name(path.name + ".removing")
+        os.rename(path, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------------- finding
+
+
+def complete(root: Path) -> list[Path]:
+    """Published checkpoints by step, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders of saves or removals that were interrupted."""
+    return sorted(p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)) if root.is_dir() else []
+
+
+def newest(root: Path) -> Path | None:
+    """What `--resume auto` takes: the last published checkpoint, or None."""
+    found = complete(root)
+    return found[-1] if found else None
+
+
+def read_document(folder: Path) -> Document:
+    """Read and check `checkpoint.json`; names and sizes of the files are checked too, their digests by `verify`.
+
+    Raises:
+        CheckpointError: no checkpoint, a newer version, or a damaged one.
+    """
+    path = folder / DOCUMENT
+    hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        digest = values.pop("digest")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint", expected=f"{DOCUMENT} in it", fix=hint
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
+    if values.get("format") != FORMAT or values.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: is of another format",
+            expected=f"{FORMAT!r} version {VERSION}",
+            found=f"{values.get('format')!r} version {values.get('version')!r}",
+            fix="use the version of sana-pipe that wrote it",
+        )
+    if digest != _digest_of(values):
+        raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
+    for name, (size, _) in values["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"{folder / name}: is {'missing' if found is None else 'cut short or changed'}",
+                expected=f"{size} bytes",
+                found=None if found is None else f"{found} bytes",
+                fix=hint,
+            )
+    return Document(
+        State.from_dict(values["state"]),
+        SanaConfig.from_dict(values["architecture"], str(path)),
+        values["config"],
+        values["files"],
+    )
+
+
+def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> None:
+    """Check the bytes of this process's share of the files against their digests.
+
+    Raises:
+        CheckpointError: a file whose bytes changed.
+    """
+    for name, (size, digest) in sorted(document.files.items()):
+        if _owner(name, world) == rank and _fingerprint(folder / name) != [size, digest]:
+            raise CheckpointError(
+                f"{folder / name}: is damaged: its bytes are not those that were written",
+                fix="remove this folder, and --resume auto takes the checkpoint before it",
+            )
+
+
+def check_belongs(folder: Path, document: Document, origin: State, architecture: SanaConfig) -> None:
+    """Refuse to continue a run with another order of the data or another model.
+
+    Raises:
+        CheckpointError: naming every field that differs.
+    """
+    ours, theirs = origin.as_dict(), document.state.as_dict()
+    wrong = [
+        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {theirs[name]}, this run {value}"
+        for name, value in ours.items()
+        if name != "step" and theirs[name] != value
+    ]
+    mine, its = architecture.to_dict(), document.architecture.to_dict()
+    wrong += [
+        f"model {name}: the checkpoint has {its.get(name)!r}, this run {mine.get(name)!r}"
+        for name in sorted({*mine, *its})
+        if mine.get(name) != its.get(name)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: belongs to another run\n  " + "\n  ".join(wrong),
+            fix="restore those settings (--snapshot takes the id), or start a new run in another train.output with "
+            "model.weights set to an export of this checkpoint",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore model and optimizer in place, on any number of processes. The optimizer's settings stay as they are.
+
+    Raises:
+        CheckpointError: damaged bytes, or tensors that do not fit.
+    """
+    world = dist.get_world_size()
+    error: Exception | None = None
+    try:
+        verify(folder, document, dist.get_rank(), world)
+    except (CheckpointError, OSError) as caught:
+        error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
+    agree(error)
+    tensors = _tensors(model, optimizer)
+    _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
+    _dcp(lambda: dcp.load(tensors, checkpoint_id=str(folder)), f"{folder}: could not be read into this model")
+    moments = {**settings, **tensors["optim"]}
+    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
+
+
+def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
+    """The architecture and the fp32 weights (CPU, our layout) of a checkpoint, in one process without a group.
+
+    Args:
+        folder: `.../checkpoints/step-00000500`.
+
+    Raises:
+        CheckpointError: not a complete checkpoint, or a damaged one.
+    """
+    folder = Path(folder)
+    document = read_document(folder)
+    verify(folder, document)
+    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what no_dist asks for
+        _dcp(lambda: dcp.load(weights, checkpoint_id=str(folder), no_dist=True), f"{folder}: could not be read")
+    return document.architecture, {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+
+def resolve(root: Path, resume: str | Path) -> Path | None:
+    """The folder that `--resume` means: `auto` is the newest in `root` (None if there is none), else a path.
+
+    Raises:
+        ConfigError: a path that is no folder.
+    """
+    if str(resume) == "auto":
+        return newest(root)
+    folder = Path(resume)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--resume {resume}: there is no such folder",
+            expected="auto, or a folder such as " + str(folder_of(root, 500)),
+        )
+    return folder
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return [size, digest.hexdigest()]
+
+
+def _owner(name: str, world: int) -> int:
+    """Which process reads back a file: the one that wrote it, where there still is one."""
+    match = re.match(r"__(\d+)_", name)
+    return int(match[1]) % world if match else 0
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,106 @@
+"""What a run says about itself: one JSON line per logged step, one line on the terminal.
+
+What: `Metrics` appends rows to `metrics.jsonl` and prints them; `read` gives the rows back, the last word for each
+step winning.
+Why: a run that was killed and resumed repeats the steps after its last checkpoint, so the file is a journal (`start`
+rows separate the attempts) and never rewritten.
+Price: whoever reads the file without `read` has to handle repeated steps.
+
+A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
+batch, before clipping), lr, images_per_s (of all processes together), data_wait (share of the wall time that the
+slowest process waited for data), bucket ([height, width] of the row's last step), text_rows (its padded caption
+length), padded_tokens (caption rows since the last row that are padding, all processes), memory_gib (peak allocated
+on a GPU, maximum over processes; null on the CPU), seconds (since this attempt began) and time (UTC).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+
+class Metrics:
+    """The journal of one run, written by one process. Use as a context manager, or call `close`."""
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print):
+        """Open for appending. A last line torn by a kill is ended, so that the next row stands alone."""
+        self.path, self._say = path, say
+        try:
+            torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error}") from None
+        if torn:
+            self._file.write("\n")
+
+    def start(self, **facts: Any) -> None:
+        """Write the row that begins an attempt; `facts` say what it is (step it starts at, processes, device)."""
+        self._write({"event": "start", **facts, "time": _now()})
+
+    def row(self, steps: int, values: dict[str, Any]) -> None:
+        """Write one row and show it. `steps` is where the run ends, for the terminal."""
+        values = {**values, "time": _now()}
+        self._write(values)
+        self._say(_line(values, steps))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows by step, each step once (the last attempt's); `start` rows and a torn line are left out.
+
+    Raises:
+        UserError: the file is missing.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if values.get("event") == "start":
+            # What an earlier attempt did after the step that this one starts from is not part of the run.
+            rows = {step: row for step, row in rows.items() if step <= values["step"]}
+        elif "step" in values:
+            rows[values["step"]] = values
+    return [rows[step] for step in sorted(rows)]
+
+
+def _line(row: dict[str, Any], steps: int) -> str:
+    height, width = row["bucket"]
+    parts = [
+        f"step {row['step']:>{len(str(steps))}}/{steps}",
+        f"loss {row['loss']:.4f}",
+        f"grad {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['images_per_s']:.1f} images/s",
+        f"data {100 * row['data_wait']:.0f}%",
+        f"{height}x{width}",
+    ]
+    if row["memory_gib"] is not None:
+        parts.append(f"{row['memory_gib']:.1f} GiB")
+    return "  ".join(parts)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,204 @@
+"""One optimizer step of flow matching, whatever the processes and microbatches.
+
+What: `Step` takes this process's microbatches of one global batch, and does: noise, predict, compare, differentiate,
+clip, update. Loss and gradient are the means over the whole global batch for any split into processes and
+microbatches, also when the last microbatch is smaller.
+Why the division by the global batch and not by the microbatch: a mean of means is wrong as soon as two parts differ
+in size. FSDP2 averages gradients over the processes, so each process multiplies its share by their number.
+A loss or gradient that is not a number stops the run with the step, the bucket and the samples. On a GPU the host
+reads that verdict one step later, so that it need not wait for the device in every step; no later step is reported
+and no checkpoint is written before the verdict is in (`Step.settle`).
+Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.errors import UserError
+from pipeline.models.objective import FlowMatching
+from pipeline.parallel.data_parallel import COMPUTE, sync_gradients
+from pipeline.parallel.mesh import gather
+
+_SHOWN = 64
+
+
+class NonFiniteError(UserError):
+    """The loss or the gradient of a step is not a finite number."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did, as tensors on the device (read them only after `Step.settle`).
+
+    loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
+    samples: size of the global batch.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    samples: int
+    bucket: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    outcome: Outcome
+    per_sample: list[Tensor]
+    sample_ids: tuple[int, ...]
+    verdict: Tensor  # host: finite, samples, sum of squared samples per process, processes that want to stop
+    ready: torch.cuda.Event | None
+
+
+class Step:
+    """Callable that does one optimizer step. Build it once per run.
+
+    Args:
+        model: sharded or plain, fp32 parameters; called as model(latents, captions, mask, timesteps).
+
+    Attributes:
+        stop_wanted: a process asked to stop in a step whose verdict is in; the same on every process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: FlowMatching,
+        optimizer: torch.optim.Optimizer,
+        train: TrainConfig,
+        device: torch.device,
+    ):
+        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.stop_wanted = False
+        self._pending: _Pending | None = None
+
+    def __call__(self, microbatches: Sequence[Batch], step: int, *, stop: bool = False) -> Outcome:
+        """Do optimizer step number `step` (1 for the first) on this process's part of the global batch.
+
+        Args:
+            microbatches: all of one bucket; every process has the same shapes in the same order.
+            stop: this process wants the run to end (see `stop_wanted`).
+
+        Raises:
+            NonFiniteError: on the CPU for this step, on a GPU for the step before it.
+        """
+        own = sum(len(batch.sample_ids) for batch in microbatches)
+        per_sample = []
+        for number, batch in enumerate(microbatches, start=1):
+            sync_gradients(self.model, number == len(microbatches))
+            losses = self.losses(batch)
+            # A share of 1/own of this process; FSDP2 then takes the mean over the processes, which have equal shares.
+            (losses.sum() / own).backward()
+            per_sample.append(losses.detach())
+        self.settle()
+        outcome = self._ask(microbatches, per_sample, own, step, stop)
+        if self.device.type == "cpu":
+            self.settle()
+        self._clip(outcome)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return outcome
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Per-sample mean squared error (b,) fp32 of one microbatch, with its graph.
+
+        Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep is
+        not cast at all.
+        """
+        latents, noise = self._here(batch.latents).float(), self._here(batch.noise)
+        sigma, timesteps = (self._here(values) for values in self.objective.sigmas(batch.logit))
+        noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
+        captions = self._here(batch.captions).to(self.dtype)
+        prediction = self.model(noised, captions, self._here(batch.mask), timesteps)
+        return self.objective.loss(prediction, self.objective.target(latents, noise))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait for the verdict on the last step, if it is not in yet.
+
+        Raises:
+            NonFiniteError: the same words on every process.
+            RuntimeError: the processes had parts of different sizes, so the mean over them is not the batch's.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        finite, samples, squares, stop = pending.verdict.tolist()
+        if squares * self.world != samples * samples:
+            raise RuntimeError(f"step {pending.outcome.step}: the processes had different numbers of samples")
+        self.stop_wanted = stop > 0
+        if not finite:
+            self._refuse(pending)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def _norm(self) -> Tensor:
+        norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=self.device.type == "cuda")
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _clip(self, outcome: Outcome) -> None:
+        """Scale the gradient to norm `clip` if it is longer. The factor is computed on the device."""
+        if self.clip is None:
+            return
+        factor = (self.clip / (outcome.grad_norm + 1e-6)).clamp(max=1.0)
+        for gradient in self._gradients():
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(factor)
+
+    def _ask(self, microbatches: Sequence[Batch], per_sample: list[Tensor], own: int, step: int, stop: bool) -> Outcome:
+        """Sum up the step over the processes and start the copy of its verdict to the host."""
+        total = torch.cat(per_sample).sum(dtype=torch.float64)
+        facts = torch.tensor([own, own * own, stop], dtype=torch.float64).to(self.device, non_blocking=True)
+        sums = torch.cat([total[None], facts])
+        if self.world > 1:
+            dist.all_reduce(sums)
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), self._norm(), own * self.world, microbatches[0].bucket)
+        finite = (torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)).to(sums.dtype)
+        answer = torch.cat([finite[None], sums[1:]])
+        ready = None
+        if self.device.type == "cuda":
+            verdict = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
+            verdict.copy_(answer, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+            answer = verdict
+        ids = tuple(identity for batch in microbatches for identity in batch.sample_ids)
+        self._pending = _Pending(outcome, per_sample, ids, answer, ready)
+        return outcome
+
+    def _refuse(self, pending: _Pending) -> None:
+        losses = torch.cat(pending.per_sample).cpu().tolist()
+        mine = list(zip(pending.sample_ids, losses, strict=True))
+        everyone = [item for part in gather(mine) for item in part]
+        bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
+        what = "loss" if bad else "gradient norm"
+        named = bad or [identity for identity, _ in everyone]
+        shown = ", ".join(f"{identity:016x}" for identity in named[:_SHOWN])
+        if len(named) > _SHOWN:
+            shown += f" and {len(named) - _SHOWN} more of this step's batch"
+        height, width = pending.outcome.bucket
+        raise NonFiniteError(
+            f"step {pending.outcome.step}: the {what} is not a finite number (bucket {height}x{width})",
+            found=f"loss {float(pending.outcome.loss)}, gradient norm {float(pending.outcome.grad_norm)}; "
+            f"{'samples with such a loss' if bad else 'samples of the step'}: {shown}",
+            fix="the step was not saved; resume from the last checkpoint with a lower train.optim.lr, more "
+            "train.optim.warmup_steps or train.precision: fp32, and look at the named samples",
+        )

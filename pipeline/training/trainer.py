@@ -1,0 +1,407 @@
+"""The training run: start or resume, the loop, metrics, checkpoints, a clean stop.
+
+What: `fit` builds the model, spreads it over the processes, takes up a checkpoint if asked, and does optimizer steps
+until `train.steps` or a signal (SIGTERM, SIGUSR1: save, then leave with success).
+Why so little in the loop: what a batch is, is decided by the loader; what a step is, by `Step`; the loop only counts,
+reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
+value that all of them have.
+Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
+
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from pipeline.config import Config, dump
+from pipeline.data.loader import Batch, State
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch, check_accelerate, resolve_device
+from pipeline.models import hub
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaConfig, SanaTransformer, read_config
+from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.data_parallel import shard
+from pipeline.parallel.mesh import gather, on_main, started, together
+from pipeline.training import checkpoint, optim
+from pipeline.training.metrics import Metrics
+from pipeline.training.step import Outcome, Step
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained on, as far as the trainer must know it.
+
+    Attributes:
+        origin: snapshot, seed and phase of the order; its step is ignored.
+        batch: the global batch that `scale_lr` refers to (the largest of the snapshot's buckets).
+        channels, text_width: of the latents and of the text rows.
+        sample_size: side of the latent at the base resolution, for a model trained from scratch.
+        loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+    """
+
+    origin: State
+    batch: int
+    channels: int
+    text_width: int
+    sample_size: int
+    loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run ended: steps done, the last checkpoint, the mean loss since the last logged row before the end (None
+    if this attempt did no step), and the signal's name if one ended it."""
+
+    step: int
+    checkpoint: Path | None
+    loss: float | None
+    stopped_by: str | None
+
+
+def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print) -> Report:
+    """Train until `config.train.steps`. Called by every process of the launch.
+
+    Args:
+        resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
+            checkpoint there or starts anew, a path continues from that checkpoint.
+        say: prints one line; called on the first process only.
+
+    Raises:
+        UserError: what a person can mend, in the same words on every process.
+    """
+    train = config.train
+    quiet: Say = say if launch.is_main else lambda _: None
+    check_accelerate(train, launch)
+    device = resolve_device(train.device, launch)
+    for line in launch.advice:
+        quiet(f"note: {line}")
+    with started(launch, train.parallel, device) as mesh, _signals() as wanted:
+        run = Path(train.output)
+        found, notes = on_main(lambda: _choose(run, resume))
+        for line in notes:
+            quiet(line)
+        model = together(lambda: build_model(config, task, fresh=found is None))
+        architecture = model.config
+        together(lambda: _check_fit(architecture, task))
+        if found is None:
+            _check_equal_start(model)
+        else:
+            together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if train.activation_checkpointing == "full":
+            checkpoint_blocks(model.blocks)
+        shard(model, model.blocks, mesh, train)
+        optimizer = optim.build(model, train.optim, device)
+        done = 0
+        if found is not None:
+            source, document = found
+            checkpoint.load(source, document, model, optimizer)
+            done = document.state.step
+            for line in _changes(document.config, config):
+                quiet(f"changed since the checkpoint: {line}")
+            quiet(f"resumed from {source} after step {done}")
+        quiet(
+            f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type}, {train.precision}, "
+            f"steps {done + 1} to {train.steps}, run directory {run}"
+        )
+        facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
+        journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
+        loop = _Loop(config, task, model, optimizer, device, journal, wanted, quiet)
+        try:
+            return loop.run(done, found[0] if found else None)
+        finally:
+            if journal is not None:
+                journal.close()
+
+
+def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
+    """The model on the CPU, fp32. For a resumed run (`fresh` False) its values are undefined: the checkpoint has them.
+
+    On the CPU, because the start weights then do not depend on the kind of GPU, and `shard` moves one block at a time.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    weights = config.model.weights
+    if weights is None:
+        if config.model.arch is None:
+            raise ConfigError("neither model.weights nor model.arch is given")
+        architecture = SanaConfig.from_arch(config.model.arch, task.sample_size)
+        if fresh:
+            return SanaTransformer.from_scratch(architecture, config.train.seed)
+    else:
+        if fresh:
+            folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
+            return SanaTransformer.from_folder(folder, variant=weights.variant)
+        architecture = read_config(hub.resolve(weights, ("config.json",)))
+    model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
+    model.reset_buffers()
+    return model
+
+
+def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
+    """The id of the snapshot that the run to be resumed began with; None for a new run.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    if resume is None:
+        return None
+    source = checkpoint.resolve(Path(config.train.output) / "checkpoints", resume)
+    return None if source is None else checkpoint.read_document(source).state.snapshot
+
+
+def on_main_only(launch: Launch, function: Callable[[], Any]) -> Any:
+    """The result on the first process, None on the others; its error on all of them."""
+    return together(lambda: function() if launch.is_main else None)
+
+
+# --------------------------------------------------------------------------------------------------------- start
+
+
+def _choose(run: Path, resume: str | Path | None) -> tuple[tuple[Path, checkpoint.Document] | None, list[str]]:
+    """Which checkpoint to take up, its document, and what to say about it. Writes nothing."""
+    root = run / "checkpoints"
+    held = checkpoint.newest(root)
+    notes = [
+        f"note: {path} is left over from an interrupted save and is ignored" for path in checkpoint.leftovers(root)
+    ]
+    if resume is None:
+        if held is not None:
+            raise ConfigError(
+                f"the run directory {run} already holds checkpoints, the newest is {held.name}",
+                fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+            )
+        return None, notes
+    source = checkpoint.resolve(root, resume)
+    if source is None:
+        return None, [*notes, f"no checkpoint in {root} yet: starting from the beginning"]
+    if held is not None and held.resolve() != source.resolve():
+        raise ConfigError(
+            f"--resume {source}: the run directory {run} holds another, newer checkpoint, {held.name}",
+            fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
+        )
+    return (source, checkpoint.read_document(source)), notes
+
+
+def _check_fit(architecture: SanaConfig, task: Task) -> None:
+    pairs = (
+        ("in_channels", architecture.in_channels, "the latents have", task.channels),
+        ("caption_channels", architecture.caption_channels, "the text rows have", task.text_width),
+    )
+    for name, ours, theirs, found in pairs:
+        if ours != found:
+            raise ConfigError(
+                f"the model and the snapshot do not fit: the model's {name} is {ours}, {theirs} {found}",
+                fix="train on a snapshot made with this model's encoders, or change the model section",
+            )
+
+
+def _check_equal_start(model: torch.nn.Module) -> None:
+    """Every process keeps a slice of its own copy: different copies would be mixed without a trace."""
+    if dist.get_world_size() == 1:
+        return
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    found = gather(digest.hexdigest())
+    if len(set(found)) > 1:
+        odd = [rank for rank, value in enumerate(found) if value != found[0]]
+        raise UserError(
+            "the processes start from different weights",
+            found=f"processes {odd} differ from process 0",
+            fix="give every node the same files under model.weights and the same versions of torch",
+        )
+
+
+def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, Any]) -> Metrics:
+    """Make the run directory, keep an earlier configuration that differs under its own name, open the journal."""
+    text, path = dump(config), run / "config.yaml"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if path.exists() and (earlier := path.read_text(encoding="utf-8")) != text:
+            (run / f"config-until-step-{done:08d}.yaml").write_text(earlier, encoding="utf-8")
+        fresh = path.with_suffix(".yaml.tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
+    journal = Metrics(run / "metrics.jsonl", say)
+    journal.start(**facts)
+    return journal
+
+
+def _changes(before: dict[str, Any], config: Config) -> list[str]:
+    """`train.optim.lr: 0.0001 -> 2e-05` for every option that differs."""
+
+    def flat(tree: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(tree, dict):
+            return {prefix: tree}
+        return {k: v for name, below in tree.items() for k, v in flat(below, f"{prefix}.{name}").items()}
+
+    old, new = flat(before, ""), flat(config.model_dump(mode="json"), "")
+    return [
+        f"{name[1:]}: {old.get(name)} -> {new.get(name)}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+@dataclass
+class _Wanted:
+    """Set by a signal; read by the loop."""
+
+    name: str | None = None
+
+
+@contextmanager
+def _signals() -> Iterator[_Wanted]:
+    """SIGTERM and SIGUSR1 ask for a clean end. Elsewhere than in the main thread signals cannot be caught."""
+    wanted = _Wanted()
+    if threading.current_thread() is not threading.main_thread():
+        yield wanted
+        return
+
+    def note(number: int, _frame: object) -> None:
+        wanted.name = signal.Signals(number).name
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield wanted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------------------------------------------- loop
+
+
+@dataclass
+class _Window:
+    """What happened since the last row."""
+
+    began: float = field(default_factory=time.perf_counter)
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    samples: int = 0
+    waited: float = 0.0
+    padded: int = 0
+
+    def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
+        self.losses.append(outcome.loss)
+        self.norms.append(outcome.grad_norm)
+        self.samples += outcome.samples
+        self.waited += waited
+        self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        model: SanaTransformer,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        journal: Metrics | None,
+        wanted: _Wanted,
+        say: Say,
+    ):
+        self.config, self.train, self.task = config, config.train, task
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.journal, self.wanted, self.say = journal, wanted, say
+        self.step = Step(model, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.root = Path(config.train.output) / "checkpoints"
+        self.began = time.perf_counter()
+        self.loss: float | None = None
+
+    def run(self, done: int, source: Path | None) -> Report:
+        saved = source
+        if done >= self.train.steps:
+            self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
+            return Report(done, saved, None, None)
+        loader = together(lambda: self.task.loader(done, self.train.steps))
+        window, asked, state = _Window(), time.perf_counter(), None
+        self.model.train()
+        for microbatches, state in loader:
+            waited = time.perf_counter() - asked
+            rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
+            optim.set_learning_rate(self.optimizer, rate)
+            outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+            window.add(outcome, microbatches, waited)
+            last = state.step == self.train.steps or self.step.stop_wanted
+            if last or state.step % self.train.log_every == 0:
+                self._log(outcome, window, rate, microbatches)
+                window = _Window()
+            if last or state.step % self.train.save_every == 0:
+                saved = self._save(state)
+                window.began = time.perf_counter()
+            if last:
+                break
+            asked = time.perf_counter()
+        if state is None or (state.step < self.train.steps and not self.step.stop_wanted):
+            raise RuntimeError(f"the loader ended at step {state and state.step} of {self.train.steps}")
+        names = [name for name in gather(self.wanted.name) if name] if self.step.stop_wanted else []
+        if names and state.step < self.train.steps:
+            self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
+        return Report(state.step, saved, self.loss, names[0] if names else None)
+
+    def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
+        self.step.settle()
+        self.loss = float(torch.stack(window.losses).double().mean())
+        norm = float(torch.stack(window.norms).double().mean())
+        elapsed = time.perf_counter() - window.began
+        on_gpu = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
+        total = torch.tensor([float(window.padded)], dtype=torch.float64, device=self.device)
+        worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if self.journal is None:
+            return
+        wait, memory = worst.tolist()
+        values = {
+            "step": outcome.step,
+            "loss": self.loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "images_per_s": window.samples / elapsed,
+            "data_wait": wait,
+            "bucket": list(outcome.bucket),
+            "text_rows": microbatches[0].mask.shape[1],
+            "padded_tokens": int(total.item()),
+            "memory_gib": memory / 2**30 if on_gpu else None,
+            "seconds": time.perf_counter() - self.began,
+        }
+        self.journal.row(self.train.steps, values)
+
+    def _save(self, state: State) -> Path:
+        self.step.settle()
+        folder = checkpoint.save(
+            self.root,
+            self.model,
+            self.optimizer,
+            state=state,
+            architecture=self.model.config,
+            config=self.config,
+            keep=self.train.keep_checkpoints,
+        )
+        self.say(f"saved {folder}")
+        return folder

@@ -1,0 +1,73 @@
+"""Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
+
+What: opens the snapshot, says what it holds, makes the loader and hands both to the trainer.
+Why apart from the trainer: the trainer knows no cache; this file knows no optimizer. No encoder is imported here.
+Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data.loader import Loader, State
+from pipeline.launch import Launch, detect
+from pipeline.training.trainer import Report, Task, fit, snapshot_of
+
+
+def run(
+    config: Config,
+    snapshot: str | None = None,
+    resume: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Report:
+    """Train on a snapshot.
+
+    Args:
+        snapshot: a name, an id or its beginning; None is the newest, or for a resumed run the one it began with.
+        resume: None, `auto` or a checkpoint folder.
+        say: prints one line (default: print, flushed); called on the first process only.
+
+    Raises:
+        UserError: no snapshot, one that does not fit the model, a run directory in use, and others by name.
+    """
+    launch = detect()
+    speak = say or (lambda line: print(line, flush=True))
+    opened = Cache(config.cache).open_snapshot(snapshot or snapshot_of(config, resume))
+    if launch.is_main:
+        samples = sum(bucket.samples for bucket in opened.buckets)
+        speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+    return fit(config, task(config, opened, launch), launch, resume=resume, say=speak)
+
+
+def task(config: Config, snapshot: Snapshot, launch: Launch) -> Task:
+    """What the trainer needs to know of a snapshot."""
+    train = config.train
+
+    def loader(start: int, stop: int) -> Loader:
+        return Loader(
+            snapshot,
+            seed=train.seed,
+            phase=train.phase,
+            rank=launch.rank,
+            world=launch.world,
+            microbatch=train.microbatch,
+            caption_drop=train.caption_drop,
+            null_mask=train.null_mask,
+            prefetch=train.prefetch,
+            threads=train.loader_threads,
+            start_step=start,
+            stop_step=stop,
+        )
+
+    return Task(
+        origin=State(snapshot.id, train.seed, train.phase, 0),
+        batch=max(bucket.batch for bucket in snapshot.buckets),
+        channels=snapshot.latent_recipe.channels,
+        text_width=snapshot.text_recipe.width,
+        sample_size=config.data.resolution // snapshot.latent_recipe.compression,
+        loader=loader,
+    )

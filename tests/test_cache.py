@@ -1,0 +1,372 @@
+"""The format: publication, integrity, identity, and that other tools read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.cache import index, layout, shard
+from pipeline.cache.files import Files
+from pipeline.cache.store import Cache, Unit
+from pipeline.errors import CacheError, IntegrityError
+
+LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
+TEXT = layout.TextRecipe(weights="w", width=6)
+
+
+def bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    return values.view(torch.int16).numpy().view(np.uint16)
+
+
+def write(root: Path, count: int = 3, recipe: layout.Recipe = LATENT, first: int = 0) -> tuple[Cache, str, pa.Table]:
+    cache = Cache(root, create=True)
+    with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+        for i in range(first, first + count):
+            if recipe.kind == "latent":
+                writer.add(layout.latent_key(recipe.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+            else:
+                writer.add(layout.text_key(recipe.id, f"caption {i}"), bits((3 + i, 6), i), caption=f"Caption {i} é")
+        name, _, table = writer.finish()
+    return cache, name, table
+
+
+def read_all(cache: Cache, name: str, table: pa.Table, recipe: layout.Recipe = LATENT) -> list[np.ndarray]:
+    reader = shard.Reader(cache.files, recipe.name)
+    out = []
+    for row in table.to_pylist():
+        shape = (row["channels"], row["height"], row["width"]) if recipe.kind == "latent" else (row["rows"], row["width"])
+        into = np.empty(shape, np.uint16)
+        reader.read(name, row["offset"], row["key"], row["checksum"], into)
+        out.append(into)
+    return out
+
+
+# ---------------------------------------------------------------- other tools
+
+
+def test_webdataset_reads_the_shards(tmp_path: Path) -> None:
+    import webdataset
+
+    cache, name, table = write(tmp_path / "c", recipe=TEXT)
+    path = cache.files.path(layout.Paths.shard(TEXT.name, name))
+    samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    assert [s["__key__"] for s in samples] == [k.hex() for k in table.column("key").to_pylist()]
+    for i, sample in enumerate(samples):
+        array = np.load(io.BytesIO(sample["npy"]))
+        assert array.dtype == np.dtype("<u2") and np.array_equal(array, bits((3 + i, 6), i))
+        assert sample["txt"].decode() == f"Caption {i} é"
+
+
+def test_tar_headers_are_deterministic_and_plain(tmp_path: Path) -> None:
+    one, first, _ = write(tmp_path / "a")
+    two, second, _ = write(tmp_path / "b")
+    assert first == second
+    path = one.files.path(layout.Paths.shard(LATENT.name, first))
+    assert path.read_bytes() == two.files.path(layout.Paths.shard(LATENT.name, second)).read_bytes()
+    with tarfile.open(path) as tar:
+        assert all(m.mtime == 0 and m.isreg() for m in tar)
+
+
+@given(st.lists(st.integers(0, 65535).filter(lambda b: b & 0x7F80 != 0x7F80), min_size=1, max_size=64))
+@settings(max_examples=50, deadline=None)
+def test_bf16_round_trip_is_bit_exact(values: list[int]) -> None:
+    from pipeline.data.loader import bf16
+
+    array = np.array(values, np.uint16)
+    tensor = bf16(array)
+    assert tensor.dtype == torch.bfloat16
+    assert np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), array)
+    assert np.array_equal(tensor.float().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16), array)
+
+
+def test_non_finite_is_never_stored(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    for bad in (0x7F80, 0xFF80, 0x7FC0):
+        array = bits((4, 2, 3))
+        array[1, 1, 1] = bad
+        with shard.ShardWriter(cache.files, LATENT, "u") as writer, pytest.raises(IntegrityError, match="NaN"):
+            writer.add(bytes(16), array)
+    assert cache.files.names("tmp") == [] and not (tmp_path / "c" / "shards").exists()
+
+
+# ---------------------------------------------------------------- integrity
+
+
+def test_every_flipped_bit_of_a_shard_is_noticed_or_harmless(tmp_path: Path) -> None:
+    cache, name, table = write(tmp_path / "c", count=1)
+    path = cache.files.path(layout.Paths.shard(LATENT.name, name))
+    good = path.read_bytes()
+    truth = read_all(cache, name, table)
+    row = table.to_pylist()[0]
+    reader, into = shard.Reader(cache.files, LATENT.name), np.empty_like(truth[0])
+    noticed = harmless = 0
+    with open(path, "r+b", buffering=0) as file:
+        for position in range(len(good) * 8):
+            byte = position // 8
+            os.pwrite(file.fileno(), bytes([good[byte] ^ 1 << (position % 8)]), byte)
+            try:
+                reader.read(name, row["offset"], row["key"], row["checksum"], into)
+            except IntegrityError as error:
+                noticed += 1
+                assert name in str(error)
+                assert row["key"].hex() in str(error)
+            else:
+                harmless += 1
+                assert np.array_equal(into, truth[0]), "a silent case"
+            assert layout.content_digest(path.read_bytes()) != name, "the whole file's digest does not see it"
+            os.pwrite(file.fileno(), good[byte : byte + 1], byte)
+    assert noticed == 4 * 2 * 3 * 16
+    assert harmless > 0
+    assert np.array_equal(read_all(cache, name, table)[0], truth[0])
+
+
+def test_the_integrity_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: with the checksum switched off, flipped bytes pass unnoticed."""
+    cache, name, table = write(tmp_path / "c", count=1)
+    path = cache.files.path(layout.Paths.shard(LATENT.name, name))
+    bad = bytearray(path.read_bytes())
+    bad[table.column("offset")[0].as_py()] ^= 1
+    path.write_bytes(bad)
+    with pytest.raises(IntegrityError):
+        read_all(cache, name, table)
+    expected = table.column("checksum")[0].as_py()
+    monkeypatch.setattr(layout, "checksum", lambda *a: expected)
+    read_all(cache, name, table)
+
+
+def test_truncation_at_every_length_is_noticed(tmp_path: Path) -> None:
+    cache, name, table = write(tmp_path / "c", count=1)
+    path = cache.files.path(layout.Paths.shard(LATENT.name, name))
+    good = path.read_bytes()
+    end = table.column("offset")[0].as_py() + table.column("length")[0].as_py()
+    for length in range(0, end, 7):
+        path.write_bytes(good[:length])
+        with pytest.raises(IntegrityError, match=r"cut short|wrong checksum"):
+            read_all(cache, name, table)
+    path.unlink()
+    with pytest.raises(IntegrityError, match="missing"):
+        read_all(cache, name, table)
+
+
+def test_a_right_record_in_a_wrong_place_is_refused(tmp_path: Path) -> None:
+    cache, name, table = write(tmp_path / "c", count=2)
+    other, foreign, _ = write(tmp_path / "c", count=2, first=7)
+    rows = table.to_pylist()
+    reader = shard.Reader(cache.files, LATENT.name)
+    into = np.empty((4, 2, 3), np.uint16)
+    with pytest.raises(IntegrityError):  # another record of the same shard
+        reader.read(name, rows[1]["offset"], rows[0]["key"], rows[0]["checksum"], into)
+    with pytest.raises(IntegrityError):  # a shard of the same shape
+        reader.read(foreign, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
+    elsewhere = shard.Reader(cache.files, layout.LatentRecipe(weights="x").name)
+    elsewhere.recipe = LATENT.name  # the same bytes under another recipe
+    with pytest.raises(IntegrityError):
+        elsewhere.read(name, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
+
+
+def test_every_flipped_bit_of_a_document_is_noticed(tmp_path: Path) -> None:
+    data = layout.seal({"what": "é", "n": [1, 2.5, None], "deep": {"a": True}})
+    assert layout.unseal(data, "x") == {"what": "é", "n": [1, 2.5, None], "deep": {"a": True}}
+    for position in range(len(data) * 8):
+        bad = bytearray(data)
+        bad[position // 8] ^= 1 << (position % 8)
+        with pytest.raises((IntegrityError, CacheError)):
+            layout.unseal(bytes(bad), "x")
+
+
+def test_a_newer_version_is_refused_with_a_message() -> None:
+    body = {"format": layout.FORMAT, "version": layout.VERSION + 1, "a": 1}
+    body["digest"] = layout.content_digest(layout.canonical(body))
+    data = (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+    with pytest.raises(CacheError, match="version"):
+        layout.unseal(data, "x")
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_fields_at_their_default_stay_out_of_the_id() -> None:
+    own = {"weights": "w", "compression": 8, "channels": 4}
+    assert LATENT.id == layout.digest("recipe", "latent", layout.canonical(own)).hex()
+    assert layout.LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
+
+
+def test_every_recipe_field_changes_the_id() -> None:
+    import dataclasses
+
+    for recipe in (LATENT, TEXT):
+        for field in dataclasses.fields(recipe):
+            value = getattr(recipe, field.name)
+            other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1.0}.get(
+                type(value), lambda v: (1, 2, 3) if isinstance(v, tuple) else "other"
+            )(value)
+            changed = dataclasses.replace(recipe, **{field.name: other})
+            assert changed.id != recipe.id, field.name
+            assert any(line.startswith(field.name + ":") for line in recipe.difference(changed))
+
+
+def test_golden_identities() -> None:
+    """Written down: changing one of these orphans every cache there is."""
+    assert layout.latent_key(LATENT.id, bytes(16), 64, 32).hex() == GOLDEN["latent"]
+    assert layout.text_key(TEXT.id, "a cat").hex() == GOLDEN["text"]
+    assert layout.null_key(TEXT.id).hex() == GOLDEN["null"]
+    assert layout.sample_id("photos", "a/b.jpg") == GOLDEN["sample"]
+    assert layout.checksum(LATENT.id, bytes(16), b"payload").hex() == GOLDEN["checksum"]
+
+
+GOLDEN = {
+    "latent": "7958c041f4ce05251f5487a60c1e560b",
+    "text": "6176cbbcfc8de3f457ae6d8e94fb4648",
+    "null": "84bc2bbda8a43b4616077c81fd4d008c",
+    "sample": 16899451730638848447,
+    "checksum": "3eb512c065d1733b63dc77405422fb46",
+}
+
+
+# ---------------------------------------------------------------- publication
+
+
+def test_put_if_absent_has_one_winner(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pipeline.cache.files import Files; f = Files(sys.argv[2]);"
+        "print(sum(f.put(f'race/{i}.json', sys.argv[3].encode()) for i in range(200)))"
+    )
+    root = Path(__file__).parent.parent
+    racers = [
+        subprocess.Popen([sys.executable, "-c", script, root, tmp_path, str(n)], stdout=subprocess.PIPE, text=True)
+        for n in range(4)
+    ]
+    wins = [int(racer.communicate()[0]) for racer in racers]
+    assert sum(wins) == 200 and len(Files(tmp_path).names("race")) == 200
+    assert Files(tmp_path).names("tmp") == []
+
+
+def test_a_damaged_shard_is_replaced_by_a_writer_of_the_same_content(tmp_path: Path) -> None:
+    cache, name, table = write(tmp_path / "c")
+    path = cache.files.path(layout.Paths.shard(LATENT.name, name))
+    path.write_bytes(b"rot" + path.read_bytes()[3:])
+    write(tmp_path / "c")
+    assert cache.files.content(layout.Paths.shard(LATENT.name, name), name)
+    read_all(cache, name, table)
+
+
+def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    with files.temporary() as path:
+        path.write_bytes(b"other bytes")
+        with pytest.raises(IntegrityError):
+            files.publish_content(path, "x/name", layout.content_digest(b"bytes"))
+    assert not files.exists("x/name")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; the container test covers the message")
+def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    os.chmod(tmp_path / "c", 0o555)
+    with pytest.raises(CacheError, match="cannot be written"):
+        cache.files.put("x", b"y")
+
+
+def test_gaps_in_numbered_documents_are_noticed(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    for n in range(3):
+        assert cache.add_plan(LATENT.name, n, [], pa.table({"key": pa.array([], pa.binary(16))}))
+    cache.files.path(layout.Paths.numbered(layout.Paths.plans(LATENT.name), 1)).unlink()
+    with pytest.raises(IntegrityError, match="missing"):
+        cache.plans(LATENT.name)
+
+
+def test_a_folder_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"x")
+    with pytest.raises(CacheError, match="not empty and not a cache"):
+        Cache(tmp_path, create=True)
+    with pytest.raises(CacheError, match="no cache here"):
+        Cache(tmp_path / "absent")
+
+
+# ---------------------------------------------------------------- commits
+
+
+def commit_unit(cache: Cache, plan: int, unit: str, first: int, count: int = 2) -> index.Commit:
+    with shard.ShardWriter(cache.files, LATENT, unit) as writer:
+        for i in range(first, first + count):
+            writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+        name, size, table = writer.finish()
+    digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
+    rejects = (index.Reject("00" * 16, "bad.jpg", "broken"),)
+    commit = index.Commit(unit, name, size, count, digest, rejects, {})
+    index.publish_commit(cache.files, LATENT.name, plan, commit)
+    return commit
+
+
+def planned(cache: Cache) -> None:
+    table = pa.table({"key": pa.array([bytes([i] * 16) for i in range(4)], pa.binary(16))})
+    assert cache.add_plan(LATENT.name, 0, [Unit("aa", 0, 2, 2), Unit("bb", 2, 2, 2)], table)
+    assert not cache.add_plan(LATENT.name, 0, [], table)
+
+
+def test_segments_replace_unit_documents(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    planned(cache)
+    commit_unit(cache, 0, "aa", 0)
+    assert not index.merge(cache.files, LATENT.name, 0, ["aa", "bb"])
+    assert len(cache.index(LATENT.name)) == 2
+    commit_unit(cache, 0, "bb", 2)
+    loose = cache.index(LATENT.name)
+    assert index.merge(cache.files, LATENT.name, 0, ["aa", "bb"])
+    import shutil
+
+    shutil.rmtree(cache.files.path(f"units/{LATENT.name}"))
+    merged = cache.index(LATENT.name)
+    for name, column in loose.columns.items():
+        assert np.array_equal(column, merged.columns[name]), name
+    assert loose.shards == merged.shards and len(merged.rejects) == 2
+    assert index.committed(cache.files, LATENT.name, 0) == {"aa", "bb"}
+
+
+def test_a_late_commit_changes_nothing(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    planned(cache)
+    first = commit_unit(cache, 0, "aa", 0)
+    before = cache.files.read(layout.Paths.unit(LATENT.name, 0, "aa"))
+    commit_unit(cache, 0, "aa", 40)  # a zombie with other bytes
+    assert cache.files.read(layout.Paths.unit(LATENT.name, 0, "aa")) == before
+    assert cache.index(LATENT.name).shards == [first.shard]
+
+
+def test_the_later_plan_wins(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    planned(cache)
+    commit_unit(cache, 0, "aa", 0)
+    cache.add_plan(LATENT.name, 1, [Unit("cc", 0, 1, 1)], pa.table({"key": pa.array([bytes(16)], pa.binary(16))}))
+    commit_unit(cache, 1, "cc", 1, count=1)
+    found = cache.index(LATENT.name)
+    assert len(found) == 2
+    row = found.find(index.as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
+    assert found.shards[found.columns["shard"][row]] == found.shards[1]
+    assert not found.has(bytes(16))
+
+
+def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
+    cache, name, table = write(tmp_path / "c", recipe=TEXT)
+    head, again = shard.read_table(cache.files.path(layout.Paths.shard(TEXT.name, name)))
+    assert again.equals(table) and head["recipe"] == TEXT.name
+    reader = shard.Reader(cache.files, TEXT.name)
+    row = table.to_pylist()[1]
+    where = (row["caption_offset"], row["caption_length"], row["key"])
+    assert reader.caption(name, *where, row["caption_checksum"]) == "Caption 1 é"
+    with pytest.raises(IntegrityError, match="caption"):
+        reader.caption(name, *where, bytes(16))

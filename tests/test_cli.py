@@ -1,0 +1,213 @@
+"""The command line: what it passes on, what it says of mistakes, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeline
+from pipeline import processes
+from pipeline.cli import cli, main
+from pipeline.errors import CacheError, IntegrityError, UserError
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def end(*arguments: str) -> int:
+    """The exit code of `sana-pipe ARGUMENTS`, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Calls]:
+    """Replaces a stage by one that records its call (the real ones import torch)."""
+    monkeypatch.chdir(tmp_path)
+
+    def install(name: str, result: Any = 0, function: str = "run") -> Calls:
+        calls: Calls = []
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        replacement = types.ModuleType(f"stages.{name}")
+        setattr(replacement, function, record)
+        monkeypatch.setitem(sys.modules, f"stages.{name}", replacement)
+        monkeypatch.setattr(sys.modules["stages"], name, replacement, raising=False)
+        return calls
+
+    import stages  # noqa: F401 - the package has to be there to be patched
+
+    return install
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end("--version") == 0
+    assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
+
+
+def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end("--help") == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert [line.split()[0] for line in listed.strip().splitlines()] == [
+        "bucket", "demo", "encode", "export", "sample", "train",
+    ]  # fmt: skip
+    assert "decode" in cli.commands
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(command, "--help") == 0
+    assert "Usage: sana-pipe " + command in capsys.readouterr().out
+
+
+def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0
+    assert end("encode", "--data", "pics", "--source-name", "n", "--rehash", "--task-index", "1", "--task-count", "4") == 0
+    (first, options), (_, named) = calls
+    assert first[0].encode.image_batch == 3
+    assert first[0].cache == "/c"
+    assert options == {"data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None}
+    assert named == {"data": "pics", "source_name": "n", "rehash": True, "task_index": 1, "task_count": 4}
+
+
+def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:
+    bucket, train, export, sample, demo = (stage(n) for n in ("bucket", "train", "export", "sample", "demo"))
+    assert end("bucket", "--name", "mine", "--config", "sana_600m_512") == 0
+    assert bucket[0][0][0].data.resolution == 512
+    assert bucket[0][1] == {"name": "mine"}
+    assert end("train", "--snapshot", "s", "--resume", "auto") == 0
+    assert train[0][1] == {"snapshot": "s", "resume": "auto"}
+    assert end("train") == 0
+    assert train[1][1] == {"snapshot": None, "resume": None}
+    assert end("export", "--checkpoint", "c", "--out", "o") == 0
+    assert export[0][0][1:] == ("c", Path("o"))
+    assert end("sample", "--snapshot", "s", "--count", "2", "--out", "o") == 0
+    assert sample[0][0][1:] == ("auto", "s", Path("o"), 2)
+    assert end("demo", "--out", "o", "--data", "d", "--quick") == 0
+    assert demo == [((Path("o"),), {"data": Path("d"), "quick": True})]
+
+
+def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -> None:
+    calls = stage("sample", function="decode")
+    assert end("decode", "--latents", "l", "--out", "o") == 0
+    assert calls[0][0][1:] == (Path("l"), Path("o"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("encode",),
+        ("encode", "--data", "d", "--task-index", "1"),
+        ("encode", "--data", "d", "--task-count", "2"),
+        ("encode", "--data", "d", "--task-index", "2", "--task-count", "2"),
+        ("encode", "--data", "d", "--task-index", "-1", "--task-count", "2"),
+        ("sample", "--count", "0"),
+        ("train", "--resum", "auto"),
+        ("trian",),
+        ("bucket", "extra"),
+        (),
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(*arguments) == 2
+    said = capsys.readouterr()
+    assert "Usage: sana-pipe" in said.err
+    assert said.out == ""
+
+
+def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
+    stage("bucket", result=7)
+    assert end("bucket") == 7
+    stage("bucket", result=None)
+    assert end("bucket") == 0
+    stage("bucket", result={"a": "result object"})
+    assert end("bucket") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("wrong", expected=1, found=2, fix="mend it"), 2),
+        (CacheError("no cache"), 3),
+        (IntegrityError("damaged"), 4),
+    ],
+)
+def test_a_users_mistake_has_a_message_and_its_own_code(
+    stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], error: UserError, code: int
+) -> None:
+    stage("bucket", result=error)
+    assert end("bucket") == code
+    said = capsys.readouterr()
+    assert said.err == f"sana-pipe: {error}\n"
+    assert said.out == ""
+
+
+def test_a_mistake_in_the_configuration(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
+    calls = stage("train")
+    assert end("train", "--set", "train.stepps=3") == 2
+    assert "did you mean 'train.steps'?" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
+    stage("bucket", result=ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        main(["bucket"])
+
+
+def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
+    stage("bucket", result=KeyboardInterrupt())
+    assert end("bucket") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_real_process_reports_a_mistake_without_a_traceback(tmp_path: Path) -> None:
+    """From another directory, as the sampling stage starts its decoder."""
+    command = processes.command("bucket", "--config", "absent.yaml")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "there is no configuration file 'absent.yaml'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
+    """SIGINT while a command works: here the configuration is a pipe that nobody writes to."""
+    os.mkfifo(tmp_path / "never.yaml")
+    ready = tmp_path / "ready"
+    code = (
+        "import pathlib, sys; from pipeline import cli, config; "
+        f"pathlib.Path({str(ready)!r}).write_text('x'); cli.main(['bucket', '--config', 'never.yaml'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); {code}"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in said

@@ -1,0 +1,280 @@
+"""Configuration: strict, typed, and errors that name the key, the file and the nearest valid name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from pipeline import config as module
+from pipeline.config import Config, dump, find, load, shipped
+from pipeline.errors import ConfigError
+
+MINIMAL = """\
+vae: {id: some/vae}
+text: {id: some/text}
+model: {weights: {id: some/model}}
+"""
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_minimal_file_takes_the_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL))
+    assert config.vae.id == "some/vae"
+    assert config.vae.subfolder == "vae"
+    assert config.train.optim.lr == 1e-4
+    assert config.data.buckets == "sana"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("train: {microbatc: 4}", "train.microbatc", "train.microbatch"),
+        ("train: {optim: {learning_rate: 1.0}}", "train.optim.learning_rate", None),
+        ("trian: {steps: 4}", "trian", "train"),
+        ("train: {optim: {weight_decy: 0.1}}", "train.optim.weight_decy", "train.optim.weight_decay"),
+        ("train: {warmup_steps: 4}", "train.warmup_steps", "train.optim.warmup_steps"),
+        ("lr: 1.0e-4", "lr", "train.optim.lr"),
+        ("data: {bucket: sana}", "data.bucket", "data.buckets"),
+    ],
+)
+def test_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, key: str, nearest: str | None) -> None:
+    message = refusal(tmp_path, MINIMAL + text)
+    assert str(tmp_path / "mine.yaml") in message
+    assert f"unknown key {key!r}" in message
+    if nearest:
+        assert f"did you mean {nearest!r}?" in message
+    else:
+        assert "valid here: " in message
+        assert "lr" in message
+
+
+def test_unknown_key_inside_an_optional_section(tmp_path: Path) -> None:
+    message = refusal(tmp_path, MINIMAL.replace("{id: some/model}", "{id: some/model, subfoldr: x}"))
+    assert "unknown key 'model.weights.subfoldr'; did you mean 'model.weights.subfolder'?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("train: {steps: '100'}", "train.steps"),
+        ("train: {steps: 100.0}", "train.steps"),
+        ("train: {steps: true}", "train.steps"),
+        ("train: {steps: 0}", "train.steps"),
+        ("train: {steps: null}", "train.steps"),
+        ("train: {optim: {lr: fast}}", "train.optim.lr"),
+        ("train: {optim: {lr: .nan}}", "train.optim.lr"),
+        ("train: {optim: {lr: .inf}}", "train.optim.lr"),
+        ("train: {optim: {betas: [0.9]}}", "train.optim.betas"),
+        ("train: {optim: {betas: [0.9, 1.5]}}", "train.optim.betas"),
+        ("train: {caption_drop: 1.1}", "train.caption_drop"),
+        ("train: {precision: fp16}", "train.precision"),
+        ("train: {parallel: {dp_shard: 0}}", "train.parallel"),
+        ("train: [1, 2]", "train"),
+        ("vae: 5", "vae"),
+        ("data: {buckets: sanna}", "data.buckets"),
+        ("data: {buckets: [[64, 64], [64, -8]]}", "data.buckets"),
+        ("data: {buckets: [[64, 64], [64]]}", "data.buckets"),
+        ("data: {background: [0, 0, 300]}", "data.background"),
+        ("encode: {max_reject_rate: 2}", "encode.max_reject_rate"),
+        ("text: {id: 1}", "text.id"),
+    ],
+)
+def test_wrong_type_or_range_names_key_and_file(tmp_path: Path, text: str, key: str) -> None:
+    base = {k: v for k, v in yaml.safe_load(MINIMAL).items() if k != text.partition(":")[0]}
+    message = refusal(tmp_path, yaml.safe_dump(base) + text)
+    assert str(tmp_path / "mine.yaml") in message
+    assert f"'{key}" in message
+    assert "literal[" not in message  # pydantic's own names are not ours
+    assert "constrained-int" not in message
+
+
+def test_each_mistake_is_told_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, MINIMAL + "train: {stps: 1, seed: -1}\nbucket: {batch: x}")
+    assert message.count("\n") == 2
+    assert all(key in message for key in ("train.stps", "train.seed", "bucket.batch"))
+
+
+def test_missing_section(tmp_path: Path) -> None:
+    assert "'vae' is required and not given" in refusal(tmp_path, MINIMAL.replace("vae: {id: some/vae}\n", ""))
+    assert "'vae' is required" in refusal(tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("{}", "either model.weights"),
+        ("{weights: {id: a}, arch: {}}", "either model.weights"),
+        ("{arch: {num_layers: 2, num_attention_heads: 3, attention_head_dim: 32}}", "must equal"),
+    ],
+)
+def test_impossible_combinations_of_the_model(tmp_path: Path, model: str, part: str) -> None:
+    message = refusal(tmp_path, "vae: {id: a}\ntext: {id: b}\nmodel: " + model)
+    assert part in message
+    assert "'model" in message
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    assert "'cache' is given twice" in refusal(tmp_path, MINIMAL + "cache: a\ncache: b\n")
+    assert "'steps' is given twice" in refusal(tmp_path, MINIMAL + "train:\n  steps: 1\n  steps: 2\n")
+
+
+@pytest.mark.parametrize("text", ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"])
+def test_what_is_not_yaml_of_ours_is_told_without_a_traceback(tmp_path: Path, text: str) -> None:
+    assert "mine.yaml" in refusal(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    for path in (tmp_path / "binary.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load(path)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = MINIMAL.replace("{id: some/vae}", "&v {id: some/vae, dtype: bf16}").replace(
+        "{id: some/model}", "{<<: {id: x, variant: fp16}, id: some/model}"
+    )
+    config = load(write(tmp_path, text))
+    assert config.model.weights is not None
+    assert (config.model.weights.id, config.model.weights.variant) == ("some/model", "fp16")
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "1.0e-4", "0.0001", "+1e-4"])
+def test_exponents_are_numbers(tmp_path: Path, number: str) -> None:
+    assert load(write(tmp_path, MINIMAL + f"train: {{optim: {{lr: {number}}}}}")).train.optim.lr == 1e-4
+
+
+def test_set_overrides(tmp_path: Path) -> None:
+    config = load(
+        write(tmp_path, MINIMAL),
+        [
+            "train.optim.lr=2e-5",
+            "train.optim.clip=null",
+            "train.output=/a=b",
+            "data.buckets=[[64, 64], [48, 80]]",
+            "model.weights=null",
+            "model.arch.num_layers=2",
+            "train.seed=1",
+            "train.seed=2",
+        ],
+    )
+    assert config.train.optim.lr == 2e-5
+    assert config.train.optim.clip is None
+    assert config.train.output == "/a=b"
+    assert config.data.buckets == [(64, 64), (48, 80)]
+    assert config.model.weights is None
+    assert config.model.arch is not None
+    assert config.model.arch.num_layers == 2
+    assert config.train.seed == 2
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", ".a=1", "train.steps.more=1", "train.steps=[1"])
+def test_set_of_a_wrong_form(tmp_path: Path, text: str) -> None:
+    assert f"--set {text!r}" in refusal(tmp_path, MINIMAL + "train: {steps: 3}", text)
+
+
+def test_set_of_an_unknown_key_blames_the_flag_not_the_file(tmp_path: Path) -> None:
+    message = refusal(tmp_path, MINIMAL, "train.stepps=3")
+    assert message == "--set: unknown key 'train.stepps'; did you mean 'train.steps'?"
+    assert refusal(tmp_path, MINIMAL, "train.steps=many").startswith("--set: 'train.steps'")
+    assert refusal(tmp_path, MINIMAL, "data.buckets=[[8]]").startswith("--set: 'data.buckets")
+
+
+def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find(None).name == "sana_1600m_1024.yaml"
+    assert load().data.resolution == 1024
+    write(tmp_path, MINIMAL + "data: {resolution: 512}", "sana-pipe.yaml")
+    assert load().data.resolution == 512
+    write(tmp_path, MINIMAL + "data: {resolution: 256}", "other.yaml")
+    assert load("other.yaml").data.resolution == 256
+    assert load("sana_600m_512").data.resolution == 512  # a shipped one by its bare name
+    assert find("sana_600m_512.yaml").parent == module.SHIPPED
+    write(tmp_path, MINIMAL, "tiny.yaml")
+    assert find("tiny.yaml") == Path("tiny.yaml")  # a file here goes before a shipped one
+    with pytest.raises(ConfigError, match=r"there is no configuration file 'absent\.yaml'"):
+        load("absent.yaml")
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        load("folder/sana_600m_512.yaml")  # a path is never taken for a bare name
+
+
+def test_every_shipped_configuration_loads_and_says_what_it_is_for() -> None:
+    assert {p.stem for p in shipped()} >= {"sana_1600m_1024", "sana_600m_512", "tiny"}
+    for path in shipped():
+        load(path)
+        head = [line for line in path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()]
+        assert all(line.startswith("#") for line in head), path
+        text = "\n".join(head)
+        for part in ("sana-pipe encode", "sana-pipe bucket", "train", "Expected figures"):
+            assert part in text, f"{path.name}: its head does not say {part!r}"
+
+
+def test_constants_of_the_released_models() -> None:
+    big, small = load("sana_1600m_1024"), load("sana_600m_512")
+    for config in (big, small):
+        optim = config.train.optim
+        assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (1e-4, (0.9, 0.999), 1e-8, 0.01)
+        assert (optim.clip, optim.warmup_steps) == (0.1, 2000)
+        assert (config.train.flow.shift, config.train.caption_drop) == (3.0, 0.1)
+        assert (config.vae.dtype, config.text.dtype, config.text.max_length) == ("fp32", "bf16", 300)
+    assert big.model.weights is not None
+    assert big.model.weights.variant == "bf16"
+    assert (big.data.resolution, small.data.resolution) == (1024, 512)
+
+
+def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    for path in shipped():
+        config = load(path)
+        assert load(write(tmp_path, dump(config))) == config
+
+
+def test_a_configuration_cannot_be_changed_in_place() -> None:
+    config = load("sana_1600m_1024")
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def _sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
+    found = [(prefix, model)]
+    for name, field in model.model_fields.items():
+        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                found += _sections(inner, f"{prefix}{name}.")
+    return found
+
+
+def test_every_section_refuses_unknown_keys_and_coercion() -> None:
+    for prefix, model in _sections(Config):
+        assert model.model_config.get("extra") == "forbid", prefix
+        assert model.model_config.get("strict") is True, prefix
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["id", "train", "optim", "lr", "buckets", "data", "model", "arch", "vae", "x"]), inner, max_size=4
+    ),
+    max_leaves=8,
+))  # fmt: skip
+def test_any_tree_either_loads_or_is_refused_in_words(tmp_path_factory: pytest.TempPathFactory, tree: object) -> None:
+    path = write(tmp_path_factory.mktemp("any"), yaml.safe_dump(tree, allow_unicode=True))
+    try:
+        load(path)
+    except ConfigError as error:
+        assert str(path) in str(error)  # noqa: PT017 - loading may also succeed

@@ -1,0 +1,593 @@
+"""Decoding, colour, orientation, refusals, and the geometry of the covering resize."""
+
+from __future__ import annotations
+
+import io
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms, ImageFile, ImageOps
+
+from pipeline.data import image
+from pipeline.data.image import ImageReject, cover_box, load, probe
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+HOSTILE, EXIF = SHARED / "hostile", SHARED / "exif"
+SECONDS_PER_FILE = 10.0
+
+
+def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()
+
+
+def scene(width: int = 48, height: int = 32, seed: int = 0) -> Image.Image:
+    """Smooth colours, so that lossy formats and small resizes stay near."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(40, 216, (4, 6, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def pixels(picture: Image.Image) -> np.ndarray:
+    return np.asarray(picture.convert("RGB")).astype(int)
+
+
+def gap(first: np.ndarray, second: np.ndarray) -> float:
+    return float(np.abs(first.astype(int) - second.astype(int)).mean())
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(width: int, height: int, depth: int, colour: int, rows: bytes, *extra: bytes) -> bytes:
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    body = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + body + chunk(b"IEND", b"")
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "near"),
+    [
+        ("PNG", {}, 0),
+        ("BMP", {}, 0),
+        ("TIFF", {}, 0),
+        ("TIFF", {"compression": "tiff_lzw"}, 0),
+        ("PPM", {}, 0),
+        ("TGA", {}, 0),
+        ("WEBP", {"lossless": True}, 0),
+        ("JPEG2000", {}, 1),
+        ("JPEG", {"quality": 95}, 3),
+        ("JPEG", {"quality": 95, "progressive": True}, 3),
+        ("MPO", {"quality": 95}, 3),
+        ("WEBP", {"quality": 95}, 4),
+        ("AVIF", {"quality": 95}, 4),
+        ("GIF", {}, 8),
+        ("QOI", {}, 0),
+    ],
+)
+def test_formats(kind: str, options: dict[str, object], near: float) -> None:
+    data = encoded(scene(), kind, **options)
+    assert probe(data, 10_000) == (48, 32)
+    out = load(data, (32, 48))
+    assert out.shape == (32, 48, 3)
+    assert out.dtype == np.uint8
+    assert out.flags["C_CONTIGUOUS"]
+    assert out.flags["WRITEABLE"]
+    assert gap(out, pixels(scene())) <= near
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "TGA", "WEBP", "JPEG2000", "JPEG", "AVIF", "GIF", "QOI"])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9])
+def test_truncated_files_are_rejected(kind: str, share: float) -> None:
+    data = encoded(scene(160, 96, seed=3), kind)
+    with pytest.raises(ImageReject) as caught:
+        load(data[: int(len(data) * share)], (64, 64))
+    assert str(caught.value)
+    assert "0x" not in str(caught.value)
+
+
+def test_truncation_is_refused_even_when_another_library_allowed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(scene(160, 96), "JPEG")
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with Image.open(io.BytesIO(data[: len(data) // 2])) as lenient:
+        lenient.load()  # what would happen without the guard: no error
+    with pytest.raises(ImageReject, match="truncated"):
+        load(data[: len(data) // 2], (64, 64))
+
+
+def test_corrupt_png_is_rejected() -> None:
+    data = bytearray(encoded(scene(160, 96)))
+    data[len(data) // 2] ^= 0xFF
+    with pytest.raises(ImageReject):
+        load(bytes(data), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\x00" * 400, "not a picture"),
+        (b"hello, this is text\n" * 40, "not a picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "EPS"),
+        (b"%PDF-1.7\n", "PDF"),
+        (b"\xd7\xcd\xc6\x9a" + b"\x00" * 60, "WMF"),
+        (b'  <svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
+        (b"\x00\x00\x00\x18ftypheic" + b"\x00" * 60, "HEIC"),
+    ],
+)
+def test_other_files_are_rejected_by_name(data: bytes, reason: str) -> None:
+    for attempt in (lambda: probe(data, 1000), lambda: load(data, (32, 32))):
+        with pytest.raises(ImageReject, match=reason):
+            attempt()
+
+
+def test_interpreters_are_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import EpsImagePlugin, WmfImagePlugin
+
+    reached = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: reached.append("eps"))
+    monkeypatch.setattr(WmfImagePlugin, "_handler", None)
+    eps = encoded(scene(), "EPS")
+    with Image.open(io.BytesIO(eps)) as opened:
+        assert opened.format == "EPS"  # Pillow by itself would take it
+    with pytest.raises(ImageReject):
+        load(eps, (32, 32))
+    assert not reached
+
+
+# --- bombs ---------------------------------------------------------------------------------------------------------
+
+
+def test_bombs_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = png(60_000, 60_000, 1, 0, b"\x00" * 1000)
+    webp = encoded(Image.new("RGB", (2000, 2000)), "WEBP")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded a pixel"))
+    for data, limit in ((bomb, 200_000_000), (encoded(scene()), 48 * 32 - 1), (webp, 3_999_999)):
+        with pytest.raises(ImageReject, match="max_pixels"):
+            probe(data, limit)
+        with pytest.raises(ImageReject, match="max_pixels"):
+            load(data, (32, 32), max_pixels=limit)
+    assert probe(encoded(scene()), 48 * 32) == (48, 32)
+    assert probe(webp, 4_000_000) == (2000, 2000)
+
+
+def test_a_picture_hidden_in_an_ico_is_held_to_the_limit() -> None:
+    inner = encoded(Image.new("RGB", (400, 400)))
+    ico = struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    with pytest.raises(ImageReject):
+        load(ico, (32, 32), max_pixels=10_000)
+
+
+def test_the_limit_is_the_configured_one_not_pillows() -> None:
+    wide = png(20_000, 10_000, 1, 0, b"")  # Pillow refuses above 179 million by itself
+    assert probe(wide, 200_000_000) == (20_000, 10_000)
+
+
+def test_probe_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [encoded(scene(), kind) for kind in ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF")]
+    turned = [encoded(scene(), kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "AVIF")]
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded a pixel"))
+    assert {probe(data, 10_000) for data in files} == {(48, 32)}
+    assert {probe(data, 10_000) for data in turned} == {(32, 48)}
+
+
+# --- orientation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("value", range(1, 9))
+def test_orientation(kind: str, value: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    data = encoded(scene(), kind, exif=exif, **({"quality": 95} if kind in ("JPEG", "WEBP", "AVIF") else {}))
+    with Image.open(io.BytesIO(data)) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("RGB")
+    assert upright.size == ((48, 32) if value < 5 else (32, 48))
+    assert probe(data, 10_000) == upright.size
+    assert np.array_equal(load(data, (upright.height, upright.width)), np.asarray(upright))
+
+
+def test_orientation_behind_the_pixels_of_a_png() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain = encoded(scene())
+    late = plain[:-12] + chunk(b"eXIf", exif.tobytes()[6:]) + plain[-12:]
+    assert probe(late, 10_000) == (32, 48)
+    assert np.array_equal(load(late, (48, 32)), np.asarray(scene().transpose(Image.Transpose.ROTATE_270)))
+
+
+def test_damaged_exif_leaves_the_picture_as_stored() -> None:
+    data = encoded(scene(), "JPEG", exif=b"Exif\x00\x00" + b"MM\x00\x2a\xff\xff\xff\xff broken")
+    assert probe(data, 10_000) == (48, 32)
+    assert load(data, (32, 48)).shape == (32, 48, 3)
+
+
+# --- modes ---------------------------------------------------------------------------------------------------------
+
+RAMP = np.linspace(0, 1, 64)[None, :].repeat(16, 0)
+RAMP8 = np.rint(RAMP * 255).astype(np.uint8)
+
+
+def ramp16(white: int, dtype: str) -> np.ndarray:
+    return np.rint(RAMP * white).astype(dtype)
+
+
+def tiff16(values: np.ndarray, bits: int, photometric: int) -> bytes:
+    """A bare little-endian TIFF; Pillow itself cannot write 12 bits or WhiteIsZero."""
+    height, width = values.shape
+    if bits == 12:
+        pairs = values.reshape(-1, 2).astype(np.uint16)
+        body = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1)
+        raster = body.astype(np.uint8).tobytes()
+    else:
+        raster = values.astype("<u2").tobytes()
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8), (277, 1), (278, height)]
+    tags.append((279, len(raster)))
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    at = 8 + len(raster)
+    return struct.pack("<2sHI", b"II", 42, at) + raster + struct.pack("<H", len(tags)) + directory + b"\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("png16", encoded(Image.fromarray(ramp16(65535, "u2")))),
+        ("tiff16", encoded(Image.fromarray(ramp16(65535, "u2")), "TIFF")),
+        ("tiff16be", encoded(Image.fromarray(ramp16(65535, ">u2")), "TIFF")),
+        ("pgm16", b"P5 64 16 65535\n" + ramp16(65535, ">u2").tobytes()),
+        ("pgm10", b"P5 64 16 1023\n" + ramp16(1023, ">u2").tobytes()),
+        ("tiff12", tiff16(ramp16(4095, "u2"), 12, 1)),
+        ("tiff16-white-is-zero", tiff16(65535 - ramp16(65535, "u2"), 16, 0)),
+        ("int32-of-16-bits", encoded(Image.fromarray(ramp16(65535, "i4")), "TIFF")),
+        ("int32-of-8-bits", encoded(Image.fromarray(RAMP8.astype("i4")), "TIFF")),
+        ("int32-wide", encoded(Image.fromarray(ramp16(2_000_000_000, "i4") - 1_000_000_000), "TIFF")),
+        ("float-unit", encoded(Image.fromarray(RAMP.astype("f4")), "TIFF")),
+        ("float-255", encoded(Image.fromarray((RAMP * 255).astype("f4")), "TIFF")),
+        ("float-wide", encoded(Image.fromarray((RAMP * 9000 - 4000).astype("f4")), "TIFF")),
+        ("pfm", b"Pf\n64 16\n-1.0\n" + RAMP.astype("<f4").tobytes()),
+        ("l", encoded(Image.fromarray(RAMP8))),
+    ],
+)
+def test_gray_of_any_depth_is_scaled(name: str, data: bytes) -> None:
+    out = load(data, (16, 64))
+    assert np.array_equal(out[..., 0], out[..., 1])
+    assert np.array_equal(out[..., 0], out[..., 2])
+    assert np.abs(out[..., 0].astype(int) - RAMP8).max() <= 1, name
+
+
+def test_a_dark_16_bit_scan_stays_dark() -> None:
+    out = load(encoded(Image.fromarray(ramp16(2570, "u2"))), (16, 64))
+    assert out.max() == 10
+
+
+def test_plain_conversion_would_clip_16_bits() -> None:
+    with Image.open(io.BytesIO(encoded(Image.fromarray(ramp16(65535, "i4")), "TIFF"))) as opened:
+        assert np.asarray(opened.convert("RGB")).mean() > 230  # the trap: nearly all white, true mean 127.5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_samples_that_are_not_finite_are_rejected(value: float) -> None:
+    broken = RAMP.astype("f4").copy()
+    broken[3, 3] = value
+    with pytest.raises(ImageReject, match="not finite"):
+        load(encoded(Image.fromarray(broken), "TIFF"), (16, 64))
+
+
+def test_16_bit_rgb_png() -> None:
+    values = np.stack([ramp16(65535, ">u2")] * 3, -1)
+    values[..., 1] = 0
+    rows = b"".join(b"\x00" + row.tobytes() for row in values)
+    out = load(png(64, 16, 16, 2, rows), (16, 64)).astype(int)
+    assert np.abs(out[..., 0] - RAMP8).max() <= 1
+    assert out[..., 1].max() == 0
+    key = chunk(b"tRNS", struct.pack(">HHH", 65535, 0, 65535))
+    keyed = load(png(64, 16, 16, 2, rows, key), (16, 64), (1, 2, 3))
+    assert keyed[0, -1].tolist() == [1, 2, 3]
+    assert keyed[0, 0].tolist() == [0, 0, 0]
+
+
+def test_bilevel() -> None:
+    checker = (np.indices((16, 16)).sum(0) % 2 * 255).astype(np.uint8)
+    out = load(encoded(Image.fromarray(checker).convert("1")), (16, 16))
+    assert np.array_equal(out[..., 0], checker)
+
+
+HIDDEN, BACKGROUND = (200, 10, 10), (0, 128, 255)
+
+
+def half_transparent() -> Image.Image:
+    picture = Image.new("RGBA", (32, 32), (*HIDDEN, 0))
+    picture.paste((20, 60, 90, 255), (0, 0, 16, 32))
+    return picture
+
+
+def gray_alpha() -> bytes:
+    picture = Image.new("LA", (32, 32), (200, 0))
+    picture.paste((50, 255), (0, 0, 16, 32))
+    return encoded(picture)
+
+
+def palette_index() -> bytes:
+    picture = Image.new("P", (32, 32), 1)
+    picture.putpalette([20, 60, 90, *HIDDEN])
+    picture.paste(0, (0, 0, 16, 32))
+    return encoded(picture, transparency=1)
+
+
+def gray16_key() -> bytes:
+    values = np.full((32, 32), 40_000, ">u2")
+    values[:, :16] = 257 * 50
+    rows = b"".join(b"\x00" + row.tobytes() for row in values)
+    return png(32, 32, 16, 0, rows, chunk(b"tRNS", struct.pack(">H", 40_000)))
+
+
+def premultiplied_tiff() -> bytes:
+    with Image.open(io.BytesIO(encoded(half_transparent(), "TIFF"))) as opened:
+        data = bytearray(encoded(opened, "TIFF"))
+    at = data.index(struct.pack("<HHI", 338, 3, 1))
+    data[at + 8 : at + 10] = struct.pack("<H", 1)  # ExtraSamples: associated alpha
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "solid"),
+    [
+        (lambda: encoded(half_transparent()), (20, 60, 90)),
+        (lambda: encoded(half_transparent(), "WEBP", lossless=True, exact=True), (20, 60, 90)),
+        (lambda: encoded(half_transparent(), "TIFF"), (20, 60, 90)),
+        (premultiplied_tiff, (20, 60, 90)),
+        (palette_index, (20, 60, 90)),
+        (lambda: encoded(half_transparent().quantize(4), "PNG"), (20, 60, 90)),
+        (gray_alpha, (50, 50, 50)),
+        (gray16_key, (50, 50, 50)),
+    ],
+)
+def test_transparency_shows_the_background(make: Callable[[], bytes], solid: tuple[int, int, int]) -> None:
+    out = load(make(), (32, 32), BACKGROUND)
+    assert out[5, 5].tolist() == list(solid)
+    assert out[5, 28].tolist() == list(BACKGROUND)
+
+
+def test_half_transparency_is_mixed() -> None:
+    data = encoded(Image.new("RGBA", (8, 8), (255, 0, 0, 128)))
+    assert np.abs(load(data, (8, 8), (0, 0, 255))[0, 0].astype(int) - [128, 0, 127]).max() <= 1
+
+
+def test_animations_give_their_first_frame() -> None:
+    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ((255, 0, 0), (0, 0, 255)))
+    for kind in ("GIF", "WEBP", "PNG", "TIFF", "AVIF"):
+        data = encoded(red, kind, save_all=True, append_images=[blue])
+        assert gap(load(data, (16, 16)), pixels(red)) < 4, kind
+
+
+# --- colour --------------------------------------------------------------------------------------------------------
+
+
+def shifted_profile() -> bytes:
+    """sRGB with its red and green primaries exchanged: a profile whose effect cannot be missed."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    red, green = profile.index(b"rXYZ"), profile.index(b"gXYZ")
+    profile[red : red + 4], profile[green : green + 4] = b"gXYZ", b"rXYZ"
+    return bytes(profile)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+def test_embedded_profiles_are_applied(kind: str) -> None:
+    data = encoded(Image.new("RGB", (16, 16), (220, 30, 30)), kind, icc_profile=shifted_profile())
+    assert gap(load(data, (16, 16)), np.full((16, 16, 3), (30, 220, 30))) < 6
+
+
+def test_profiles_under_transparency_and_palettes() -> None:
+    keyed = Image.new("RGBA", (16, 16), (220, 30, 30, 0))
+    keyed.paste((220, 30, 30, 255), (0, 0, 8, 16))
+    out = load(encoded(keyed, icc_profile=shifted_profile()), (16, 16), BACKGROUND)
+    assert np.abs(out[0, 0].astype(int) - (30, 220, 30)).max() <= 2
+    assert out[0, 15].tolist() == list(BACKGROUND)
+    palette = encoded(Image.new("RGB", (16, 16), (220, 30, 30)).quantize(2), icc_profile=shifted_profile())
+    assert np.abs(load(palette, (16, 16))[0, 0].astype(int) - (30, 220, 30)).max() <= 2
+
+
+@pytest.mark.parametrize("profile", [b"nonsense", shifted_profile()[:200], b"\x00" * 128])
+def test_damaged_profiles_count_as_srgb(profile: bytes) -> None:
+    assert gap(load(encoded(scene(), icc_profile=profile), (32, 48)), pixels(scene())) == 0
+
+
+def test_a_profile_of_another_space_counts_as_none() -> None:
+    gray = Image.fromarray(RAMP8)
+    assert np.array_equal(load(encoded(gray, icc_profile=shifted_profile()), (16, 64))[..., 0], RAMP8)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_cmyk(kind: str) -> None:
+    data = encoded(scene().convert("CMYK"), kind, **({"quality": 95} if kind == "JPEG" else {}))
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode == "CMYK"
+    assert gap(load(data, (32, 48)), pixels(scene())) < 3
+
+
+def test_lab() -> None:
+    to_lab = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
+    lab = ImageCms.applyTransform(scene(), to_lab)
+    assert lab is not None
+    assert gap(load(encoded(lab, "TIFF"), (32, 48)), pixels(scene())) < 4
+
+
+# --- geometry ------------------------------------------------------------------------------------------------------
+
+sides = st.integers(1, 5000)
+targets = st.tuples(st.integers(1, 160).map(lambda n: n * 8), st.integers(1, 160).map(lambda n: n * 8))
+
+
+@given(sides, sides, targets)
+@example(1, 5000, (512, 2048))
+@example(5000, 1, (2048, 512))
+@example(1, 1, (1024, 1024))
+@example(4999, 3333, (1024, 1024))
+def test_cover_box_lies_in_the_picture_and_has_the_targets_shape(width: int, height: int, size: tuple[int, int]) -> None:
+    left, top, right, bottom = cover_box(width, height, size)
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+    assert (bottom - top) / (right - left) == pytest.approx(size[0] / size[1], rel=1e-6)
+    assert left == 0 or top == 0
+    assert right - left == width or bottom - top == height
+    assert left + right == pytest.approx(width, abs=1e-6)
+    assert top + bottom == pytest.approx(height, abs=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sides, sides, st.tuples(st.integers(1, 96), st.integers(1, 96)), st.booleans())
+@example(1, 5000, (3, 96), False)
+@example(5000, 1, (96, 3), True)
+@example(97, 64, (64, 96), False)
+def test_any_source_gives_exactly_the_target(width: int, height: int, size: tuple[int, int], lossless: bool) -> None:
+    picture = Image.new("1", (width, height), 1)  # bilevel: cheap at any size
+    out = load(encoded(picture, "PNG" if lossless else "TIFF"), size)
+    assert out.shape == (*size, 3)
+    assert out.min() == 255  # no border of another colour creeps in
+
+
+def test_covering_resize_equals_resize_then_crop() -> None:
+    picture = scene(300, 200, seed=5)
+    out = load(encoded(picture), (64, 64))
+    reference = picture.resize((96, 64), Image.Resampling.BICUBIC).crop((16, 0, 80, 64))
+    assert gap(out, pixels(reference)) < 0.6
+    stretched = picture.resize((64, 64), Image.Resampling.BICUBIC)
+    assert gap(out, pixels(stretched)) > 5
+
+
+def test_shrinking_does_not_alias() -> None:
+    stripes = np.zeros((512, 512), np.uint8)
+    stripes[:, ::2] = 255
+    out = load(encoded(Image.fromarray(stripes)), (64, 64))
+    assert out.std() < 2
+    assert abs(out.mean() - 127.5) < 2
+
+
+def test_nothing_is_resampled_that_fits() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise))
+    assert np.array_equal(load(data, (64, 96)), noise)
+    assert np.array_equal(load(data, (64, 64)), noise[:, 16:80])
+    assert np.array_equal(load(data, (63, 96)), noise[:63])
+
+
+def test_filter_by_target() -> None:
+    from pipeline.config import DataConfig
+    from pipeline.data.buckets import table
+
+    for resolution in (256, 512, 1024, 4096):
+        shapes = table(DataConfig(resolution=resolution), resolution // 16)
+        assert {image.resample_filter(shape) for shape in shapes} == {Image.Resampling.BICUBIC}
+    shapes = table(DataConfig(resolution=2048), 32)
+    assert {image.resample_filter(shape) for shape in shapes} == {Image.Resampling.LANCZOS}
+
+
+def test_rule_names() -> None:
+    """They stand in cache recipes: changing one asks everybody to encode again, changing the pixels must."""
+    assert (image.DECODER, image.RESIZE_RULE, image.CROP_RULE) == (
+        "pillow-srgb-1",
+        "cover-bicubic-lanczos2k-1",
+        "centre-1",
+    )
+
+
+def test_quiet(tmp_path: Path) -> None:
+    """Decoders that warn (Python warnings, logging, libtiff's own writing) leave the terminal alone."""
+    bad = bytearray(encoded(scene(160, 96), "TIFF", compression="tiff_lzw"))
+    noisy = [bytes(bad[: len(bad) // 2]), encoded(scene(), "JPEG", exif=b"Exif\x00\x00MM\x00\x2a\xff\xff\xff\xff")]
+    fax = encoded(Image.new("1", (64, 64)), "TIFF", compression="group4")
+    at = fax.index(struct.pack("<HHI", 273, 4, 1)) + 8
+    noisy.append(fax[:at] + struct.pack("<I", len(fax) + 500) + fax[at + 4 :])
+    for index, data in enumerate(noisy):
+        (tmp_path / str(index)).write_bytes(data)
+    script = (
+        "import sys, pathlib\nfrom pipeline.data import image\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+        "    try: image.load(path.read_bytes(), (32, 32)); print('loaded')\n"
+        "    except image.ImageReject as error: print('reject')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["reject", "loaded", "reject"]
+    assert done.stderr == ""
+
+
+# --- files from outside --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HOSTILE.is_dir(), reason=f"no collection of odd and damaged pictures in {HOSTILE.name}/")
+def test_hostile_files_load_or_are_rejected() -> None:
+    files = sorted(path for path in HOSTILE.rglob("*") if path.is_file())
+    loaded = rejected = 0
+    for path in files:
+        data = path.read_bytes()
+        begun = time.monotonic()
+        size = None
+        try:
+            size = probe(data, 50_000_000)
+        except ImageReject as reject:
+            assert str(reject), path
+        try:
+            out = load(data, (64, 96), max_pixels=50_000_000)
+        except ImageReject as reject:
+            assert str(reject), path
+            assert "0x" not in str(reject), path
+            rejected += 1
+        else:
+            assert size is not None, path
+            assert out.shape == (64, 96, 3), path
+            loaded += 1
+        assert time.monotonic() - begun < SECONDS_PER_FILE, path
+    assert loaded > 300
+    assert rejected > 50
+
+
+@pytest.mark.skipif(not HOSTILE.is_dir(), reason=f"no collection of odd and damaged pictures in {HOSTILE.name}/")
+def test_probe_and_decoder_agree_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(image, "_cover", lambda picture, size: seen.append(picture.size) or Image.new("RGB", (1, 1)))
+    for path in sorted(path for path in HOSTILE.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        try:
+            load(data, (1, 1), max_pixels=50_000_000)
+        except ImageReject:
+            continue
+        assert probe(data, 50_000_000) == seen[-1], path
+    assert len(seen) > 300
+
+
+@pytest.mark.skipif(not EXIF.is_dir(), reason=f"no pictures in every EXIF orientation in {EXIF.name}/")
+@pytest.mark.parametrize("name", ["Landscape", "Portrait"])
+def test_eight_orientations_of_one_picture(name: str) -> None:
+    size = (64, 96) if name == "Landscape" else (96, 64)
+    first = load((EXIF / f"{name}_1.jpg").read_bytes(), size)
+    for value in range(2, 9):
+        data = (EXIF / f"{name}_{value}.jpg").read_bytes()
+        assert probe(data) == ((1800, 1200) if name == "Landscape" else (1200, 1800))
+        assert gap(load(data, size), first) < 3, value
+        with Image.open(io.BytesIO(data)) as stored:  # without the orientation it is plainly another picture
+            lying = stored.convert("RGB").resize((size[1], size[0]))
+        assert gap(pixels(lying), first) > 20, value
+
+

@@ -1,0 +1,215 @@
+"""What launchers say about a process, what accelerate may not say, and which device it gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import tiny_run
+
+from pipeline.config import ParallelConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch, check_accelerate, detect, first_host, resolve_device
+from pipeline.parallel import mesh
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+
+
+def test_alone() -> None:
+    assert detect({}) == Launch(0, 1, 0, 1, "single", None)
+    assert detect({}).is_main
+
+
+def test_torchrun() -> None:
+    assert detect(TORCHRUN) == Launch(5, 8, 1, 4, "torchrun", "env://")
+    assert not detect(TORCHRUN).is_main
+
+
+def test_accelerate_uses_the_same_variables() -> None:
+    assert detect({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}).kind == "accelerate"
+
+
+def test_slurm() -> None:
+    found = detect(SLURM)
+    assert (found.rank, found.world, found.local_rank, found.local_world, found.kind) == (5, 7, 1, 3, "slurm")
+    assert found.rendezvous is not None
+    assert found.rendezvous.startswith("tcp://gpu07:")
+    others = detect({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert others.rendezvous == found.rendezvous, "the tasks of a step must meet at one place"
+    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != found.rendezvous
+    assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).rendezvous == "tcp://x:9"
+
+
+def test_torchrun_inside_a_slurm_step_wins() -> None:
+    assert detect({**SLURM, **TORCHRUN}).kind == "torchrun"
+
+
+def test_slurm_batch_script_without_srun_is_alone_and_says_so() -> None:
+    found = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert found.world == 1
+    assert "srun" in found.advice[0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu07", "gpu07"), ("gpu[07-08]", "gpu07"), ("a-b[1,3-4]-x,c", "a-b1-x"), ("n1,n2", "n1"), ("r[01-02]n", "r01n")],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({**TORCHRUN, "RANK": "one"}, "'one'"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST"),
+    ],
+)
+def test_contradictions_are_refused_by_name(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match="(?s)" + named):
+        detect(environ)
+
+
+def test_restarts_on_a_shared_store_are_warned_of() -> None:
+    environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in detect(environ).advice[0]
+    assert detect({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).advice == ()
+
+
+AGREEING = {
+    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "SanaTransformerBlock",
+    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}  # fmt: skip
+
+
+def test_accelerate_may_say_what_the_configuration_says() -> None:
+    train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
+    check_accelerate(train, Launch(), AGREEING)
+    check_accelerate(train, Launch(), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "no"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("FSDP_VERSION", "1"),
+        ("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "false"),
+        ("FSDP_OFFLOAD_PARAMS", "true"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "SanaBlock"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"),
+        ("FSDP_SOMETHING_NEW", "1"),
+    ],
+)
+def test_accelerate_may_not_say_otherwise(name: str, value: str) -> None:
+    train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
+    with pytest.raises(UserError) as caught:
+        check_accelerate(train, Launch(), {**AGREEING, name: value})
+    assert f"{name}={value}" in str(caught.value)
+    assert str(caught.value).count(", but ") == 1, "only the contradiction is named"
+
+
+def test_accelerate_parallelism_config() -> None:
+    train = tiny_run.config().train
+    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    check_accelerate(train, Launch(world=2, local_world=2), environ)
+    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2"):
+        check_accelerate(train, Launch(world=2, local_world=2), {**environ, "PARALLELISM_CONFIG_TP_SIZE": "2"})
+
+
+def test_cpu_of_accelerate_against_a_gpu_of_the_configuration() -> None:
+    with pytest.raises(UserError, match="ACCELERATE_USE_CPU=True"):
+        check_accelerate(tiny_run.config(device="cuda").train, Launch(), {"ACCELERATE_USE_CPU": "True"})
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match="no such device"):
+        resolve_device("gpu")
+    with pytest.raises(UserError, match="GPU 999"):
+        resolve_device("cuda:999")
+    with pytest.raises(UserError, match="local rank"):
+        resolve_device("cuda:0", Launch(local_world=2, world=2))
+
+
+@pytest.mark.parametrize(("size", "world", "fits"), [(-1, 3, True), (3, 3, True), (2, 3, False), (4, 1, False)])
+def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: bool) -> None:
+    parallel = ParallelConfig(dp_shard=size)
+    if fits:
+        assert mesh.check_sizes(parallel, world) == world
+        return
+    launch = Launch(world=world, local_world=world, rendezvous="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=f"(?s)dp_shard = {size}.*-1 \\(every process\\) or {world}"):
+        with mesh.started(launch, parallel, torch.device("cpu")):
+            pass
+    assert not dist.is_initialized()
+
+
+def test_one_process_needs_no_port() -> None:
+    with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as found:
+        assert found.size() == 1
+        assert found.mesh_dim_names == (mesh.SHARD,)
+        assert mesh.on_main(lambda: 3) == 3
+        assert mesh.gather("x") == ["x"]
+        with pytest.raises(ConfigError, match="no"):
+            mesh.together(lambda: _fail())
+        with pytest.raises(UserError, match="already"), mesh.started(Launch(), ParallelConfig(), torch.device("cpu")):
+            pass
+    assert not dist.is_initialized()
+
+
+def _fail() -> None:
+    raise ConfigError("no")
+
+
+@pytest.mark.dist
+def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
+    """The real `accelerate launch`, so that a rename of its variables is noticed."""
+    script = tmp_path / "ask.py"
+    script.write_text(
+        "from pipeline.config import TrainConfig\n"
+        "from pipeline.launch import check_accelerate, detect\n"
+        "launch = detect()\n"
+        "print(launch)\n"
+        "check_accelerate(TrainConfig(precision='bf16'), launch)\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    runs = {}
+    for precision in ("bf16", "no"):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+        command += ["--mixed_precision", precision, str(script)]
+        runs[precision] = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert runs["bf16"].returncode == 0, runs["bf16"].stderr
+    assert runs["no"].returncode != 0
+    assert "ACCELERATE_MIXED_PRECISION=no" in runs["no"].stderr

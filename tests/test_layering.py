@@ -1,0 +1,187 @@
+"""The import table: who may import whom, which libraries belong in which room, and who may read the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BASE = {"pipeline.config", "pipeline.errors"}
+MIDDLE = BASE | {"pipeline.launch", "pipeline.processes"}
+# Longest matching prefix decides. A room may always import itself.
+ALLOWED: dict[str, set[str]] = {
+    "pipeline": set(),
+    "pipeline.errors": set(),
+    "pipeline.config": {"pipeline.errors"},
+    "pipeline.launch": BASE,
+    "pipeline.processes": set(),
+    "pipeline.cache": BASE,
+    "pipeline.data": BASE | {"pipeline.cache"},
+    "pipeline.models": BASE,
+    "pipeline.parallel": BASE | {"pipeline.launch"},
+    "pipeline.training": MIDDLE | {"pipeline.parallel", "pipeline.models", "pipeline.data", "pipeline.cache"},
+    "pipeline.encoding": MIDDLE | {"pipeline.parallel", "pipeline.models", "pipeline.data", "pipeline.cache"},
+    "pipeline.planning": MIDDLE | {"pipeline.parallel", "pipeline.models", "pipeline.data", "pipeline.cache"},
+    "pipeline.reporting": MIDDLE | {"pipeline.models", "pipeline.data", "pipeline.cache"},
+    "pipeline.cli": BASE | {"pipeline", "stages"},
+    "stages": MIDDLE
+    | {
+        f"pipeline.{room}"
+        for room in ("cache", "data", "models", "parallel", "training", "encoding", "planning", "reporting")
+    },
+}
+FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRARY_HOMES
+    "diffusers": {"pipeline.models"},
+    "transformers": {"pipeline.models"},
+    "tokenizers": {"pipeline.models"},
+}
+CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "xxhash"}
+ENVIRONMENT_HOME = "pipeline.launch"
+
+
+def _module(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file names in an import, absolute, relative or through importlib with a literal."""
+    here = _module(path, root)
+    package = here.split(".") if path.name == "__init__.py" else here.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def _within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def _room(module: str) -> str:
+    return max((room for room in ALLOWED if _within(module, room)), key=len)
+
+
+def _permitted(target: str, here: str) -> bool:
+    room = _room(here)
+    if room == "stages":  # each stage is a room of its own
+        if _within(target, "stages"):
+            return False
+    elif room != "pipeline" and _within(target, room):
+        return True
+    if target.startswith("pipeline.__"):  # names of the top package itself, such as __version__
+        return True
+    return any(_within(target, allowed) for allowed in ALLOWED[room] if allowed != "pipeline")
+
+
+def violations(root: Path) -> list[str]:
+    """Every import under `root`/{pipeline,stages} that the table forbids, as `file:line: what`."""
+    found = []
+    for path in sorted([*root.glob("pipeline/**/*.py"), *root.glob("stages/**/*.py")]):
+        here = _module(path, root)
+        for line, target in _imports(path, root):
+            where = f"{path.relative_to(root)}:{line}"
+            top = target.partition(".")[0]
+            if top in ("pipeline", "stages", "benchmarks", "tests"):
+                if not _permitted(target, here):
+                    found.append(f"{where}: {here} imports {target}")
+                continue
+            homes = FORBIDDEN_LIBRARIES.get(top)
+            if homes is not None and not any(_within(here, home) for home in homes):
+                found.append(f"{where}: {here} imports {top}")
+            if _within(target, "torch.distributed") and _within(here, "pipeline.models"):
+                found.append(f"{where}: {here} imports torch.distributed")
+            if _within(here, "pipeline.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
+                found.append(f"{where}: {here} imports {top}")
+        if here != ENVIRONMENT_HOME:
+            found += [f"{path.relative_to(root)}:{line}: {here} reads the environment" for line in _environment(path)]
+    return found
+
+
+def _environment(path: Path) -> Iterator[int]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"):
+            yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            if any(alias.name in ("environ", "environb", "getenv") for alias in node.names):
+                yield node.lineno
+
+
+def test_every_import_is_in_the_table() -> None:
+    assert len(list(ROOT.glob("pipeline/**/*.py"))) > 10, "the tree was not found"
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("pipeline/models/bad.py", "from pipeline.cache import layout"),
+        ("pipeline/models/bad.py", "from ..cache import layout"),
+        ("pipeline/models/bad.py", "from .. import data"),
+        ("pipeline/models/bad.py", "import torch.distributed as dist"),
+        ("pipeline/models/bad.py", "from torch import distributed"),
+        ("pipeline/models/deep/bad.py", "import pipeline.parallel.mesh"),
+        ("pipeline/cache/bad.py", "import torch"),
+        ("pipeline/cache/bad.py", "def f():\n    import pipeline.data.loader"),
+        ("pipeline/data/bad.py", "import importlib\nimportlib.import_module('pipeline.models.sana')"),
+        ("pipeline/data/bad.py", "from transformers import AutoTokenizer"),
+        ("pipeline/parallel/bad.py", "from pipeline.models.sana import SanaTransformer"),
+        ("pipeline/training/bad.py", "from diffusers import SanaPipeline"),
+        ("pipeline/training/bad.py", "import pipeline.encoding.plan"),
+        ("pipeline/training/bad.py", "import os\nos.environ['RANK']"),
+        ("pipeline/encoding/bad.py", "from os import getenv"),
+        ("pipeline/config.py", "from pipeline.launch import detect"),
+        ("stages/bad.py", "from stages import train"),
+        ("stages/bad.py", "from . import train"),
+        ("stages/bad.py", "from pipeline.cli import main"),
+        ("pipeline/bad.py", "from stages import train"),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("import os\n")
+    assert violations(tmp_path) == []
+    path.write_text(line + "\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith(f"{file}:{1 + line.count(chr(10))}:")
+
+
+def _loaded(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def _heavy(modules: set[str]) -> list[str]:
+    names = ("autoencoder_dc", "modeling_gemma2", "pipeline_sana")
+    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.models.tiny")
+    return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
+
+
+def test_training_imports_no_encoder() -> None:
+    assert _heavy(_loaded("import stages.train")) == []
+
+
+def test_the_check_sees_an_encoder_that_is_imported() -> None:
+    loaded = _loaded("import stages.train, diffusers.models.autoencoders.autoencoder_dc")
+    assert "diffusers" in _heavy(loaded)
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    assert not {"torch", "numpy", "diffusers"} & _loaded("import pipeline.cli, pipeline.config")
