@@ -54,9 +54,7 @@ def run(config: Config, name: str | None = None) -> str:
             f"{row.height:>5}x{row.width:<5} {row.samples:>9} {row.batch:>6} {row.steps:>12.2f} {row.crop:>10.1%}"
             + (f"  {row.note}" if row.note else "")
         )
-    click.echo(
-        f"{head['counts']['samples']} samples, {head['counts']['first_epoch_steps']} optimizer steps in the first epoch"
-    )
+    click.echo(f"{head['counts']['samples']} samples, {sum(row.steps for row in report):.2f} optimizer steps per epoch")
     for reason, count in head["left_out"].items():
         click.echo(f"left out: {count:6d}  {reason}")
     click.echo(f"snapshot {snapshot_id}" + (f" ({name})" if name else ""))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+
+from pipeline.config import Config, load
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,3 +21,50 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `fault_seed` runs once for each of `--fault-seeds` seeds."""
     if "fault_seed" in metafunc.fixturenames:
         metafunc.parametrize("fault_seed", range(metafunc.config.getoption("--fault-seeds")))
+
+
+@pytest.fixture(scope="session")
+def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small unfitted real models: a folder with vae/, text_encoder/, tokenizer/, scheduler/."""
+    from tests import tiny_models
+
+    return tiny_models.build(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
+    from pipeline.models import tiny
+
+    folder = tmp_path_factory.mktemp("pictures") / "photos"
+    tiny.demo_photos(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_config(tiny_repo: Path) -> Callable[..., Config]:
+    """`make_config(folder, "a.b=c", ...)`: the tiny configuration with its cache and runs in `folder`."""
+
+    def make(folder: Path, *overrides: str) -> Config:
+        own = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}"]
+        return load("tiny", [f"vae.id={tiny_repo}", f"text.id={tiny_repo}", *own, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_cache(photos: Path, make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the photographs with a snapshot. Do not write into it: take `small_cache_copy`."""
+    import stages.bucket
+    import stages.encode
+
+    folder = tmp_path_factory.mktemp("small")
+    config = make_config(folder)
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    return folder / "cache"
+
+
+@pytest.fixture
+def small_cache_copy(small_cache: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_cache, tmp_path / "cache"))

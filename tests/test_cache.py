@@ -47,7 +47,9 @@ def read_all(cache: Cache, name: str, table: pa.Table, recipe: layout.Recipe = L
     reader = shard.Reader(cache.files, recipe.name)
     out = []
     for row in table.to_pylist():
-        shape = (row["channels"], row["height"], row["width"]) if recipe.kind == "latent" else (row["rows"], row["width"])
+        shape = (
+            (row["channels"], row["height"], row["width"]) if recipe.kind == "latent" else (row["rows"], row["width"])
+        )
         into = np.empty(shape, np.uint16)
         reader.read(name, row["offset"], row["key"], row["checksum"], into)
         out.append(into)

@@ -77,7 +77,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     calls = stage("encode")
     assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0
-    assert end("encode", "--data", "pics", "--source-name", "n", "--rehash", "--task-index", "1", "--task-count", "4") == 0
+    assert end("encode", "--data", "pics", "--source-name=n", "--rehash", "--task-index=1", "--task-count=4") == 0
     (first, options), (_, named) = calls
     assert first[0].encode.image_batch == 3
     assert first[0].cache == "/c"
@@ -190,15 +190,11 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.yaml")
     ready = tmp_path / "ready"
     code = (
-        "import pathlib, sys; from pipeline import cli, config; "
-        f"pathlib.Path({str(ready)!r}).write_text('x'); cli.main(['bucket', '--config', 'never.yaml'])"
+        f"import pathlib, sys; sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); "
+        f"from pipeline import cli, config; pathlib.Path({str(ready)!r}).write_text('x'); "
+        "cli.main(['bucket', '--config', 'never.yaml'])"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); {code}"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < deadline:

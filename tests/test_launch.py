@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from workers import tiny_run
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, detect, first_host, resolve_device
 from pipeline.parallel import mesh
+from tests.workers import tiny_run
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"

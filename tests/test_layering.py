@@ -117,8 +117,7 @@ def _environment(path: Path) -> Iterator[int]:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"):
             yield node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            if any(alias.name in ("environ", "environb", "getenv") for alias in node.names):
-                yield node.lineno
+            yield from (node.lineno for alias in node.names if alias.name in ("environ", "environb", "getenv"))
 
 
 def test_every_import_is_in_the_table() -> None:

@@ -171,6 +171,8 @@ def _rejecting() -> Iterator[None]:
         yield
     except ImageReject:
         raise
+    except Image.DecompressionBombError:  # of a picture inside the file, where the header did not show it
+        raise ImageReject("holds a picture of more than max_pixels") from None
     except Exception as error:  # decoders raise nearly every type there is on hostile bytes
         said = re.sub(r"<[\w.]+ object at 0x[0-9a-fA-F]+>", "the data", str(error)).strip()
         name = type(error).__name__

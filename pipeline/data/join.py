@@ -17,7 +17,6 @@ from pipeline.cache import layout
 from pipeline.cache.index import RecordIndex, as_keys, key_bytes
 from pipeline.cache.snapshot import NAMES, SAMPLES
 from pipeline.data import buckets, captions
-from pipeline.data.schedule import Schedule
 from pipeline.errors import CacheError, UserError
 
 
@@ -176,7 +175,6 @@ def assemble(
         "key": key_bytes(own["key"][null_at]).hex(), "checksum": key_bytes(own["checksum"][null_at]).hex(),
     }  # fmt: skip
     joined.shards["text"].setdefault(int(own["shard"][null_at]), len(joined.shards["text"]))
-    schedule = Schedule([c["samples"] for c in counts], [c["batch"] for c in counts], seed=0, phase=0, small=small)
     head = {
         "recipes": {"latent": latent.values(), "text": text.values()},
         "policies": {"small": small, "pad_text_multiple": pad_text_multiple},
@@ -186,7 +184,7 @@ def assemble(
             for kind, index in (("latent", latents), ("text", texts))
         },
         "null": null,
-        "counts": {"samples": len(samples), "first_epoch_steps": schedule.steps_in(0)},
+        "counts": {"samples": len(samples)},
         "left_out": dict(sorted(left.items())),
         "sources": sources,
     }  # fmt: skip

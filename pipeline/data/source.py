@@ -181,11 +181,10 @@ class FolderSource(Source):
         return found.st_size, found.st_mtime_ns
 
     def read(self, key: str) -> bytes:
-        return self._read(key)
+        return self._read(key, self.path(key))
 
-    def _read(self, key: str, limit: int | None = None) -> bytes:
-        """The file, or at most `limit` + 1 of its bytes."""
-        path = self.path(key)
+    def _read(self, key: str, path: Path | str, limit: int | None = None) -> bytes:
+        """The file, or at most `limit` + 1 of its bytes. Where it lies has been checked."""
         try:
             # Not blocking: opening a pipe that nobody writes to would hang the run.
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -299,7 +298,7 @@ class FolderSource(Source):
 
     def _sidecar(self, key: str) -> str | Reject:
         try:
-            data = self._read(key, MAX_CAPTION_BYTES)
+            data = self._read(key, os.path.join(self.root, key), MAX_CAPTION_BYTES)
         except Unreadable as error:
             return Reject(key, f"cannot be read: {str(error).removeprefix(_shown(key) + ': ')}")
         if len(data) > MAX_CAPTION_BYTES:

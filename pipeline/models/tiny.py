@@ -33,6 +33,7 @@ TEXT_WIDTH = 128
 SIZES = ((64, 64), (48, 80), (80, 48))
 """(height, width) of the pictures that the VAE is fitted to, one per aspect ratio."""
 
+_WIDTHS = (16, 32, 64, 256)
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 _SPACE = "▁"
 
@@ -143,7 +144,9 @@ def make_vae(
         torch.manual_seed(seed)
         model = _new_vae()
         if steps:
-            _fit(model, [_crops(images, size, sizes) for size in sizes], steps, batch, lr, seed)
+            groups = [group for group in (_crops(images, size, sizes) for size in sizes) if len(group)]
+            _start_linear(model, groups)
+            _fit(model, groups, steps, batch, lr, seed)
         exact = [_crops(images, size, sizes, jitter=0) for size in sizes]
         inputs = [_signal(group[:, 0]) for group in exact if len(group)]
         if not inputs:
@@ -167,27 +170,96 @@ def make_vae(
 
 
 def _new_vae() -> AutoencoderDC:
-    """The kinds of blocks of Sana's DC-AE (residual, then EfficientViT), four stages instead of six."""
+    """The kinds of blocks of Sana's DC-AE (residual, then EfficientViT), four stages instead of six.
+
+    Each width holds the 3, 12, 48, 192 numbers that a pixel, and 2x2, 4x4, 8x8 pixels have: see `_start_linear`.
+    """
     from diffusers import AutoencoderDC
 
     blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock")
-    widths = (16, 64, 128, 128)
-    scales = ((), (), (), (5,))
     return AutoencoderDC(
         in_channels=3,
         latent_channels=LATENT_CHANNELS,
         attention_head_dim=32,
         encoder_block_types=blocks,
         decoder_block_types=blocks,
-        encoder_block_out_channels=widths,
-        decoder_block_out_channels=widths,
+        encoder_block_out_channels=_WIDTHS,
+        decoder_block_out_channels=_WIDTHS,
         encoder_layers_per_block=(1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 2, 2),
-        encoder_qkv_multiscales=scales,
-        decoder_qkv_multiscales=scales,
-        upsample_block_type="interpolate",
+        decoder_layers_per_block=(1, 1, 1, 1),
+        encoder_qkv_multiscales=((), (), (), (5,)),
+        decoder_qkv_multiscales=((), (), (), (5,)),
+        upsample_block_type="pixel_shuffle",
         downsample_block_type="conv",
     )
+
+
+@torch.no_grad()
+def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
+    """Make the network begin as the best linear code of 8x8 pixels: their principal components (PCA).
+
+    From a random start, a minute of training gives blurs (21 dB on a dozen pictures, where plain PCA has 25). So: blocks
+    begin as the identity (their last norm's weight is 0); each downsampling begins as pixel-unshuffle and each upsampling
+    as pixel-shuffle, the block's own shortcut subtracted; the ends hold the components. The decoder's last norm would
+    erase the amplitude, therefore a fourth channel holds a large constant which fixes the norm, and a bias keeps the
+    colours positive through the ReLU. Channels that this code does not use keep their random start, unread at first.
+    """
+    patches = [torch.nn.functional.pixel_unshuffle(_signal(group.flatten(0, 1)), COMPRESSION) for group in groups]
+    data = torch.cat([patch.permute(0, 2, 3, 1).reshape(-1, patch.shape[1]) for patch in patches])
+    mean = data.mean(dim=0)
+    components = torch.linalg.svd(data - mean, full_matrices=False)[2][:LATENT_CHANNELS]
+    deviation = ((data - mean) @ components.T).std(dim=0).clamp_min(1e-3)
+    # Between plain components (nearly all of the variance in the first) and white ones (noise as loud as shapes).
+    gain = deviation.rsqrt()
+    gain = gain / ((deviation * gain).square().mean()).sqrt()
+
+    for name, parameter in model.named_parameters():
+        if ".norm" in name and "decoder.norm_out" not in name:
+            parameter.zero_()
+
+    encoder, decoder = model.encoder, model.decoder
+    _place(encoder.conv_in, torch.eye(3))
+    for stage, used in enumerate((3, 12, 48)):
+        conv = encoder.down_blocks[stage][-1].conv
+        group = encoder.down_blocks[stage][-1].group_size
+        conv.bias[: 4 * used] = 0
+        conv.weight[: 4 * used] = 0
+        for row in range(4 * used):
+            conv.weight[row, row // 4, 1 + row % 4 // 2, 1 + row % 2] += 1
+            for source in range(row * group, (row + 1) * group):
+                conv.weight[row, source // 4, 1 + source % 4 // 2, 1 + source % 2] -= 1 / group
+    _place(encoder.conv_out, gain[:, None] * components, -gain * (components @ mean))
+    repeats = encoder.out_shortcut_average_group_size
+    for row in range(LATENT_CHANNELS):
+        encoder.conv_out.weight[row, row * repeats : (row + 1) * repeats, 1, 1] -= 1 / repeats
+
+    _place(decoder.conv_in, (components / gain[:, None]).T, mean)
+    for row in range(len(mean)):
+        decoder.conv_in.weight[row, row // decoder.in_shortcut_repeats, 1, 1] -= 1
+    for stage, used in enumerate((3, 12, 48)):
+        up = decoder.up_blocks[stage][0]
+        _place(up.conv, torch.eye(4 * used))
+        for row in range(4 * used):
+            up.conv.weight[row, row // up.repeats, 1, 1] -= 1
+    constant, lift = 8.0, 2.0
+    last = decoder.up_blocks[0][0]
+    last.conv.weight[12:16] = 0
+    last.conv.bias[12:16] = constant
+    for row in range(12, 16):
+        last.conv.weight[row, row // last.repeats, 1, 1] -= 1
+    last.conv.weight[16:] *= 0.25
+    decoder.norm_out.weight[:3] = constant / _WIDTHS[0] ** 0.5
+    decoder.norm_out.bias[:3] = lift
+    _place(decoder.conv_out, torch.eye(3), torch.full((3,), -lift))
+
+
+def _place(conv: torch.nn.Conv2d, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Make the first outputs of a convolution `matrix` @ (the first inputs) + `bias`, and nothing else."""
+    rows, columns = matrix.shape
+    conv.weight[:rows] = 0
+    conv.weight[:rows, :columns, 1, 1] = matrix
+    if conv.bias is not None:
+        conv.bias[:rows] = 0 if bias is None else bias
 
 
 def _nearest(shape: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -234,7 +306,6 @@ def _signal(pixels: torch.Tensor) -> torch.Tensor:
 
 def _fit(model: AutoencoderDC, groups: list[torch.Tensor], steps: int, batch: int, lr: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    groups = [group for group in groups if len(group)]
     weights = torch.tensor([float(len(group)) for group in groups])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     warmup = max(1, steps // 20)

@@ -126,8 +126,8 @@ def together(function: Callable[[], Value]) -> Value:
 
 
 def gather(value: Value) -> list[Value]:
-    """Every process's value, in rank order, on every process."""
-    if dist.get_world_size() == 1:
+    """Every process's value, in rank order, on every process. Without a group there is one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -223,7 +223,9 @@ def read_document(folder: Path) -> Document:
         digest = values.pop("digest")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint", expected=f"{DOCUMENT} in it", fix=hint
+            f"{folder} is no complete checkpoint",
+            expected=f"{DOCUMENT} in it",
+            fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
         ) from None
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None

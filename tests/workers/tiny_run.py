@@ -90,9 +90,14 @@ def microbatches(batch: Batch, size: int, rank: int = 0, world: int = 1) -> list
 
 
 def task(
-    settings: Config, rank: int = 0, world: int = 1, *, snapshot: str = "5eed", touch: Callable[[int], Batch | None] | None = None,
+    settings: Config,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    snapshot: str = "5eed",
+    touch: Callable[[int], Batch | None] | None = None,
     delay: float = 0.0,
-) -> Task:  # fmt: skip
+) -> Task:
     """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
     train = settings.train
 

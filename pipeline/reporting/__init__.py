@@ -1,0 +1,1 @@
+"""Pages and pictures made from what the stages leave behind."""

@@ -1,0 +1,128 @@
+"""The contact sheet: one card per caption, with several pictures side by side.
+
+Why: whether a model draws what its captions say is seen at a glance or not at all; a number does not show it.
+Price: captions are drawn with Pillow's built-in font, which has Latin letters only; the full text stands in the
+`samples.jsonl` beside the sheet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+MARGIN = 12
+LINE = 17
+CAPTION_LINES = 3
+MIN_SIDE, MAX_SIDE = 160, 320
+_INK, _PALE, _PAPER, _EMPTY = (30, 30, 30), (120, 120, 120), (255, 255, 255), (235, 235, 235)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A caption and its pictures, one for each title of the sheet; None where there is none."""
+
+    caption: str
+    pictures: tuple[Image.Image | None, ...]
+
+
+def contact_sheet(cards: Sequence[Card], titles: Sequence[str], path: Path, columns: int | None = None) -> None:
+    """Write the sheet as one PNG, whole or not at all.
+
+    Args:
+        cards: each with as many pictures as there are titles. Pictures are scaled to fit a square cell, small ones
+            up (without smoothing away what little they have), large ones down.
+        titles: what stands above the pictures.
+        path: the PNG.
+        columns: cards per row (default: 2 if there are more than 4 cards).
+
+    Raises:
+        ValueError: no cards, or a card with another number of pictures than there are titles.
+    """
+    if not cards:
+        raise ValueError("a contact sheet needs at least one card")
+    if any(len(card.pictures) != len(titles) for card in cards):
+        raise ValueError(f"every card needs {len(titles)} pictures: {', '.join(titles)}")
+    across = min(len(cards), columns or (2 if len(cards) > 4 else 1))
+    largest = max((max(p.size) for card in cards for p in card.pictures if p is not None), default=MIN_SIDE)
+    side = min(max(largest, MIN_SIDE), MAX_SIDE)
+    font = ImageFont.load_default(13)
+
+    card_width = len(titles) * (side + MARGIN) - MARGIN
+    captions = [_wrap(card.caption, card_width, font) for card in cards]
+    card_height = max(map(len, captions)) * LINE + side + MARGIN
+    rows = -(-len(cards) // across)
+    sheet = Image.new(
+        "RGB",
+        (across * (card_width + 2 * MARGIN) + MARGIN, LINE + 2 * MARGIN + rows * (card_height + MARGIN)),
+        _PAPER,
+    )
+    draw = ImageDraw.Draw(sheet)
+    for number, card in enumerate(cards):
+        left = MARGIN + number % across * (card_width + 2 * MARGIN)
+        top = LINE + 2 * MARGIN + number // across * (card_height + MARGIN)
+        for i, title in enumerate(titles):
+            x = left + i * (side + MARGIN)
+            if number < across:
+                draw.text((x, MARGIN), title, _PALE, font)
+            _paste(sheet, draw, card.pictures[i], (x, top), side, font)
+        for i, line in enumerate(captions[number]):
+            draw.text((left, top + side + 4 + i * LINE), line, _INK, font)
+    temporary = path.with_name(f".{path.name}.tmp")
+    sheet.save(temporary, format="PNG")
+    os.replace(temporary, path)
+
+
+_Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+
+
+def _paste(
+    sheet: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    picture: Image.Image | None,
+    place: tuple[int, int],
+    side: int,
+    font: _Font,
+) -> None:
+    x, y = place
+    if picture is None:
+        draw.rectangle((x, y, x + side - 1, y + side - 1), _EMPTY)
+        draw.text((x + 8, y + 8), "not here", _PALE, font)
+        return
+    scale = min(side / picture.width, side / picture.height)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    scaled = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC if scale > 1 else Image.Resampling.LANCZOS)
+    sheet.paste(scaled, (x + (side - size[0]) // 2, y + (side - size[1]) // 2))
+
+
+def _wrap(text: str, width: int, font: _Font) -> list[str]:
+    """At most CAPTION_LINES lines that fit; what is left out is marked by an ellipsis."""
+    lines: list[str] = []
+    rest = " ".join(text.split())
+    while rest and len(lines) < CAPTION_LINES:
+        count = _fitting(rest, width, font)
+        if count < len(rest):
+            count = rest.rfind(" ", 0, count + 1) if " " in rest[: count + 1] else count
+        lines.append(rest[: max(count, 1)])
+        rest = rest[max(count, 1) :].lstrip()
+    if rest:
+        last = lines[-1] + "..."
+        while len(last) > 3 and font.getlength(last) > width:
+            last = last[:-4] + "..."
+        lines[-1] = last
+    return lines
+
+
+def _fitting(text: str, width: int, font: _Font) -> int:
+    """How many characters fit, by bisection: captions may be a megabyte long."""
+    low, high = 0, min(len(text), width)  # a letter is at least a pixel wide
+    while low < high:
+        middle = (low + high + 1) // 2
+        if font.getlength(text[:middle]) <= width:
+            low = middle
+        else:
+            high = middle - 1
+    return low

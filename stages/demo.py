@@ -1,0 +1,171 @@
+"""`sana-pipe demo`: photographs to generated pictures, on two cores, without any download.
+
+What: puts photographs with captions and small models into a folder, then runs there the commands that a person would
+type: encode, bucket, train, export, sample.
+Why as commands: what the demonstration shows is what the user's own runs will do, each in its own process; the folder
+is left so that every command can be repeated by hand.
+Price: five starts of Python. A second demo in the same folder reuses whatever is there; each stage continues by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
+from pipeline.data import image
+from pipeline.data.captions import instruction
+from pipeline.data.source import FolderSource, Item, Unreadable
+from pipeline.errors import UserError
+from pipeline.models import tiny
+from pipeline.processes import command, shown
+
+TINY = "tiny.yaml"
+MARK = "demo.json"
+PHOTOS = "photos"
+MODELS = "tiny"
+VAE_STEPS, QUICK_VAE_STEPS = 400, 20
+QUICK_TRAIN_STEPS = 20
+MAX_PICTURES = 256
+"""At most this many pictures are used to fit the small VAE (more would make the demonstration slow)."""
+
+
+def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
+    """Run the demonstration.
+
+    Args:
+        out: its folder; made if it is not there.
+        data: a folder of pictures with captions; None: a dozen photographs of the scikit-image wheel.
+        quick: a few steps only, to see that every stage runs.
+
+    Returns:
+        0, or the exit code of the command that failed.
+
+    Raises:
+        UserError: `out` is another demonstration's, or there are no usable pictures.
+    """
+    began = time.monotonic()
+    out = Path(out)
+    _claim(out, data, quick)
+    folder = PHOTOS if data is None else str(Path(data).resolve())
+    config = _configuration(out)
+    _photographs(out, data)
+    _models(out, config, out / PHOTOS if data is None else Path(data), quick)
+    faster = ["--set", f"train.steps={QUICK_TRAIN_STEPS}"] if quick else []
+    for arguments in (
+        ["encode", "--data", folder],
+        ["bucket"],
+        ["train", "--resume", "auto", *faster],
+        ["export", "--out", "export", *faster],
+        ["sample", "--out", "samples", *faster],
+    ):
+        print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run(command(*arguments), cwd=out, check=False).returncode
+        if code:
+            print(f"the demonstration stopped: {shown(*arguments)} ended with {code}", flush=True)
+            return code if code > 0 else 128 - code
+        print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"\nthe demonstration took {time.monotonic() - began:.0f} s; the exported pipeline is in {out / 'export'}")
+    print(f"contact sheet: {out / 'samples' / 'contact_sheet.png'}", flush=True)
+    return 0
+
+
+def _claim(out: Path, data: Path | None, quick: bool) -> None:
+    """Mark the folder as this demonstration's, or refuse it as another's."""
+    ours = {"data": None if data is None else str(Path(data).resolve()), "quick": quick}
+    mark = out / MARK
+    try:
+        found = json.loads(mark.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
+        out.mkdir(parents=True, exist_ok=True)
+        mark.write_text(json.dumps(ours) + "\n", encoding="utf-8")
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
+    if found != ours:
+        raise UserError(
+            f"{out} holds a demonstration with other options", expected=ours, found=found, fix="give another --out"
+        )
+
+
+def _configuration(out: Path) -> Config:
+    """The demonstration's configuration, as a file of the folder that a person may change afterwards."""
+    path = out / LOCAL_NAME
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        shutil.copyfile(SHIPPED / TINY, temporary)
+        os.replace(temporary, path)
+    return load(path)
+
+
+def _photographs(out: Path, data: Path | None) -> None:
+    if data is not None or (out / PHOTOS).is_dir():
+        return
+    work = out / f".{PHOTOS}.partial"
+    shutil.rmtree(work, ignore_errors=True)
+    photos = tiny.demo_photos(work)
+    os.rename(work, out / PHOTOS)
+    print(f"{len(photos)} photographs with captions in {out / PHOTOS}", flush=True)
+
+
+def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
+    if (out / MODELS).is_dir():
+        print(f"small models in {out / MODELS} are there already", flush=True)
+        return
+    pictures, captions = _read(config, data)
+    sizes = config.data.buckets
+    assert sizes != "sana", "the demonstration's configuration lists its buckets"
+    start = time.monotonic()
+    steps = QUICK_VAE_STEPS if quick else VAE_STEPS
+    print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
+    work = out / f".{MODELS}.partial"
+    shutil.rmtree(work, ignore_errors=True)
+    made = tiny.make_all(
+        work,
+        pictures,
+        captions,
+        instruction=instruction(config.text),
+        steps=steps,
+        sizes=sizes,
+        flow_shift=config.train.flow.shift,
+    )
+    os.rename(work, out / MODELS)
+    vae, text = made["vae"], made["text"]
+    print(
+        f"  VAE: {vae['parameters'] / 1e6:.1f} M parameters, scaling factor {vae['scaling_factor']:.4f}, "
+        f"reconstruction {vae['psnr']:.1f} dB; text encoder: {text['parameters'] / 1e6:.1f} M parameters  "
+        f"({time.monotonic() - start:.0f} s)",
+        flush=True,
+    )
+
+
+def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
+    """Pictures (uint8, at most four times the resolution wide) and captions; unusable files are encode's business."""
+    source = FolderSource(data, config.data.caption_field)
+    items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
+    captions = [text for item in items for text, _ in item.captions]
+    pictures: list[np.ndarray] = []
+    for item in items:
+        if len(pictures) == MAX_PICTURES:
+            print(f"the small VAE is fitted to the first {MAX_PICTURES} of {len(items)} pictures", flush=True)
+            break
+        try:
+            content = source.read(item.key)
+            width, height = image.probe(content, config.data.max_pixels)
+            scale = min(1.0, 4 * config.data.resolution / min(width, height))
+            size = (max(1, round(height * scale)), max(1, round(width * scale)))
+            pictures.append(image.load(content, size, config.data.background, config.data.max_pixels))
+        except (Unreadable, image.ImageReject) as error:
+            print(f"not used for the small VAE: {item.key}: {error}", flush=True)
+    if not pictures:
+        raise UserError(f"{data} holds no usable picture with a caption", fix="--data with another folder")
+    return pictures, captions

@@ -1,0 +1,356 @@
+"""`sana-pipe export`: a checkpoint to a folder that diffusers' `SanaPipeline.from_pretrained` loads.
+
+What: the transformer in diffusers' channel order (fp32, so nothing is rounded), the scheduler's settings, the VAE, text
+encoder and tokenizer copied file by file, `model_index.json`, and a README that states the call this model needs.
+Why copied: the folder then stands alone, and a model is exported with the encoders whose records it was trained on.
+Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
+those of the checkpoint, not of whatever configuration is at hand.
+Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import Config, TextConfig, VaeConfig, Weights
+from pipeline.data.captions import INSTRUCTIONS, instruction
+from pipeline.errors import ConfigError, UserError
+from pipeline.models import hub
+from pipeline.models.sana import SanaConfig, save_weights, with_sample_size
+from pipeline.training import checkpoint as checkpoints
+from pipeline.training import runs
+
+MARK = "sana_pipe.json"
+"""Says that a folder is an export (so that another export may take its place) and of what."""
+
+BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
+"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
+
+PIPELINE_MULTIPLE = 32
+"""`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_VAE_DEFAULTS = {"latent_channels": 32, "blocks": 6}
+_TEXT_WIDTH = 2304
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The local folders that the encoders are copied from, and what the pipeline will see of them."""
+
+    vae: Path
+    text: Path
+    tokenizer: Path
+    compression: int
+
+
+def run(config: Config, checkpoint: str, out: Path) -> Path:
+    """Write the folder.
+
+    Args:
+        checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
+        out: must not exist, be empty, or hold an earlier export, which is replaced.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: no checkpoint, another configuration than the checkpoint's, `out` holds something else, encoders
+            that do not fit the model.
+    """
+    out = Path(out)
+    _check_target(out)
+    folder = runs.find(config, checkpoint)
+    document = checkpoints.read_document(folder)
+    _check_same(config, document.config, folder)
+    parts = _parts(config)
+    architecture = with_sample_size(document.architecture, config.data.resolution // parts.compression)
+    _check_fit(config, architecture, parts)
+    _, weights = checkpoints.load_model_state(folder)
+
+    work = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        _write(config, document, architecture, weights, parts, work)
+        _sync(work)
+        _put_in_place(work, out)
+    except OSError as error:
+        raise UserError(
+            f"{out}: cannot be written: {error}", fix="check space and rights, or give another --out"
+        ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"exported step {document.state.step} of {folder} to {out}; its README.md has the call it needs", flush=True)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def _check_target(out: Path) -> None:
+    if not out.exists() or (out / MARK).is_file():
+        return
+    if not out.is_dir() or any(out.iterdir()):
+        raise UserError(
+            f"{out} exists and is not an export of sana-pipe",
+            expected="a folder that is new, empty, or an earlier export",
+            fix="give another --out",
+        )
+
+
+def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
+    """Refuse a configuration whose values differ from those that the checkpoint was trained with."""
+    ours = config.model_dump(mode="json")
+    names = [
+        "train.flow.shift",
+        "data.resolution",
+        "vae.scaling_factor",
+        "text.recipe",
+        "text.instruction",
+        "text.max_length",
+    ]
+    places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
+    wrong = [
+        f"{name}: the checkpoint has {_at(trained, name)!r}, the configuration {_at(ours, name)!r}"
+        for name in names
+        if _at(trained, name) != _at(ours, name)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{folder} was trained with another configuration\n  " + "\n  ".join(wrong),
+            fix="--config with the config.yaml of its run directory",
+        )
+    for name in places:
+        if _at(trained, name) != _at(ours, name):
+            print(
+                f"note: {name} was {_at(trained, name)!r} in training and is {_at(ours, name)!r} now: the export takes "
+                "what is there now",
+                flush=True,
+            )
+
+
+def _at(tree: Any, name: str) -> Any:
+    for key in name.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _parts(config: Config) -> Parts:
+    tokenizer = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
+    vae = hub.resolve(config.vae)
+    blocks = hub.read_json(vae / "config.json").get("encoder_block_out_channels")
+    stages = len(blocks) if isinstance(blocks, list) else _VAE_DEFAULTS["blocks"]
+    return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), 2 ** (stages - 1))
+
+
+def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
+    channels = hub.read_json(parts.vae / "config.json").get("latent_channels", _VAE_DEFAULTS["latent_channels"])
+    width = hub.read_json(parts.text / "config.json").get("hidden_size", _TEXT_WIDTH)
+    for what, found, name, ours in (
+        (f"the VAE {config.vae.id} gives channels:", channels, "in_channels", architecture.in_channels),
+        (f"the text encoder {config.text.id} gives width", width, "caption_channels", architecture.caption_channels),
+    ):
+        if found != ours:
+            raise ConfigError(
+                f"{what} {found}, the model's {name} is {ours}",
+                fix="give the encoders that the model was trained with",
+            )
+
+
+# --------------------------------------------------------------------------------------------------- writing
+
+
+def _write(
+    config: Config,
+    document: checkpoints.Document,
+    architecture: SanaConfig,
+    weights: dict[str, torch.Tensor],
+    parts: Parts,
+    work: Path,
+) -> None:
+    from pipeline.models.sampler import scheduler  # the one thing here that loads diffusers
+
+    save_weights(weights, architecture, work / "transformer", torch.float32)
+    scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
+    _copy_model(parts.vae, work / "vae", config.vae)
+    if config.vae.scaling_factor is not None:
+        path = work / "vae" / "config.json"
+        _json(path, {**hub.read_json(path), "scaling_factor": config.vae.scaling_factor})
+    _copy_model(parts.text, work / "text_encoder", config.text)
+    (work / "tokenizer").mkdir()
+    for name in _TOKENIZER:
+        if (parts.tokenizer / name).is_file():
+            shutil.copyfile(parts.tokenizer / name, work / "tokenizer" / name)
+    _json(
+        work / "model_index.json",
+        {
+            "_class_name": "SanaPipeline",
+            "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
+            "text_encoder": ["transformers", "Gemma2Model"],
+            "tokenizer": ["transformers", _tokenizer_class(parts.tokenizer)],
+            "transformer": ["diffusers", "SanaTransformer2DModel"],
+            "vae": ["diffusers", "AutoencoderDC"],
+        },
+    )
+    (work / "README.md").write_text(readme(config, architecture, parts.compression, document), encoding="utf-8")
+    _json(work / MARK, {"state": document.state.as_dict(), "config": config.model_dump(mode="json")})
+
+
+def _copy_model(source: Path, target: Path, weights: Weights) -> None:
+    """Copy a model's configuration and weights; a variant loses its name, since the copy has no other."""
+    target.mkdir()
+    for path in sorted(source.glob("*config.json")):
+        shutil.copyfile(path, target / path.name)
+    files = hub.weight_files(source, weights.variant)
+    middle = f".{weights.variant}" if weights.variant else ""
+    plain = {path.name: path.name.replace(middle, "", 1) for path in files}
+    for path in files:
+        shutil.copyfile(path, target / plain[path.name])
+    for stem in hub.STEMS:
+        path = source / f"{stem}.safetensors.index{middle}.json"
+        if f"{stem}{middle}.safetensors" in plain or not path.is_file():
+            continue
+        index = hub.read_json(path)
+        index["weight_map"] = {name: plain[file] for name, file in index["weight_map"].items()}
+        _json(target / f"{stem}.safetensors.index.json", index)
+
+
+def _tokenizer_class(folder: Path) -> str:
+    path = folder / "tokenizer_config.json"
+    name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
+    return str(name) if name else "GemmaTokenizerFast"
+
+
+def _json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _put_in_place(work: Path, out: Path) -> None:
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.rename(out, old)
+    os.rename(work, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------- readme
+
+
+def call_arguments(config: Config, architecture: SanaConfig, compression: int) -> dict[str, str]:
+    """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
+    resolution = architecture.sample_size * compression
+    side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
+    arguments = {
+        "height": str(side),
+        "width": str(side),
+        "num_inference_steps": str(config.sample.steps),
+        "guidance_scale": str(config.sample.guidance),
+    }
+    if BINS.get(architecture.sample_size) != resolution or config.data.buckets != "sana":
+        arguments["use_resolution_binning"] = "False"
+    if config.text.max_length != TextConfig.model_fields["max_length"].default:
+        arguments["max_sequence_length"] = str(config.text.max_length)
+    used = instruction(config.text)
+    if used != INSTRUCTIONS["diffusers"]:
+        arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
+    return arguments
+
+
+def readme(config: Config, architecture: SanaConfig, compression: int, document: checkpoints.Document) -> str:
+    """The README of an export: the code that loads and calls it, and why each argument is there."""
+    arguments = call_arguments(config, architecture, compression)
+    used = instruction(config.text)
+    own = "complex_human_instruction" in arguments and bool(used)
+    lines = ["import torch", "from diffusers import SanaPipeline"]
+    if own:
+        quoted = json.dumps(json.dumps(used.split("\n")))
+        comment = "# the lines that stood before every caption in training"
+        lines = ["import json", *lines, "", comment, f"INSTRUCTION = {quoted}"]
+    lines += [
+        "",
+        'pipe = SanaPipeline.from_pretrained("PATH/OF/THIS/FOLDER", torch_dtype=torch.bfloat16)',
+        "# or torch_dtype=torch.float32. Not float16: the text encoder and the VAE overflow in it.",
+        "image = pipe(",
+        '    "a caption",',
+        *(f"    {name}={value}," for name, value in arguments.items()),
+        ").images[0]",
+    ]
+    why = [
+        f"* `height`, `width`: trained at {config.data.resolution} px"
+        + (
+            ", with Sana's aspect ratios."
+            if config.data.buckets == "sana"
+            else ", in the shapes (height x width) "
+            + ", ".join(f"{h}x{w}" for h, w in config.data.buckets)
+            + f". `SanaPipeline` takes multiples of {PIPELINE_MULTIPLE} only."
+        )
+    ]
+    if "use_resolution_binning" in arguments:
+        why.append(
+            "* `use_resolution_binning=False`: the pipeline's aspect-ratio bins exist for 512, 1024, 2048 and 4096 px "
+            f"and a VAE of compression 32; this model has sample_size {architecture.sample_size} and compression "
+            f"{compression}, and with binning the call fails or draws another shape."
+        )
+    if "max_sequence_length" in arguments:
+        why.append(f"* `max_sequence_length`: training kept {config.text.max_length} text rows.")
+    if "complex_human_instruction" in arguments:
+        why.append(
+            "* `complex_human_instruction`: "
+            + ("training used another one than the pipeline's default." if used else "training used none.")
+        )
+    if config.text.recipe == "nvlabs":
+        why.append(
+            "* Training read captions as they were written (recipe `nvlabs`); `SanaPipeline` lowers and strips every "
+            "prompt, and no argument turns that off. Capital letters will not reach the model."
+        )
+    state = document.state
+    return "\n".join(
+        [
+            "# A Sana model in diffusers' format",
+            "",
+            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
+            "",
+            "```python",
+            *lines,
+            "```",
+            "",
+            *why,
+            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
+            "",
+            "| part | from |",
+            "|---|---|",
+            "| transformer | the checkpoint; float32 |",
+            f"| vae | `{_origin(config.vae)}` |",
+            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
+            "",
+        ]
+    )
+
+
+def _origin(weights: VaeConfig | TextConfig) -> str:
+    return weights.id + (f" at {weights.revision}" if weights.revision else "")

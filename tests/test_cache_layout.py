@@ -1,0 +1,43 @@
+"""`cache_layout.md` is true: its examples run on a real cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "cache_layout.md"
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = examples()
+    assert len(found) == 2
+    shards = sorted(small_cache.glob("shards/text-*/*/*.tar"))
+    for text_shard in shards:
+        exec(compile(found[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})
+    assert "an astronaut in an orange space suit" in capsys.readouterr().out
+    exec(compile(found[1], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
+    assert "(16, " in capsys.readouterr().out
+
+
+def test_the_example_notices_damage(small_cache_copy: Path) -> None:
+    """Sabotage: with one flipped byte the example's own check fails."""
+    for shard in small_cache_copy.glob("shards/latent-*/*/*.tar"):
+        data = bytearray(shard.read_bytes())
+        for start in range(0, len(data), 512):
+            data[start + 200] ^= 1
+        shard.write_bytes(data)
+    with pytest.raises(AssertionError, match="not the bytes"):
+        exec(compile(examples()[1], str(PAGE), "exec"), {"cache_folder": str(small_cache_copy)})
+
+
+def test_every_file_of_a_cache_is_described(small_cache: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for path in small_cache.rglob("*"):
+        if path.is_file():
+            assert f"{path.relative_to(small_cache).parts[0]}" in page

@@ -1,0 +1,329 @@
+"""`sana-pipe encode` on real files with small real models: what is encoded, once, and what is not."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import stages.bucket
+import stages.encode
+from pipeline.cache import index, layout
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.errors import CacheError, RejectRateError, UserError
+from pipeline.models import encoders
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def source(photos: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(photos, tmp_path / "photos"))
+
+
+@pytest.fixture
+def start(small_cache_copy: Path, make_config: MakeConfig, source: Path, tmp_path: Path) -> Config:
+    """A configuration whose cache already holds `source`."""
+    return make_config(tmp_path)
+
+
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a model was loaded although there is nothing to encode")
+
+    monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
+    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file of a cache but those that mean nothing."""
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
+    }
+
+
+def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
+    path.with_suffix(".txt").write_text(f"random picture number {seed}")
+
+
+# ---------------------------------------------------------------- nothing twice
+
+
+def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(Path(start.cache))
+    no_models(monkeypatch)
+    # copied pictures have their old times; the bytes are the same, so a rehash finds nothing new either
+    assert stages.encode.run(start, data=str(source), rehash=True)["images"] == 0
+    after = files(Path(start.cache))
+    new = set(after) - set(before)
+    assert {p.split("/")[0] for p in new} <= {"sources", "tables"}
+    assert all(after[name] == data for name, data in before.items())
+
+
+def test_ten_more_pictures_encode_ten(start: Config, source: Path) -> None:
+    for seed in range(10):
+        picture(source / f"more-{seed}.png", seed)
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["captions"], done["rejects"]) == (10, 10, 0)
+    again = stages.encode.run(start, data=str(source))
+    assert (again["images"], again["captions"]) == (0, 0)
+
+
+def test_a_changed_caption_encodes_that_caption(start: Config, source: Path) -> None:
+    (source / "coffee.txt").write_text("an empty cup")
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["captions"]) == (0, 1)
+
+
+def test_a_changed_picture_encodes_that_picture(start: Config, source: Path) -> None:
+    path = next(p for p in source.iterdir() if p.stem == "coffee" and p.suffix != ".txt")
+    with Image.open(path) as image:
+        image.convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["captions"]) == (1, 0)
+
+
+def test_an_equal_picture_and_caption_is_encoded_once(start: Config, source: Path) -> None:
+    path = next(p for p in source.iterdir() if p.stem == "coffee" and p.suffix != ".txt")
+    shutil.copy(path, source / f"twin{path.suffix}")
+    (source / "twin.txt").write_text((source / "coffee.txt").read_text().upper() + "\n")  # the same once normalised
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["captions"]) == (0, 0)
+    stages.bucket.run(start)
+    assert len(Cache(start.cache).open_snapshot()) == 13
+
+
+def test_other_weights_are_another_recipe_and_delete_nothing(
+    start: Config, source: Path, tiny_repo: Path, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    before = files(Path(start.cache))
+    other = Path(shutil.copytree(tiny_repo, tmp_path / "other"))
+    weights = other / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    name = next(n for n in tensors if n.startswith("encoder."))
+    tensors[name] = tensors[name] + 0.01
+    save_file(tensors, weights)
+    config = make_config(tmp_path, f"vae.id={other}")
+    done = stages.encode.run(config, data=str(source))
+    assert (done["images"], done["captions"]) == (12, 0)
+    assert all(files(Path(start.cache))[name] == data for name, data in before.items())
+    moved = Path(shutil.move(other, tmp_path / "moved"))  # a moved model folder is the same recipe
+    done = stages.encode.run(make_config(tmp_path, f"vae.id={moved}"), data=str(source))
+    assert done["images"] == 0
+
+
+def test_another_instruction_encodes_the_captions_only(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, "text.instruction='Describe: '")
+    done = stages.encode.run(config, data=str(source))
+    assert (done["images"], done["captions"]) == (0, 13)  # twelve and the null record
+    with pytest.raises(CacheError, match=r"text\.instruction"):
+        stages.bucket.run(start)
+    stages.bucket.run(config)
+
+
+# ---------------------------------------------------------------- bad files
+
+
+def test_bad_files_are_rejected_with_a_reason_and_the_run_goes_on(start: Config, source: Path) -> None:
+    (source / "noise.jpg").write_bytes(b"this is no picture")
+    (source / "noise.txt").write_text("noise")
+    whole = (source / "retina.jpg").read_bytes()
+    (source / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (source / "cut.txt").write_text("half a retina")
+    picture(source / "mute.png", 3)
+    (source / "mute.txt").unlink()
+    picture(source / "good.png", 4)
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["rejects"]) == (1, 3)
+    with open(Path(start.cache) / "reports" / "rejects-photos.csv", newline="") as sheet:
+        reasons = {row["item"]: row["reason"] for row in csv.DictReader(sheet)}
+    assert set(reasons) == {"noise.jpg", "cut.jpg", "mute.png"}
+    assert all(reasons.values())
+    stages.bucket.run(start)
+    head = Cache(start.cache).open_snapshot().head
+    assert head["counts"]["samples"] == 13
+    assert sum(head["left_out"].values()) == 3
+    # mended, it is encoded
+    (source / "cut.jpg").write_bytes(whole)
+    assert stages.encode.run(start, data=str(source))["rejects"] == 2
+    stages.bucket.run(start)
+    assert len(Cache(start.cache).open_snapshot()) == 14
+
+
+def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    for n in range(5):
+        (source / f"bad-{n}.png").write_bytes(b"x")
+        (source / f"bad-{n}.txt").write_text("bad")
+    config = make_config(tmp_path, "encode.max_reject_rate=0.2")
+    with pytest.raises(RejectRateError, match="5 of 17"):
+        stages.encode.run(config, data=str(source))
+
+
+def test_a_picture_that_vanishes_is_planned_again(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(source / "late.png", 9)
+    data = (source / "late.png").read_bytes()
+    real = stages.encode.planning.plan_images
+
+    def vanish(*args: object) -> object:
+        plans = real(*args)  # type: ignore[arg-type]
+        (source / "late.png").unlink()
+        return plans
+
+    monkeypatch.setattr(stages.encode.planning, "plan_images", vanish)
+    assert stages.encode.run(start, data=str(source))["images"] == 0
+    monkeypatch.undo()
+    (source / "late.png").write_bytes(data)
+    assert stages.encode.run(start, data=str(source))["images"] == 1
+
+
+def test_non_finite_output_is_rejected_never_stored(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(3):
+        picture(source / f"more-{seed}.png", seed)
+    poisoned = np.array(Image.open(source / "more-1.png"))
+    real = encoders.LatentEncoder.encode
+
+    def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
+        bad = [i for i, image in enumerate(images) if abs(image.mean() - poisoned.mean()) < 1.0]
+        if bad:
+            raise encoders.NonFiniteError("image encoder", bad, "fp32")
+        return real(self, images)
+
+    monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["rejects"]) == (2, 1)
+
+
+def test_another_data_set_under_a_known_name_is_refused(start: Config, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere" / "photos"
+    other.mkdir(parents=True)
+    picture(other / "x.png", 1)
+    with pytest.raises(UserError, match="--source-name"):
+        stages.encode.run(start, data=str(other))
+    assert stages.encode.run(start, data=str(other), source_name="others")["images"] == 1
+    stages.bucket.run(start)
+    assert len(Cache(start.cache).open_snapshot()) == 13
+
+
+# ---------------------------------------------------------------- sharing and publication
+
+
+def test_two_tasks_make_the_same_cache_as_one(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    small_units = ("encode.unit_images=2", "encode.unit_captions=3")
+    one = make_config(tmp_path / "one", *small_units)
+    stages.encode.run(one, data=str(source))
+    two = make_config(tmp_path / "two", *small_units)
+    left = [stages.encode.run(two, data=str(source), task_index=i, task_count=2)["left"] for i in (1, 0)]
+    assert left[0] > 0
+    stages.encode.run(two, data=str(source))
+    assert files(Path(one.cache)) == files(Path(two.cache))
+
+
+def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every publication of a run in turn is the one at which the process dies."""
+    from pipeline.cache.files import Files
+
+    small_units = ("encode.unit_images=3", "encode.unit_captions=6")
+    whole = make_config(tmp_path / "whole", *small_units)
+    stages.encode.run(whole, data=str(source))
+    truth = files(Path(whole.cache))
+
+    class Killed(BaseException):
+        pass
+
+    real, count = Files.publish, 0
+
+    def publish(self: Files, temporary: Path, name: str) -> bool:
+        nonlocal count
+        count -= 1
+        if count == 0:
+            raise Killed
+        return real(self, temporary, name)
+
+    monkeypatch.setattr(Files, "publish", publish)
+    kept = encoders.LatentEncoder.load, encoders.TextEncoder.load
+    loaded = {kind: load(section, *rest, "cpu") for kind, load, section, rest in (
+        ("latent", kept[0], whole.vae, ()),
+        ("text", kept[1], whole.text, (stages.encode.captions.instruction(whole.text),)),
+    )}  # fmt: skip
+    monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
+    monkeypatch.setattr(encoders.TextEncoder, "load", lambda *a: loaded["text"])
+    kills = 0
+    for instant in range(1, 200):
+        folder = tmp_path / f"killed-{instant}"
+        config = make_config(folder, *small_units)
+        count = instant
+        try:
+            stages.encode.run(config, data=str(source))
+        except Killed:
+            kills += 1
+        else:
+            break
+        count = 0
+        stages.encode.run(config, data=str(source))
+        assert files(Path(config.cache)) == truth, f"killed at publication {instant}"
+        shutil.rmtree(folder)
+    assert kills > 15
+
+
+def test_a_cache_moves_and_its_sources_may_be_away(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    from pipeline.data.loader import Loader
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move(start.cache, elsewhere / "cache")
+    away = tmp_path / "away"
+    shutil.move(source, away)
+    config = make_config(elsewhere)
+    stages.bucket.run(config)
+    loader = Loader(
+        Cache(config.cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.1,
+        null_mask="bos", prefetch=0, threads=1, stop_step=4,
+    )  # fmt: skip
+    assert sum(len(batch.sample_ids) for batches, _ in loader for batch in batches) == 48
+    shutil.move(away, source)
+    picture(source / "new.png", 77)
+    assert stages.encode.run(config, data=str(source))["images"] == 1
+
+
+def test_a_later_scan_without_new_bytes_is_quick(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages.encode.run(start, data=str(source))
+    reads = []
+    real = stages.encode.FolderSource.read
+    monkeypatch.setattr(stages.encode.FolderSource, "read", lambda self, key: reads.append(key) or real(self, key))
+    began = time.monotonic()
+    stages.encode.run(start, data=str(source))
+    assert not reads, "unchanged files were read again"
+    assert time.monotonic() - began < 60
+
+
+def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
+    cache = Cache(start.cache)
+    recipe = cache.recipes("latent")[0].name
+    units = cache.files.path(f"units/{recipe}/00000000")
+    cache.files.path(layout.Paths.segment(recipe, 0)).unlink()
+    assert len(cache.index(recipe)) == 12
+    victim = next(units.iterdir())
+    lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
+    victim.unlink()
+    assert len(cache.index(recipe)) == 12 - lost

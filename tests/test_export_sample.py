@@ -1,0 +1,375 @@
+"""Export to diffusers' format, drawing with a decoder apart, and the contact sheet."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import processes
+from pipeline.cache.store import Cache
+from pipeline.config import Config, dump, load
+from pipeline.errors import ConfigError, UserError
+from pipeline.models import tiny
+from pipeline.models.sana import SanaTransformer
+from pipeline.reporting.sheet import Card, contact_sheet
+from pipeline.training import checkpoint as checkpoints
+from stages import bucket, encode, export, sample, train
+
+CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A folder with photographs, small models, a cache, and a checkpoint after a few steps."""
+
+    root: Path
+    config: Config
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    root = tmp_path_factory.mktemp("trained")
+    pictures = root / "photos"
+    pictures.mkdir()
+    generator = np.random.default_rng(0)
+    for i, caption in enumerate(CAPTIONS):
+        height, width = ((64, 64), (48, 80))[i % 2]
+        pixels = generator.integers(0, 255, (height // 8, width // 8, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(pixels).save(pictures / f"{i}.png")
+        (pictures / f"{i}.txt").write_text(caption)
+    tiny.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    config = load(
+        "tiny",
+        [
+            f"cache={root / 'cache'}",
+            f"vae.id={root / 'tiny'}",
+            f"text.id={root / 'tiny'}",
+            "text.instruction='Draw this: '",
+            f"train.output={root / 'run'}",
+            "train.steps=3",
+            "train.optim.warmup_steps=0",
+            "model.arch.num_layers=2",
+            "bucket.batch=4",
+            "sample.steps=2",
+        ],
+    )
+    encode.run(config, str(pictures))
+    bucket.run(config)
+    train.run(config)
+    return Trained(root, config, root / "run" / "checkpoints" / "step-00000003")
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Trained) -> Path:
+    return export.run(trained.config, "auto", trained.root / "export")
+
+
+def changed(config: Config, tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "changed.yaml"
+    path.write_text(dump(config))
+    return load(path, overrides)
+
+
+# ---------------------------------------------------------------------------------------------------- export
+
+
+def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, exported: Path) -> None:
+    """The code block of the README itself is executed (in fp32, on the CPU), and draws what our sampler draws."""
+    code = (exported / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    code = code.replace("PATH/OF/THIS/FOLDER", str(exported)).replace("torch.bfloat16", "torch.float32")
+    names: dict[str, Any] = {}
+    loading, calling = code.partition("image = pipe(")[0], "image = pipe(" + code.partition("image = pipe(")[2]
+    exec(loading, names)
+    names["pipe"].set_progress_bar_config(disable=True)
+    exec(calling, names)
+    assert names["image"].size == (64, 64)
+
+    pipe = names["pipe"]
+    document = checkpoints.read_document(trained.checkpoint)
+    _, weights = checkpoints.load_model_state(trained.checkpoint)
+    opened = Cache(trained.config.cache).open_snapshot()
+    (one,) = sample.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1])
+    assert one.bucket == (64, 64)
+    channels, height, width = one.latent.shape
+    seed = (trained.config.sample.seed * sample.SEED_STRIDE + one.sample_id) % 2**40
+    latents = pipe(
+        one.caption,
+        height=64,
+        width=64,
+        num_inference_steps=trained.config.sample.steps,
+        guidance_scale=trained.config.sample.guidance,
+        use_resolution_binning=False,
+        complex_human_instruction=["Draw this: "],
+        latents=sample.draw_noise(1, (channels, height, width), seed),
+        output_type="latent",
+    ).images[0]
+    # The cached rows are rounded to bf16, the pipeline's are not.
+    error = (latents - one.latent).norm() / one.latent.norm()
+    assert error < 5e-3, error
+    wrong = pipe(
+        one.caption + " in the rain",
+        height=64,
+        width=64,
+        num_inference_steps=trained.config.sample.steps,
+        guidance_scale=trained.config.sample.guidance,
+        use_resolution_binning=False,
+        complex_human_instruction=["Draw this: "],
+        latents=sample.draw_noise(1, (channels, height, width), seed),
+        output_type="latent",
+    ).images[0]
+    assert (wrong - one.latent).norm() / one.latent.norm() > 2 * error  # the comparison sees another caption
+
+
+def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) -> None:
+    _, weights = checkpoints.load_model_state(trained.checkpoint)
+    model = SanaTransformer.from_folder(exported / "transformer")
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Path) -> None:
+    source = Path(trained.config.vae.id)
+    for name in (
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+    ):
+        assert (exported / name).read_bytes() == (source / name).read_bytes(), name
+    scheduler = json.loads((exported / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["_class_name"] == "DPMSolverMultistepScheduler"
+    wanted = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction", "solver_order": 2}
+    assert {key: scheduler[key] for key in wanted} == wanted
+    assert json.loads((exported / "transformer" / "config.json").read_text())["sample_size"] == 64 // 8
+
+
+def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
+    text = (exported / "README.md").read_text()
+    assert "use_resolution_binning=False" in text
+    assert "step 3" in text
+    quoted = next(line for line in text.splitlines() if line.startswith("INSTRUCTION = ")).partition(" = ")[2]
+    assert json.loads(ast.literal_eval(quoted)) == ["Draw this: "]
+
+    document = checkpoints.read_document(trained.checkpoint)
+    big = load("sana_1600m_1024")
+    from pipeline.models.sana import with_sample_size
+
+    plain = export.call_arguments(big, with_sample_size(document.architecture, 32), 32)
+    assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
+    assert plain["height"] == "1024"
+    # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
+    assert (
+        export.call_arguments(big, with_sample_size(document.architecture, 128), 8)["use_resolution_binning"] == "False"
+    )
+    raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
+    assert export.call_arguments(raw, with_sample_size(document.architecture, 32), 32)["max_sequence_length"] == "200"
+    told = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
+    assert "lowers and strips" in told
+    assert 'an \\\\\\"Enhanced prompt\\\\\\"' in told
+    none = changed(big, tmp_path, "text.instruction=''")
+    assert export.call_arguments(none, document.architecture, 32)["complex_human_instruction"] == "None"
+
+
+def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path) -> None:
+    from diffusers import AutoencoderDC
+
+    models = tmp_path / "models"
+    shutil.copytree(trained.config.vae.id, models)
+    vae = AutoencoderDC.from_pretrained(models / "vae")
+    (models / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    vae.save_pretrained(models / "vae", variant="bf16", max_shard_size="4MB")
+    assert len(list((models / "vae").glob("*.bf16*.safetensors"))) > 1
+    config = changed(trained.config, tmp_path, f"vae.id={models}", "vae.variant=bf16")
+    out = export.run(config, "auto", tmp_path / "export")
+    again = AutoencoderDC.from_pretrained(out / "vae")
+    assert not any("bf16" in path.name for path in (out / "vae").iterdir())
+    assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters(), strict=True))
+
+
+def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained, tmp_path: Path) -> None:
+    for override, name in (
+        ("train.flow.shift=4.0", "train.flow.shift"),
+        ("text.instruction=''", "text.instruction"),
+        ("data.resolution=128", "data.resolution"),
+        ("text.max_length=77", "text.max_length"),
+    ):
+        with pytest.raises(ConfigError, match="another configuration") as caught:
+            export.run(changed(trained.config, tmp_path, override), "auto", tmp_path / "export")
+        assert name in str(caught.value)
+    assert not (tmp_path / "export").exists()
+
+
+def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(trained.config.vae.id, models)
+    path = models / "vae" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "latent_channels": 32}))
+    with pytest.raises(ConfigError, match="gives channels: 32, the model's in_channels is 16"):
+        export.run(changed(trained.config, tmp_path, f"vae.id={models}"), "auto", tmp_path / "export")
+
+
+def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "export"
+    export.run(trained.config, str(trained.checkpoint), out)
+    before = {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_copy_model", full)
+        with pytest.raises(UserError, match="No space left"):
+            export.run(trained.config, "auto", out)
+    assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
+    export.run(trained.config, "auto", out)  # an earlier export may be replaced
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
+
+
+def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="not an export"):
+        export.run(trained.config, "auto", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+
+
+def test_no_checkpoint_yet(trained: Trained, tmp_path: Path) -> None:
+    config = changed(trained.config, tmp_path, f"train.output={tmp_path / 'none'}")
+    for run in (
+        lambda: export.run(config, "auto", tmp_path / "export"),
+        lambda: sample.run(config, "auto", None, tmp_path / "samples"),
+    ):
+        with pytest.raises(UserError, match="holds no checkpoint yet"):
+            run()
+    with pytest.raises(UserError, match="there is no such folder"):
+        export.run(config, str(tmp_path / "absent"), tmp_path / "export")
+
+
+# ---------------------------------------------------------------------------------------------------- sample
+
+
+def test_sample_writes_pictures_a_table_and_a_sheet(trained: Trained, tmp_path: Path) -> None:
+    result = sample.run(trained.config, "auto", None, tmp_path / "samples", 4)
+    assert result.count == 4
+    names = {p.name for p in (tmp_path / "samples").iterdir()}
+    pictures = {f"{i:04d}{end}.png" for i in range(4) for end in ("", "-reconstruction")}
+    assert names == pictures | {"contact_sheet.png", "samples.jsonl"}
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
+    assert {row["caption"] for row in rows} <= set(CAPTIONS)
+    assert len({row["item"] for row in rows}) == 4
+    for row in rows:
+        with Image.open(tmp_path / "samples" / row["file"]) as picture:
+            assert picture.size == (row["width"], row["height"])
+    assert {(row["height"], row["width"]) for row in rows} == {(48, 80), (64, 64)}
+
+
+def test_the_drawing_process_imports_no_encoder(trained: Trained, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(dump(trained.config))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from pipeline.config import load; "
+        "from stages import sample; sample.run(load(sys.argv[2]), 'auto', None, Path(sys.argv[3]), 1); "
+        "bad = [m for m in sys.modules if m.rpartition('.')[2] in ('autoencoder_dc', 'modeling_gemma2') "
+        "or m == 'transformers']; sys.exit(str(bad) if bad else 0)"
+    )
+    arguments = [sys.executable, "-c", code, processes.command()[3], str(config), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tmp_path: Path) -> None:
+    document = checkpoints.read_document(trained.checkpoint)
+    opened = Cache(trained.config.cache).open_snapshot()
+
+    def drawn(rows: list[int], config: Config = trained.config) -> dict[int, torch.Tensor]:
+        _, weights = checkpoints.load_model_state(trained.checkpoint)
+        return {d.row: d.latent for d in sample.draw_for(config, document.architecture, weights, opened, rows)}
+
+    every, alone = drawn(list(range(len(opened)))), drawn([4])
+    torch.testing.assert_close(every[4], alone[4], rtol=1e-4, atol=1e-4)
+    other = drawn([4], changed(trained.config, tmp_path, "sample.seed=1"))
+    assert (other[4] - alone[4]).norm() > 0.1 * alone[4].norm()
+
+
+def test_rows_are_spread_without_repeats() -> None:
+    for samples in (1, 2, 7, 100):
+        for count in range(1, samples + 1):
+            rows = sample.spread(samples, count)
+            assert len(set(rows)) == count
+            assert 0 <= min(rows) <= max(rows) < samples
+
+
+def test_nearest_tells_whose_picture_was_drawn() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def one(cached: torch.Tensor, latent: torch.Tensor) -> sample.Drawn:
+        return sample.Drawn(0, 0, "", "", "", (64, 64), cached, latent)
+
+    cached = [torch.randn(4, *shape, generator=generator) for shape in ((8, 8), (6, 10), (10, 6))]
+    right = [one(c, c + 0.1 * torch.randn(c.shape, generator=generator)) for c in cached]
+    assert sample.nearest(right) == [True] * 3
+    assert sample.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
+        True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_missing_source_leaves_a_gap_on_the_sheet(trained: Trained, tmp_path: Path) -> None:
+    hidden = trained.root / "photos-away"
+    (trained.root / "photos").rename(hidden)
+    try:
+        result = sample.run(trained.config, "auto", None, tmp_path / "samples", 1)
+    finally:
+        hidden.rename(trained.root / "photos")
+    with_photo = sample.run(trained.config, "auto", None, tmp_path / "again", 1)
+    assert result.sheet.read_bytes() != with_photo.sheet.read_bytes()
+    assert (tmp_path / "samples" / "0000.png").read_bytes() == (tmp_path / "again" / "0000.png").read_bytes()
+
+
+def test_a_failing_decoder_is_told(trained: Trained, tmp_path: Path) -> None:
+    config = changed(trained.config, tmp_path, f"vae.id={tmp_path / 'gone'}")
+    with pytest.raises(sample.DecodeError, match="exit code 2"):
+        sample.run(config, "auto", None, tmp_path / "samples", 1)
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_decode_refuses_what_is_no_latents_file(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "latents").write_bytes(b"not safetensors")
+    for name in ("latents", "absent"):
+        with pytest.raises(UserError, match="cannot be read as safetensors"):
+            sample.decode(trained.config, tmp_path / name, tmp_path / "out")
+
+
+# ----------------------------------------------------------------------------------------------------- sheet
+
+
+def test_sheet_shows_every_picture(tmp_path: Path) -> None:
+    colours = [(200, 10, 10), (10, 200, 10), (10, 10, 200), (200, 200, 10)]
+    cards = [
+        Card("words " * 200, (Image.new("RGB", (64, 64), colours[0]), Image.new("L", (48, 80), 77))),
+        Card("漢字" * 300, (Image.new("RGB", (80, 48), colours[1]), None)),
+        Card("", (Image.new("RGB", (2000, 900), colours[2]), Image.new("RGBA", (1, 3000), (*colours[3], 255)))),
+    ]
+    contact_sheet(cards, ("photo", "drawn"), tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        found = {colour for _, colour in sheet.getcolors(1 << 24) or []}
+    assert {*colours[:3], (77, 77, 77)} <= found
+    assert [p.name for p in tmp_path.iterdir()] == ["sheet.png"]
+
+
+def test_sheet_refuses_a_card_with_a_gap_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every card needs 2 pictures"):
+        contact_sheet([Card("x", (None,))], ("a", "b"), tmp_path / "sheet.png")
+    with pytest.raises(ValueError, match="at least one"):
+        contact_sheet([], ("a",), tmp_path / "sheet.png")

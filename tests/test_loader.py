@@ -1,0 +1,308 @@
+"""The loader's laws: order, pairing, draws, integrity, errors at their batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import stages.bucket
+import stages.encode
+from pipeline.cache.files import Files
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data import captions
+from pipeline.data.loader import Batch, Loader, State, bf16
+from pipeline.errors import ConfigError, IntegrityError
+from pipeline.models import encoders
+
+MakeConfig = Callable[..., Config]
+
+
+def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batch], State]]:
+    settings: dict = {
+        "seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.1, "null_mask": "bos",
+        "prefetch": 0, "threads": 2, "stop_step": steps,
+    }  # fmt: skip
+    return list(Loader(Cache(cache).open_snapshot(), **{**settings, **options}))
+
+
+def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
+    """All tensors of a step: microbatches of rank 0, then of rank 1, ..."""
+    flat = [batch for part in parts for batch in part]
+    names = [f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket")]
+    return [torch.cat([getattr(batch, name) for batch in flat]) for name in names]
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("null_mask", ["bos", "caption"])
+def test_every_topology_gives_the_same_sequence(small_cache: Path, null_mask: str) -> None:
+    truth = [(joined([batches]), state) for batches, state in load(small_cache, null_mask=null_mask)]
+    for world in (1, 2, 3, 4, 6, 12):
+        for prefetch, threads, microbatch in ((0, 1, 12), (1, 2, 3), (5, 5, 5)):
+            ranks = [
+                load(
+                    small_cache,
+                    null_mask=null_mask,
+                    rank=rank,
+                    world=world,
+                    prefetch=prefetch,
+                    threads=threads,
+                    microbatch=microbatch,
+                )
+                for rank in range(world)
+            ]
+            for step, (expected, state) in enumerate(truth):
+                found = joined([rank[step][0] for rank in ranks])
+                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+                assert all(rank[step][1] == state for rank in ranks)
+                shapes = {tuple((b.latents.shape, b.captions.shape) for b in rank[step][0]) for rank in ranks}
+                assert len(shapes) == 1, "ranks see different shapes"
+
+
+def test_a_world_that_does_not_divide_the_batch_is_refused(small_cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[1, 2, 3, 4, 6, 12\]"):
+        load(small_cache, world=5)
+
+
+def test_resuming_at_any_step_continues_the_sequence(small_cache: Path) -> None:
+    truth = load(small_cache, steps=9)
+    for start in range(1, 9):
+        for world in (1, 2, 4):
+            state = State.from_dict(truth[start - 1][1].as_dict())
+            ranks = [
+                load(small_cache, steps=9, start_step=state.step, world=world, rank=rank, prefetch=2)
+                for rank in range(world)
+            ]
+            for step in range(start, 9):
+                expected = joined([truth[step][0]])
+                found = joined([rank[step - start][0] for rank in ranks])
+                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.cache.shard import Reader
+
+    read: list[int] = []
+    real = Reader._pread
+    monkeypatch.setattr(Reader, "_pread", lambda self, s, o, view: read.append(len(view)) or real(self, s, o, view))
+    load(small_cache, steps=1)
+    at_start = sum(read)
+    read.clear()
+    load(small_cache, start_step=10**6, steps=10**6 + 1)
+    assert sum(read) < 3 * at_start
+
+
+# ---------------------------------------------------------------- draws
+
+
+def test_draws_belong_to_the_visit(small_cache: Path) -> None:
+    by_visit: dict[tuple[int, bytes], int] = {}
+    noises = set()
+    for batches, _ in load(small_cache, steps=12):
+        for batch in batches:
+            for i, sample in enumerate(batch.sample_ids):
+                noises.add((sample, batch.noise[i].numpy().tobytes()))
+                by_visit[sample, batch.noise[i].numpy().tobytes()] = 1
+    assert len(noises) == 12 * 12, "two visits drew the same noise"
+    other = load(small_cache, steps=1, seed=1)[0][0][0]
+    first = load(small_cache, steps=1)[0][0][0]
+    assert not torch.equal(first.noise, other.noise)
+    phase = load(small_cache, steps=1, phase=1)[0][0][0]
+    assert not torch.equal(first.logit, phase.logit)
+    many = torch.cat([b.noise.flatten() for batches, _ in load(small_cache, steps=20) for b in batches])
+    assert abs(float(many.mean())) < 0.01
+    assert abs(float(many.std()) - 1) < 0.01
+
+
+def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
+    snapshot = Cache(small_cache).open_snapshot()
+    null = Loader(
+        snapshot,
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=12,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+    )._null
+    kept = load(small_cache, caption_drop=0.0)
+    for mode in ("bos", "caption"):
+        for (with_captions, _), (dropped, _) in zip(
+            kept, load(small_cache, caption_drop=1.0, null_mask=mode), strict=True
+        ):
+            for a, b in zip(with_captions, dropped, strict=True):
+                assert torch.equal(a.noise, b.noise)
+                assert a.captions.shape == b.captions.shape, "a drop must not change the shape"
+                rows = b.mask.sum(1)
+                assert torch.equal(rows, torch.full_like(rows, 1) if mode == "bos" else a.mask.sum(1))
+                for i, n in enumerate(rows.tolist()):
+                    assert torch.equal(b.captions[i, :n], bf16(null[:n].copy()))
+                    assert not b.captions[i, n:].any()
+    share = [bool(b.mask[i].sum() == 1) for batches, _ in load(small_cache, steps=40, caption_drop=0.5)
+             for b in batches for i in range(12)]  # fmt: skip
+    assert 0.4 < np.mean(share) < 0.6
+
+
+# ---------------------------------------------------------------- pairing
+
+
+@pytest.fixture(scope="module")
+def numbered(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[int, str]]:
+    """Twenty-four pictures whose colours say their number, with a caption that says the same number."""
+    folder = tmp_path_factory.mktemp("numbered")
+    source = folder / "numbers"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    sizes = [(64, 64), (80, 48), (48, 80)]
+    for number in range(24):
+        cells = rng.integers(0, 255, (4, 4, 3), np.uint8)
+        Image.fromarray(cells).resize(sizes[number % 3], Image.Resampling.NEAREST).save(source / f"{number:02d}.png")
+        (source / f"{number:02d}.txt").write_text(f"picture number {number} {'very ' * (number % 5)}good")
+    config = make_config(folder)
+    stages.encode.run(config, data=str(source))
+    stages.bucket.run(config)
+    from pipeline.cache.layout import sample_id
+
+    return config, {sample_id("numbers", f"{n:02d}.png"): f"{n:02d}" for n in range(24)}
+
+
+def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
+    """How many members' latent or caption is not nearest to those encoded straight from the files of their id."""
+    from pipeline.data import image
+
+    source = Path(config.cache).parent / "numbers"
+    vae = encoders.LatentEncoder.load(config.vae, "cpu")
+    text = encoders.TextEncoder.load(config.text, captions.instruction(config.text), "cpu")
+    pictures, words = {}, {}
+    for own, name in ids.items():
+        with Image.open(source / f"{name}.png") as opened:
+            size = opened.size[::-1]
+        loaded = image.load((source / f"{name}.png").read_bytes(), size)
+        pictures[own] = bf16(vae.encode(loaded[None])[0]).float()
+        caption = captions.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
+        words[own] = bf16(text.encode([caption])[0]).float()
+    wrong = 0
+    for batch in batches:
+        for i, own in enumerate(batch.sample_ids):
+            latent, rows = batch.latents[i].float(), batch.captions[i][batch.mask[i]].float()
+            like = {k: float((v - latent).norm()) for k, v in pictures.items() if v.shape == latent.shape}
+            said = {k: float((v - rows).norm()) for k, v in words.items() if v.shape == rows.shape}
+            wrong += min(like, key=like.__getitem__) != own or min(said, key=said.__getitem__) != own
+    return wrong
+
+
+def test_pairing_law(numbered: tuple[Config, dict[int, str]]) -> None:
+    config, ids = numbered
+    for world in (1, 2, 3, 4):
+        parts = [load(Path(config.cache), world=world, rank=r, caption_drop=0.0, steps=4) for r in range(world)]
+        batches = [batch for part in parts for step, _ in part for batch in step]
+        assert sum(len(batch.sample_ids) for batch in batches) == 48
+        assert mispaired(config, ids, batches) == 0
+
+
+def test_the_pairing_check_can_fail(numbered: tuple[Config, dict[int, str]]) -> None:
+    """Sabotage: with captions handed to the next sample, the check sees it."""
+    config, ids = numbered
+    [(batches, _)] = load(Path(config.cache), steps=1, caption_drop=0.0)
+    rolled = [dataclasses.replace(b, captions=b.captions.roll(1, 0), mask=b.mask.roll(1, 0)) for b in batches]
+    assert mispaired(config, ids, rolled) > 6
+
+
+# ---------------------------------------------------------------- integrity
+
+
+def damage(cache: Path, kind: str) -> list[Path]:
+    paths = sorted(cache.glob(f"shards/{kind}-*/*/*.tar"))
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), 512):
+            data[start + 300] ^= 4
+        path.write_bytes(data)
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_wrong_bytes_stop_at_their_batch_and_name_the_record(small_cache_copy: Path, kind: str, prefetch: int) -> None:
+    names = {path.stem for path in damage(small_cache_copy, kind)}
+    with pytest.raises(IntegrityError, match="wrong checksum") as error:
+        load(small_cache_copy, prefetch=prefetch)
+    assert any(name in str(error.value) for name in names)
+    assert "record" in str(error.value)
+
+
+def test_an_error_in_a_thread_arrives_after_the_good_batches(
+    small_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Loader.load
+
+    def fail_at_four(self: Loader, step: int) -> list[Batch]:
+        if step == 4:
+            raise OSError("the disk is gone")
+        return real(self, step)
+
+    monkeypatch.setattr(Loader, "load", fail_at_four)
+    loader = iter(Loader(
+        Cache(small_cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0,
+        null_mask="bos", prefetch=3, threads=2, stop_step=10,
+    ))  # fmt: skip
+    assert [next(loader)[1].step for _ in range(4)] == [1, 2, 3, 4]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(loader)
+
+
+def test_missing_short_and_swapped_shards_are_named(small_cache: Path, tmp_path: Path) -> None:
+    def fresh(name: str) -> tuple[Path, list[Path]]:
+        copy = Path(shutil.copytree(small_cache, tmp_path / name))
+        return copy, sorted(copy.glob("shards/latent-*/*/*.tar"))
+
+    copy, shards = fresh("gone")
+    shards[0].unlink()
+    with pytest.raises(IntegrityError, match="missing") as error:
+        load(copy)
+    assert shards[0].stem in str(error.value)
+
+    copy, shards = fresh("short")
+    shards[0].write_bytes(shards[0].read_bytes()[:-512])
+    with pytest.raises(IntegrityError, match="another size"):
+        load(copy)
+
+    copy, shards = fresh("swapped")
+    one, two = (p.read_bytes() for p in shards[:2])
+    shards[0].write_bytes(two)
+    shards[1].write_bytes(one)
+    with pytest.raises(IntegrityError):
+        load(copy)
+
+    copy, _ = fresh("head")
+    head = next((copy / "snapshots").iterdir())
+    head.write_bytes(head.read_bytes().replace(b'"batch": 12', b'"batch": 13', 1))
+    with pytest.raises(IntegrityError, match="digest"):
+        load(copy)
+
+    copy, _ = fresh("chunk")
+    snapshot = Cache(copy).open_snapshot()
+    chunk = Files(copy).path(f"tables/{snapshot.head['chunks'][0]['samples'][:2]}") / (
+        snapshot.head["chunks"][0]["samples"] + ".arrow"
+    )
+    data = bytearray(chunk.read_bytes())
+    for position in range(0, len(data), max(1, len(data) // 200)):
+        bad = bytearray(data)
+        bad[position] ^= 0x10
+        chunk.write_bytes(bad)
+        with pytest.raises(IntegrityError, match="does not match its name"):
+            load(copy, steps=1)
+    chunk.write_bytes(data)
+    load(copy, steps=1)

@@ -1,0 +1,462 @@
+"""Listing a folder: keys, captions from both kinds of files, and a reason for everything that is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.source import FolderSource, Item, Reject, Source, Unreadable
+from pipeline.errors import UserError
+
+PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
+
+
+def put(root: Path, **files: str | bytes) -> None:
+    """Keys are paths, with `__` for a slash and `_dot_` for the dot."""
+    for name, content in files.items():
+        write(root, name.replace("__", "/").replace("_dot_", "."), content)
+
+
+def write(root: Path, key: str, content: str | bytes = b"pixels") -> Path:
+    path = root / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def listed(root: Path, field: str = "text") -> tuple[dict[str, Item], dict[str, str]]:
+    items: dict[str, Item] = {}
+    rejects: dict[str, str] = {}
+    for entry in FolderSource(root, field).items():
+        if isinstance(entry, Item):
+            assert entry.key not in items
+            items[entry.key] = entry
+        else:
+            assert entry.reason
+            rejects[entry.key] = f"{rejects[entry.key]}; {entry.reason}" if entry.key in rejects else entry.reason
+    assert not items.keys() & rejects.keys()
+    return items, rejects
+
+
+def captions(item: Item) -> list[str]:
+    assert len({weight for _, weight in item.captions}) == 1
+    return [text for text, _ in item.captions]
+
+
+def rows(*entries: object) -> str:
+    return "".join(entry if isinstance(entry, str) else json.dumps(entry) + "\n" for entry in entries)
+
+
+# --- keys and sidecars ---------------------------------------------------------------------------------------------
+
+
+def test_keys_are_sorted_relative_paths(tmp_path: Path) -> None:
+    keys = ["b.JPG", "a/z.png", "a.png", "a/b/c.Webp", "é.jpeg", "a-b/1.tif", "B.jpg", "x.y.png"]
+    for key in keys:
+        write(tmp_path, key)
+        write(tmp_path, key.rpartition(".")[0] + ".txt", f" about {key}\n")
+    found = list(FolderSource(tmp_path, "text").items())
+    assert all(isinstance(entry, Item) for entry in found)
+    assert [entry.key for entry in found] == sorted(keys)
+    # b.JPG and B.jpg are two pictures with a caption file each wherever names keep their case
+    assert dict(zip([e.key for e in found], [captions(e) for e in found if isinstance(e, Item)], strict=True)) == {
+        key: [f"about {key}"] for key in keys
+    }
+
+
+def test_the_whole_text_is_the_caption(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="\ufeff\n  first line\nsecond line \r\n\n".encode())
+    items, rejects = listed(tmp_path)
+    assert captions(items["a.png"]) == ["first line\nsecond line"]
+    assert not rejects
+
+
+def test_two_files_of_one_stem_share_the_caption(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_jpg=b"", a_dot_TXT="shared")
+    items, _ = listed(tmp_path)
+    assert [captions(item) for item in items.values()] == [["shared"], ["shared"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(b"", "is empty"), (b" \n\t", "is empty"), (b"caf\xe9", "not UTF-8"), (b"x" * 2_000_000, "larger")],
+)
+def test_unusable_sidecars(tmp_path: Path, text: bytes, reason: str) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt=text, b_dot_png=b"", b_dot_txt="good")
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"b.png"}
+    assert "a.txt" in rejects["a.png"]
+    assert reason in rejects["a.png"]
+    write(tmp_path, "metadata.jsonl", rows({"file_name": "a.png", "text": "from the table"}))
+    items, rejects = listed(tmp_path)
+    assert captions(items["a.png"]) == ["from the table"]
+    assert reason in rejects["a.txt"]
+
+
+def test_a_picture_without_a_caption_is_rejected(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", b_dot_png=b"", b_dot_txt="x")
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"b.png"}
+    assert "no caption" in rejects["a.png"]
+    assert "a.txt" in rejects["a.png"]
+
+
+def test_ignored_files_are_counted(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="x", readme_dot_txt="y", notes_dot_md="z", Makefile="w")
+    write(tmp_path, ".hidden.png")
+    write(tmp_path, ".git/picture.png")
+    source = FolderSource(tmp_path, "text")
+    assert len(list(source.items())) == 1
+    assert source.ignored == 5
+    assert source.ignored_kinds == {
+        "hidden": 2,
+        ".md file": 1,
+        "file without an extension": 1,
+        ".txt file without a picture": 1,
+    }
+    list(source.items())
+    assert source.ignored == 5  # a second listing counts afresh
+
+
+# --- metadata ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_metadata(tmp_path: Path, kind: str) -> None:
+    put(tmp_path, a_dot_png=b"", sub__b_dot_png=b"", sub__deep__c_dot_png=b"")
+    if kind == "jsonl":
+        write(tmp_path, "metadata.jsonl", rows({"file_name": "a.png", "text": " A, quoted \n", "score": 0.5}, "\n"))
+        second = rows({"file_name": "./b.png", "text": "B"}, {"file_name": "deep/c.png", "text": "C"})
+    else:
+        write(tmp_path, "metadata.csv", '\ufefffile_name,text,score\r\na.png," A, quoted \n",0.5\r\n\r\n')
+        second = "text,file_name\nB,./b.png\nC,deep/c.png\n"
+    write(tmp_path, f"sub/Metadata.{kind}", second)
+    items, rejects = listed(tmp_path)
+    assert not rejects
+    assert {key: captions(item) for key, item in items.items()} == {
+        "a.png": ["A, quoted"],
+        "sub/b.png": ["B"],
+        "sub/deep/c.png": ["C"],
+    }
+    assert items["a.png"].meta == {"score": 0.5 if kind == "jsonl" else "0.5"}
+    assert items["sub/b.png"].meta == {}
+
+
+def test_both_kinds_of_caption_are_candidates(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="from the file", b_dot_png=b"", b_dot_txt="same")
+    write(
+        tmp_path,
+        "metadata.jsonl",
+        rows(
+            {"file_name": "a.png", "text": "from the row", "n": 1},
+            {"file_name": "a.png", "text": "from another row", "n": 2, "m": 3},
+            {"file_name": "b.png", "text": " same "},
+        ),
+    )
+    items, rejects = listed(tmp_path)
+    assert not rejects
+    assert captions(items["a.png"]) == ["from the file", "from the row", "from another row"]
+    assert items["a.png"].meta == {"n": 1, "m": 3}
+    assert captions(items["b.png"]) == ["same"]
+
+
+def test_the_caption_column_is_configured(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", metadata_dot_csv="file_name,text,prompt\na.png,wrong,right\n")
+    items, _ = listed(tmp_path, "prompt")
+    assert captions(items["a.png"]) == ["right"]
+    assert items["a.png"].meta == {"text": "wrong"}
+
+
+MISTAKES = [
+    ({"file_name": "gone.png", "text": "x"}, "does not exist"),
+    ({"file_name": "notes.md", "text": "x"}, "is not usable"),
+    ({"file_name": "/etc/passwd", "text": "x"}, "absolute"),
+    ({"file_name": "../out.png", "text": "x"}, "'..'"),
+    ({"file_name": "sub/../a.png", "text": "x"}, "'..'"),
+    ({"file_name": "sub\\a.png", "text": "x"}, "backslash"),
+    ({"file_name": "a\n.png", "text": "x"}, "control"),
+    ({"file_name": "a\u0000.png", "text": "x"}, "control"),
+    ({"file_name": "", "text": "x"}, "names no file"),
+    ({"file_name": None, "text": "x"}, "names no file"),
+    ({"file_name": 7, "text": "x"}, "names no file"),
+    ({"text": "x"}, "names no file"),
+    ({"file_name": "a.png"}, "has no 'text'"),
+    ({"file_name": "a.png", "text": None}, "empty"),
+    ({"file_name": "a.png", "text": " \n"}, "empty"),
+    ({"file_name": "a.png", "text": ["x"]}, "not text"),
+    ('{"file_name": "a.png", "text": NaN}\n', "empty"),
+    ('{"file_name": "a.png", "text": "\\ud83d"}\n', "half a character"),
+    ('{"file_name": "\\udc80.png", "text": "x"}\n', "half a character"),
+    ('{"file_name": "a.png", "text": "x"\n', "not JSON"),
+    ("[" * 100_000 + "\n", "not JSON"),
+    ("[1, 2]\n", "not a JSON object"),
+    ("17\n", "not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), MISTAKES)
+def test_bad_rows_are_rejected_one_by_one(tmp_path: Path, row: object, reason: str) -> None:
+    put(tmp_path, a_dot_png=b"", b_dot_png=b"", notes_dot_md="")
+    write(tmp_path, "metadata.jsonl", rows({"file_name": "b.png", "text": "B"}, row))
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"b.png"}
+    assert reason in rejects["metadata.jsonl:2"]
+    assert "caption" in rejects["a.png"]
+    assert all(key.isprintable() and reason.isprintable() for key, reason in rejects.items())
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", b_dot_png=b"", c_dot_png=b"", d_dot_png=b"")
+    lines = b'{"file_name": "a.png", "text": "A"}\n{"file_name": "b.png", "text": "\xff"}\n'
+    write(tmp_path, "metadata.jsonl", lines)
+    write(tmp_path, "metadata.csv", b"file_name,text\nc.png,C\nd.png,\xff\n")
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"a.png", "c.png"}
+    assert "UTF-8" in rejects["metadata.jsonl:2"]
+    assert "UTF-8" in rejects["metadata.csv:3"]
+
+
+def test_bad_csv(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", b_dot_png=b"", c_dot_png=b"")
+    write(
+        tmp_path,
+        "metadata.csv",
+        'file_name,text\na.png,A\nb.png\nb.png,x,y\nb.png,"x"y\nc.png,C\nb.png,"never closed\n',
+    )
+    items, rejects = listed(tmp_path)
+    assert {key: captions(item) for key, item in items.items()} == {"a.png": ["A"], "c.png": ["C"]}
+    assert "1 fields" in rejects["metadata.csv:3"]
+    assert "3 fields" in rejects["metadata.csv:4"]
+    assert "not CSV" in rejects["metadata.csv:5"]
+    assert "not CSV" in rejects["metadata.csv:7"]
+    assert "b.png" in rejects
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_empty_metadata_is_told(tmp_path: Path, name: str) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="x")
+    write(tmp_path, name, "")
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"a.png"}
+    assert rejects == {name: "holds no row"}
+
+
+# --- mistakes of the user ------------------------------------------------------------------------------------------
+
+
+def test_missing_caption_column(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"")
+    write(tmp_path, "sub/metadata.jsonl", rows({"file_name": "a.png", "caption": "x", "score": 1}))
+    with pytest.raises(UserError) as caught:
+        FolderSource(tmp_path, "text").items()
+    assert "'text'" in caught.value.what
+    assert "'caption', 'score'" in str(caught.value.found)
+    assert "data.caption_field=caption" in str(caught.value.fix)
+
+
+def test_missing_file_column(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", metadata_dot_csv="image,text\na.png,x\n")
+    with pytest.raises(UserError, match="no column 'file_name'") as caught:
+        FolderSource(tmp_path, "text").items()
+    assert "'image', 'text'" in str(caught.value.found)
+
+
+def test_no_folder_and_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        FolderSource(tmp_path / "gone", "text")
+    with pytest.raises(UserError, match="not a folder"):
+        FolderSource(write(tmp_path, "file"), "text")
+    write(tmp_path, "folder/notes.md")
+    with pytest.raises(UserError, match="holds no picture") as caught:
+        FolderSource(tmp_path / "folder", "text").items()
+    assert caught.value.found == "1 .md file"
+    assert issubclass(FolderSource, Source)
+
+
+# --- hostile names and files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (b"back\\slash.png", "backslash"),
+        (b"new\nline.png", "control"),
+        (b"es\x1b[31m.png", "control"),
+        (b"\xff.png", "UTF-8"),
+    ],
+)
+def test_hostile_names(tmp_path: Path, name: bytes, reason: str) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="x")
+    try:
+        with open(os.path.join(os.fsencode(tmp_path), name), "wb"):
+            pass
+    except OSError:
+        pytest.skip("this file system refuses the name itself")
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"a.png"}
+    assert len(rejects) == 1
+    [(key, said)] = rejects.items()
+    assert reason in said
+    assert key.isprintable()
+    key.encode()
+
+
+def test_links(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    put(root, a_dot_png=b"A", a_dot_txt="x", sub__b_dot_png=b"B", sub__b_dot_txt="y")
+    put(outside, secret_dot_png=b"S", secret_dot_txt="secret", folder__c_dot_png=b"C")
+    (root / "inside.png").symlink_to(root / "sub" / "b.png")
+    (root / "inside.txt").symlink_to("a.txt")
+    (root / "leaves.png").symlink_to(outside / "secret.png")
+    (root / "broken.png").symlink_to(root / "nothing.png")
+    (root / "circle.png").symlink_to(root / "circle.png")
+    (root / "linked").symlink_to(outside / "folder")
+    (root / "loop").symlink_to(root)
+    (root / "sub" / "b2.txt").symlink_to(outside / "secret.txt")
+    write(root, "sub/b2.png")
+    items, rejects = listed(root)
+    assert {key: captions(item) for key, item in items.items()} == {
+        "a.png": ["x"],
+        "inside.png": ["x"],
+        "sub/b.png": ["y"],
+    }
+    assert "out of the source" in rejects["leaves.png"]
+    assert "out of the source" in rejects["sub/b2.txt"]
+    assert "no caption" in rejects["sub/b2.png"]
+    assert "linked folder" in rejects["linked"]
+    assert "linked folder" in rejects["loop"]
+    assert {"broken.png", "circle.png"} <= rejects.keys()
+    assert not any("secret" in str(item) for item in items.values())
+
+
+def test_a_linked_root_works(tmp_path: Path) -> None:
+    put(tmp_path / "real", a_dot_png=b"A", a_dot_txt="x")
+    (tmp_path / "link").symlink_to("real")
+    items, rejects = listed(tmp_path / "link")
+    assert set(items) == {"a.png"}
+    assert not rejects
+    assert FolderSource(tmp_path / "link", "text").read("a.png") == b"A"
+
+
+def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="x", b_dot_png=b"")
+    os.mkfifo(tmp_path / "pipe.png")
+    os.mkfifo(tmp_path / "b.txt")
+    source = FolderSource(tmp_path, "text")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s.png")) if len(str(tmp_path)) < 90 else write(tmp_path, "s.png")
+        found: list[Item | Reject] = []
+        worker = threading.Thread(target=lambda: found.extend(source.items()), daemon=True)
+        worker.start()
+        worker.join(10)
+    assert not worker.is_alive()
+    reasons = {entry.key: entry.reason for entry in found if isinstance(entry, Reject)}
+    assert "not a regular file" in reasons["pipe.png"]
+    assert "not a regular file" in reasons["b.txt"]
+    assert "no caption" in reasons["b.png"]
+    with pytest.raises(Unreadable, match="not a regular file"):
+        source.read("pipe.png")
+    with pytest.raises(Unreadable, match="not a regular file"):
+        source.stat("pipe.png")
+
+
+def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt="x", shut__b_dot_png=b"", c_dot_png=b"", c_dot_txt="x")
+    scan, open_file = os.scandir, os.open
+
+    def denied(function: Callable[..., object], name: str) -> Callable[..., object]:
+        def call(path: object, *args: object) -> object:
+            if str(path).endswith(name):
+                raise PermissionError(13, "Permission denied")
+            return function(path, *args)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", denied(scan, "shut"))
+    monkeypatch.setattr(os, "open", denied(open_file, "c.txt"))
+    items, rejects = listed(tmp_path)
+    assert set(items) == {"a.png"}
+    assert "cannot be read: Permission denied" in rejects["shut"]
+    assert "cannot be read: Permission denied" in rejects["c.png"]
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def test_read_stat_and_path(tmp_path: Path) -> None:
+    put(tmp_path, sub__a_dot_png=b"12345", sub__a_dot_txt="x")
+    source = FolderSource(tmp_path, "text")
+    [item] = source.items()
+    assert source.read(item.key) == b"12345"
+    assert source.path(item.key) == tmp_path / "sub" / "a.png"
+    size, mtime = source.stat(item.key)
+    assert (size, mtime) == (5, (tmp_path / "sub/a.png").stat().st_mtime_ns)
+    os.utime(tmp_path / "sub/a.png", ns=(mtime + 1, mtime + 1))
+    assert source.stat(item.key) == (5, mtime + 1)
+    (tmp_path / "sub/a.png").unlink()
+    for call in (source.read, source.stat):
+        with pytest.raises(Unreadable, match="No such file"):
+            call(item.key)
+
+
+@pytest.mark.parametrize("key", ["../secret", "/etc/passwd", "a/../../secret", "a\\b", "a\0b", "", "leaves/secret"])
+def test_keys_that_leave_the_root_are_refused(tmp_path: Path, key: str) -> None:
+    root = tmp_path / "root"
+    write(root, "a.png")
+    write(tmp_path, "secret")
+    (root / "leaves").symlink_to(tmp_path)
+    source = FolderSource(root, "text")
+    for call in (source.path, source.stat, source.read):
+        with pytest.raises(Unreadable):
+            call(key)
+
+
+# --- whole folders -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(metadata=st.binary(max_size=300), table=st.binary(max_size=300), sidecar=st.binary(max_size=40))
+def test_no_bytes_stop_a_listing(tmp_path: Path, metadata: bytes, table: bytes, sidecar: bytes) -> None:
+    put(tmp_path, a_dot_png=b"", a_dot_txt=sidecar)
+    write(tmp_path, "metadata.jsonl", b'{"file_name": "a.png", "text": "A"}\n' + metadata)
+    write(tmp_path, "metadata.csv", b"file_name,text\n" + table)
+    items, _ = listed(tmp_path)
+    assert "A" in captions(items["a.png"])
+    json.dumps(items["a.png"].meta, ensure_ascii=False).encode()
+
+
+def test_two_listings_are_the_same(tmp_path: Path) -> None:
+    for index in range(50):
+        write(tmp_path, f"{index % 7}/{index}.png")
+        if index % 3:
+            write(tmp_path, f"{index % 7}/{index}.txt", f"caption {index}")
+    source = FolderSource(tmp_path, "text")
+    assert list(source.items()) == list(source.items()) == list(FolderSource(tmp_path, "text").items())
+
+
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"no photographs with captions in {PHOTOS.name}/")
+def test_photographs() -> None:
+    from pipeline.data.image import load, probe
+
+    source = FolderSource(PHOTOS, "text")
+    found = list(source.items())
+    assert all(isinstance(entry, Item) for entry in found)
+    expected = {row["file_name"]: row["text"] for row in map(json.loads, (PHOTOS / "metadata.jsonl").open())}
+    assert len(expected) == 60
+    assert {item.key: captions(item) for item in found if isinstance(item, Item)} == {
+        key: [text] for key, text in expected.items()
+    }
+    for item in found[::10]:
+        data = source.read(item.key)
+        assert len(data) == source.stat(item.key)[0]
+        width, height = probe(data)
+        assert min(width, height) > 256
+        assert load(data, (64, 64)).std() > 5

@@ -1,0 +1,611 @@
+"""The trainer in one process: the step, the optimizer's rules, recomputation, checkpoints, the loop."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from pipeline.config import Config, OptimConfig
+from pipeline.data.loader import Batch
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.parallel import data_parallel, mesh
+from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.training import checkpoint, metrics, optim
+from pipeline.training.step import NonFiniteError, Step
+from pipeline.training.trainer import Report, fit
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models here are so small that threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------------ optimizer
+
+
+def test_learning_rate_rises_linearly_then_stays() -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=4)
+    rates = [optim.learning_rate(config, 64, step) for step in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    assert optim.learning_rate(OptimConfig(lr=1e-3, warmup_steps=0), 64, 0) == 1e-3
+
+
+def test_learning_rate_scales_with_the_root_of_the_batch() -> None:
+    config = OptimConfig(lr=1e-4, scale_lr="sqrt", warmup_steps=0)
+    assert optim.learning_rate(config, 48, 0) == pytest.approx(1e-4 * math.sqrt(48 / 256))  # 4.33e-05 in NVlabs' logs
+    assert optim.learning_rate(config, 256, 0) == pytest.approx(1e-4)
+
+
+def test_only_matrices_decay() -> None:
+    model = tiny_run.model(tiny_run.config())
+    optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, free = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert decaying | free == set(names.values())
+    assert not decaying & free
+    assert "transformer_blocks.0.attn1.to_q.weight" in decaying
+    assert "transformer_blocks.0.ff.conv_inverted.weight" in decaying
+    assert {
+        "scale_shift_table",
+        "transformer_blocks.0.scale_shift_table",
+        "caption_norm.weight",
+        "proj_out.bias",
+    } <= free
+
+
+# ----------------------------------------------------------------------------------------------------------- step
+
+
+@pytest.mark.parametrize("size", [4, 3, 1])
+def test_any_split_into_microbatches_is_the_whole_batch(size: int) -> None:
+    settings = tiny_run.config()
+    batch = tiny_run.global_batch(0)
+    expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
+    found = tiny_run.gradients(tiny_run.model(settings), settings, tiny_run.microbatches(batch, size))
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+    assert tiny_run.distance(found[2], expected[2]) < 2e-6
+
+
+def test_a_mean_of_means_would_be_noticed() -> None:
+    """The same comparison with the mistake it is there for: microbatches of 3, 3 and 2, each with its own mean."""
+    settings = tiny_run.config()
+    batch = tiny_run.global_batch(0)
+    _, _, expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
+    model = tiny_run.model(settings)
+    pieces = tiny_run.microbatches(batch, 3)
+    step = Step(model, FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    for piece in pieces:
+        (step.losses(piece).mean() / len(pieces)).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert tiny_run.distance(found, expected) > 1e-3  # type: ignore[arg-type]
+
+
+def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
+    settings = tiny_run.config(optim={"clip": 0.1})
+    batch = tiny_run.global_batch(0)
+    _, norm, whole = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
+    assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)
+    model = tiny_run.model(settings)
+    recorder = tiny_run.Recorder(model)
+    outcome = Step(model, FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
+    assert float(outcome.grad_norm) == pytest.approx(norm)
+    assert tiny_run.distance(recorder.gradients, {name: g * (0.1 / norm) for name, g in whole.items()}) < 1e-5
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
+    settings = tiny_run.config()
+    batch = tiny_run.global_batch(0)
+    latents = batch.latents.clone()
+    latents[5, 0, 0, 0] = float("nan")
+    model = tiny_run.model(settings)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = optim.build(model, settings.train.optim, CPU)
+    step = Step(model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    with pytest.raises(NonFiniteError) as caught:
+        step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
+    text = str(caught.value)
+    assert "step 17" in text
+    assert "64x64" in text
+    assert "samples with such a loss: 0000000000000005\n" in text
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_gradient_that_is_no_number_stops_too() -> None:
+    settings = tiny_run.config()
+    model = tiny_run.model(settings)
+    model.proj_out.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = model.proj_out.weight.clone()
+    optimizer = optim.build(model, settings.train.optim, CPU)
+    with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
+        Step(model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)([tiny_run.global_batch(0)], 3)
+    assert torch.equal(model.proj_out.weight, before)
+
+
+# ------------------------------------------------------------------------------------------------- recomputation
+
+
+def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tuple[int, dict[str, Tensor]]:
+    """Bytes that autograd keeps between forward and backward, parameters left out, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    step = Step(model, FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = step.losses(batch).mean()
+    loss.backward()
+    return sum(kept.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_recomputation_is_really_on() -> None:
+    settings = tiny_run.config(layers=24)
+    plain, recomputed = tiny_run.model(settings), tiny_run.model(settings)
+    names = list(recomputed.state_dict())
+    checkpoint_blocks(recomputed.blocks)
+    assert list(recomputed.state_dict()) == names
+    batch = tiny_run.global_batch(0)
+    without, expected = _saved_bytes(plain, settings, batch)
+    with_it, found = _saved_bytes(recomputed, settings, batch)
+    assert without >= 20 * with_it, f"{without / with_it:.1f} times fewer"
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
+    settings = tiny_run.config(layers=24)
+    model = tiny_run.model(settings)
+    checkpoint_blocks(model.blocks[:-2])
+    without, _ = _saved_bytes(tiny_run.model(settings), settings, tiny_run.global_batch(0))
+    with_it, _ = _saved_bytes(model, settings, tiny_run.global_batch(0))
+    assert without < 20 * with_it
+
+
+def test_recomputation_survives_a_deep_copy_and_a_second_call() -> None:
+    model = tiny_run.model(tiny_run.config())
+    checkpoint_blocks(model.blocks)
+    classes = [type(block) for block in model.blocks]
+    checkpoint_blocks(model.blocks)
+    assert [type(block) for block in model.blocks] == classes
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    settings = tiny_run.config()
+    loss, _, _ = tiny_run.gradients(twin, settings, [tiny_run.global_batch(0)])
+    original, _, _ = tiny_run.gradients(model, settings, [tiny_run.global_batch(0)])
+    assert loss != original, "a copy must recompute itself, not the model it was copied from"
+
+
+# ------------------------------------------------------------------------------------------------------ precision
+
+
+def _late(step: int) -> Batch:
+    """A batch whose timesteps lie between 750 and 990, where bf16 counts in steps of 4."""
+    return tiny_run.global_batch(step, logit=1.5)
+
+
+def _sharded_loss(settings: Config) -> float:
+    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+        model = tiny_run.model(settings)
+        data_parallel.shard(model, model.blocks, found, settings.train)
+        assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        return tiny_run.gradients(model, settings, [_late(0)])[0]
+
+
+def test_bf16_compute_on_fp32_parameters_is_the_bf16_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 by default would cast the timestep too; the same check with that default must go red."""
+    settings = tiny_run.config(precision="bf16")
+    expected, _, _ = tiny_run.gradients(tiny_run.model(settings).bfloat16(), settings, [_late(0)])
+    assert abs(_sharded_loss(settings) - expected) < 1e-3
+
+    def default(**options: Any) -> MixedPrecisionPolicy:
+        options.pop("cast_forward_inputs", None)
+        return MixedPrecisionPolicy(**options)
+
+    monkeypatch.setattr(data_parallel, "MixedPrecisionPolicy", default)
+    # The sinusoid of the model refuses a timestep that is not fp32; take that guard away as well.
+    monkeypatch.setattr("pipeline.models.sana.timestep_sinusoid", _sinusoid_of_any_dtype())
+    assert abs(_sharded_loss(settings) - expected) > 1e-3
+
+
+def _sinusoid_of_any_dtype() -> Any:
+    from pipeline.models import sana
+
+    original = sana.timestep_sinusoid
+    return lambda timesteps: original(timesteps.float())
+
+
+def test_fp32_in_one_process_stays_a_plain_module() -> None:
+    settings = tiny_run.config()
+    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+        model = tiny_run.model(settings)
+        assert data_parallel.shard(model, model.blocks, found, settings.train) is model
+        assert not isinstance(model, FSDPModule)
+        with pytest.raises(ValueError, match="float32"):
+            data_parallel.shard(model.bfloat16(), model.blocks, found, settings.train)
+
+
+# ------------------------------------------------------------------------------------------------------- the run
+
+
+def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
+
+
+def _equal(one: Path, other: Path) -> bool:
+    """Bitwise: weights and moments of two checkpoints."""
+    return {k: v for k, v in checkpoint.read_document(one).files.items() if k != ".metadata"} == {
+        k: v for k, v in checkpoint.read_document(other).files.items() if k != ".metadata"
+    } and all(
+        torch.equal(a, b)
+        for a, b in zip(
+            checkpoint.load_model_state(one)[1].values(), checkpoint.load_model_state(other)[1].values(), strict=True
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints after 2, 4 and 6. Not to be changed: copy it."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    _fit(tiny_run.config(run, steps=6, save_every=2))
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(finished, tmp_path / "run")
+    yield tmp_path / "run"
+    assert not dist.is_initialized()
+
+
+def test_a_run_directory_tells_the_run(finished: Path) -> None:
+    settings = tiny_run.config(finished, steps=6, save_every=2)
+    assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
+        "step-00000002", "step-00000004", "step-00000006",
+    ]  # fmt: skip
+    rows = metrics.read(finished / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["bucket"] == [64, 64]
+    assert rows[1]["bucket"] == [48, 80]
+    assert rows[1]["text_rows"] == 16
+    assert rows[1]["padded_tokens"] == int((~tiny_run.global_batch(1).mask).sum())
+    assert all(row["lr"] == 3e-4 and row["images_per_s"] > 0 and 0 <= row["data_wait"] <= 1 for row in rows)
+    losses = tiny_run.train_losses(tiny_run.model(settings), settings, 6)
+    assert [row["loss"] for row in rows] == losses
+
+
+def test_rows_are_means_over_the_steps_between(finished: Path, tmp_path: Path) -> None:
+    every = [row["loss"] for row in metrics.read(finished / "metrics.jsonl")]
+    _fit(tiny_run.config(tmp_path / "run", steps=6, log_every=4))
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [4, 6]
+    assert [row["loss"] for row in rows] == pytest.approx([sum(every[:4]) / 4, sum(every[4:]) / 2])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_interrupted_and_resumed_is_uninterrupted(precision: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": precision, "activation_checkpointing": "full"}
+    _fit(tiny_run.config(tmp_path / "whole", steps=6, **options))
+    _fit(tiny_run.config(tmp_path / "parts", steps=3, **options))
+    _fit(tiny_run.config(tmp_path / "parts", steps=6, **options), resume="auto")
+    assert _equal(tmp_path / "whole/checkpoints/step-00000006", tmp_path / "parts/checkpoints/step-00000006")
+    whole, parts = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert [row["loss"] for row in whole] == [row["loss"] for row in parts]
+
+
+def test_a_forgotten_moment_would_be_noticed(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above goes red when resuming restores the weights alone."""
+    original = checkpoint.load
+
+    def weights_only(folder: Path, document: Any, model: Any, optimizer: Any) -> None:
+        original(folder, document, model, optimizer)
+        optimizer.state.clear()
+
+    monkeypatch.setattr(checkpoint, "load", weights_only)
+    settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2)
+    _fit(settings, resume=finished / "checkpoints/step-00000002")
+    assert not _equal(finished / "checkpoints/step-00000006", tmp_path / "run/checkpoints/step-00000006")
+
+
+def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ConfigError, match=r"(?s)already holds checkpoints.*--resume auto.*train.output"):
+        _fit(tiny_run.config(run, steps=6))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
+    said: list[str] = []
+    report = _fit(tiny_run.config(run, steps=6, save_every=2), resume="auto", say=said.append)
+    assert report.step == 6
+    assert any("nothing to do" in line for line in said)
+
+
+def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert _fit(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=said.append).step == 1
+    assert any("from the beginning" in line for line in said)
+
+
+def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path, tmp_path: Path) -> None:
+    old = run / "checkpoints/step-00000002"
+    with pytest.raises(ConfigError, match=r"(?s)newer checkpoint, step-00000006.*train.output"):
+        _fit(tiny_run.config(run, steps=6), resume=old)
+    _fit(tiny_run.config(tmp_path / "branch", steps=6), resume=old)
+    assert _equal(run / "checkpoints/step-00000006", tmp_path / "branch/checkpoints/step-00000006")
+    with pytest.raises(ConfigError, match="no such folder"):
+        _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "nothing")
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    _fit(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=2))
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Path) -> None:
+    said: list[str] = []
+    new = tiny_run.config(run, steps=7, save_every=2, optim={"lr": 1e-5, "weight_decay": 0.5})
+    _fit(new, resume="auto", say=said.append)
+    assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in said
+    assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
+    model = tiny_run.model(new)
+    optimizer = optim.build(model, new.train.optim, CPU)
+    folder = run / "checkpoints/step-00000007"
+    with mesh.started(Launch(), new.train.parallel, CPU):
+        checkpoint.load(folder, checkpoint.read_document(folder), model, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    earlier = yaml.safe_load((run / "config-until-step-00000006.yaml").read_text())
+    assert earlier["train"]["optim"]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("train", "snapshot", "named"),
+    [
+        ({"seed": 1}, "5eed", "train.seed: the checkpoint has 0, this run 1"),
+        ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
+        ({}, "0ther", "snapshot: the checkpoint has 5eed, this run 0ther"),
+        ({"layers": 4}, "5eed", "model num_layers: the checkpoint has 3, this run 4"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any], snapshot: str, named: str) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=named) as caught:
+        _fit(tiny_run.config(run, steps=8, **train), resume="auto", snapshot=snapshot)
+    assert str(caught.value).count("the checkpoint has") == 1
+
+
+def test_what_an_interrupted_save_left_is_named_and_passed_over(run: Path) -> None:
+    shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.tmp")
+    said: list[str] = []
+    report = _fit(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=said.append)
+    assert any("step-00000008.tmp" in line and "ignored" in line for line in said)
+    assert any("resumed from" in line and "step-00000006" in line for line in said)
+    assert report.step == 8
+    assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+def _damage(folder: Path, how: str) -> str:
+    data = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if how == "flip":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif how == "cut":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif how == "missing":
+        data.unlink()
+    elif how == "metadata":
+        data = folder / ".metadata"
+        data.unlink()
+    elif how == "document":
+        data = folder / checkpoint.DOCUMENT
+        data.write_text(data.read_text().replace('"step": 6', '"step": 5'))
+    elif how == "torn document":
+        data = folder / checkpoint.DOCUMENT
+        data.write_text(data.read_text()[:100])
+    elif how == "no document":
+        data = folder
+        (folder / checkpoint.DOCUMENT).unlink()
+    return data.name
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "missing", "metadata", "document", "torn document", "no document"])
+def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -> None:
+    folder = run / "checkpoints/step-00000006"
+    named = _damage(folder, how)
+    with pytest.raises(checkpoint.CheckpointError, match=named):
+        _fit(tiny_run.config(run, steps=8), resume="auto")
+    with pytest.raises(checkpoint.CheckpointError, match=named):
+        checkpoint.load_model_state(folder)
+    shutil.rmtree(folder)
+    said: list[str] = []
+    _fit(tiny_run.config(run, steps=5), resume="auto", say=said.append)
+    assert any("step-00000004" in line for line in said)
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(run: Path) -> None:
+    path = run / "checkpoints/step-00000006" / checkpoint.DOCUMENT
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "version": 99}))
+    with pytest.raises(checkpoint.CheckpointError, match="version 99"):
+        checkpoint.load_model_state(path.parent)
+
+
+def test_the_weights_of_a_checkpoint_in_one_process(finished: Path) -> None:
+    settings = tiny_run.config(finished, steps=6)
+    model = tiny_run.model(settings)
+    tiny_run.train_losses(model, settings, 6)
+    architecture, weights = checkpoint.load_model_state(finished / "checkpoints/step-00000006")
+    assert architecture == model.config
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    document = json.loads((finished / "checkpoints/step-00000006" / checkpoint.DOCUMENT).read_text())
+    assert "interleaved" in document["layout"]
+    assert document["state"] == {"snapshot": "5eed", "seed": 0, "phase": 0, "step": 6}
+    with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint"):
+        checkpoint.load_model_state(finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    def touch(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    said: list[str] = []
+    settings = tiny_run.config(tmp_path / "run", steps=6)
+    report = _fit(settings, touch=touch, say=said.append)
+    assert report.step == 3
+    assert report.stopped_by == number.name
+    assert report.checkpoint == tmp_path / "run/checkpoints/step-00000003"
+    assert any("--resume auto" in line for line in said)
+    assert signal.getsignal(number) is before
+    assert _fit(settings, resume="auto").step == 6
+
+
+def test_a_stop_by_a_bad_number_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    def touch(step: int) -> Batch | None:
+        batch = tiny_run.global_batch(step)
+        return replace(batch, noise=batch.noise * float("nan")) if step == 3 else None
+
+    settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2)
+    with pytest.raises(NonFiniteError, match="step 4"):
+        _fit(settings, touch=touch)
+    assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-00000002"]
+    assert _fit(settings, resume="auto").step == 6
+
+
+def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
+    settings = tiny_run.config(tmp_path / "run")
+    odd = replace(tiny_run.task(settings), text_width=25)
+    with pytest.raises(ConfigError, match=r"(?s)caption_channels is 24, the text rows have 25"):
+        fit(settings, odd, Launch(), say=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    settings = tiny_run.config(tmp_path / "run")
+    tree = settings.model_dump()
+    tree["model"] = {"weights": {"id": str(tmp_path / "nothing")}, "arch": None}
+    with pytest.raises(UserError, match="nothing"):
+        _fit(Config.model_validate(tree))
+
+
+def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {
+        "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "images_per_s": 1.0, "data_wait": 0.0, "bucket": [8, 8],
+        "memory_gib": None,
+    }  # fmt: skip
+    with metrics.Metrics(path, lambda line: None) as journal:
+        journal.start(step=0)
+        for step in (1, 2, 3):
+            journal.row(9, {"step": step, **values})
+    path.write_bytes(path.read_bytes()[:-20])
+    with metrics.Metrics(path, lambda line: None) as journal:
+        journal.start(step=1)
+        journal.row(9, {"step": 2, **values, "loss": 7.0})
+    rows = metrics.read(path)
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 7.0)]
+
+
+def test_the_stage_brings_in_no_encoder() -> None:
+    code = (
+        "import sys, stages.train\n"
+        "bad = {'diffusers', 'transformers', 'pipeline.models.encoders'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+# --------------------------------------------------------------------------------------------------------- faults
+
+
+def _doomed(run: Path, point: str) -> list[str]:
+    return [sys.executable, "-m", "tests.workers.killed_while_saving", str(run), point]
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("point", "left"), [("writing", 2), ("written", 2), ("renaming", 2), ("renamed", 4), ("removing", 4)]
+)
+def test_killed_while_saving(point: str, left: int, finished: Path, tmp_path: Path) -> None:
+    """SIGKILL at each stage of publishing the second checkpoint: the reader sees the old one or the new one, and the
+    resumed run ends as if nothing had happened."""
+    run = tmp_path / "run"
+    done = subprocess.run(_doomed(run, point), env=_environ(), timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    newest = checkpoint.newest(run / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{left:08d}"
+    assert checkpoint.leftovers(run / "checkpoints") or point == "renamed"
+    assert _fit(tiny_run.config(run, steps=6, save_every=2), resume="auto").step == 6
+    assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
+    assert not checkpoint.leftovers(run / "checkpoints")
+
+
+@pytest.mark.fault
+def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> None:
+    """SIGKILL after a random time, again and again, saving after every step: the end is always the same."""
+    import random
+
+    run = tmp_path / "run"
+    chance = random.Random(fault_seed)
+    kills = 0
+    for _ in range(20):
+        process = subprocess.Popen(_doomed(run, "never"), env=_environ(), stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        started = any(line.startswith("training") for line in process.stdout)
+        try:
+            process.wait(timeout=chance.uniform(0.0, 0.6) if started else 60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += 1
+        process.stdout.close()
+        if process.wait() == 0:
+            break
+    assert kills > 0
+    _fit(tiny_run.config(run, steps=6, save_every=1), resume="auto")
+    assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
