@@ -64,7 +64,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             "this process was started by mpirun, which does not say where the processes meet",
             expected="torchrun, accelerate launch or srun",
             found=f"OMPI_COMM_WORLD_SIZE={env['OMPI_COMM_WORLD_SIZE']}",
-            fix="torchrun --nproc-per-node N -m pipeline.cli train ...",
+            fix="torchrun --nproc-per-node N --no-python sana-pipe train ...",
         )
     advice: tuple[str, ...] = ()
     if "SLURM_JOB_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:

@@ -22,6 +22,7 @@ import yaml
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from pipeline.cache.store import Cache
 from pipeline.config import Config, OptimConfig
 from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError, UserError
@@ -547,6 +548,29 @@ def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 7.0)]
 
 
+def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
+    """From a real snapshot; a run that is resumed keeps its snapshot though the cache has a newer one."""
+    import stages.bucket
+    import stages.train
+
+    few = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0"]
+    said: list[str] = []
+    first = make_config(tmp_path, *few, "train.steps=2")
+    report = stages.train.run(first, say=said.append)
+    assert report.step == 2
+    assert "12 samples" in said[0]
+    mine = checkpoint.read_document(report.checkpoint).state.snapshot  # type: ignore[arg-type]
+    stages.bucket.run(make_config(tmp_path, "bucket.batch=6"))
+    longer = make_config(tmp_path, *few, "train.steps=3")
+    newest = Cache(longer.cache).open_snapshot(None).id
+    assert newest != mine
+    with pytest.raises(checkpoint.CheckpointError, match=f"snapshot: the checkpoint has {mine}, this run {newest}"):
+        stages.train.run(longer, snapshot=newest, resume="auto", say=said.append)
+    report = stages.train.run(longer, resume="auto", say=said.append)
+    assert report.step == 3
+    assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
+
+
 def test_the_stage_brings_in_no_encoder() -> None:
     code = (
         "import sys, stages.train\n"
@@ -554,6 +578,31 @@ def test_the_stage_brings_in_no_encoder() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_the_losses_are_those_of_the_cpu(precision: str, finished: Path, tmp_path: Path) -> None:
+    settings = tiny_run.config(tmp_path / "run", steps=6, precision=precision, device="cuda")
+    _fit(settings)
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    expected = [row["loss"] for row in metrics.read(finished / "metrics.jsonl")]
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-3 if precision == "fp32" else 2e-2)
+    assert all(row["memory_gib"] > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_bad_number_is_named_though_it_is_read_later(tmp_path: Path) -> None:
+    """No row between, so that the verdict of step 3 is read during step 4; the message is about step 3."""
+
+    def touch(step: int) -> Batch | None:
+        batch = tiny_run.global_batch(step)
+        return replace(batch, noise=batch.noise * float("nan")) if step == 2 else None
+
+    settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2, log_every=100, device="cuda")
+    with pytest.raises(NonFiniteError, match="step 3"):
+        _fit(settings, touch=touch)
+    assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-00000002"]
 
 
 # --------------------------------------------------------------------------------------------------------- faults
@@ -594,7 +643,7 @@ def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     chance = random.Random(fault_seed)
     kills = 0
-    for _ in range(20):
+    for _ in range(6):
         process = subprocess.Popen(_doomed(run, "never"), env=_environ(), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         started = any(line.startswith("training") for line in process.stdout)

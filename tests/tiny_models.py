@@ -1,4 +1,4 @@
-"""Small real models for the whole suite, unfitted: made in seconds, loaded by the same code as the released ones."""
+"""Small real models for the tests: VAE, text encoder, tokenizer and scheduler, unfitted, made in a few seconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from pathlib import Path
 from pipeline.data.captions import INSTRUCTIONS
 from pipeline.models import tiny
 
-CAPTIONS = [
-    "an astronaut in an orange space suit beside a US flag", "a cup of coffee on a wooden table", "a cat",
-    "a rocket on its launch pad at night", "picture number twelve is very good", "a photo of a dog on grass",
-]  # fmt: skip
+CAPTIONS = (
+    "a red circle on a white table",
+    "two small dogs run through green grass",
+    "an old house by the sea at night",
+    'a sign that says "open" in a shop window',
+    "portrait of a woman with short hair",
+    "a bowl of fruit, bananas and apples",
+    "snow on the mountains behind a lake",
+    "a yellow bicycle leaning against a brick wall",
+)
 
 
 def build(folder: Path, seed: int = 0) -> Path:
-    """Make vae/, text_encoder/, tokenizer/ and scheduler/ in `folder` and return it."""
+    """Make `vae/` (f8, 16 channels), `text_encoder/` (128 wide), `tokenizer/` and `scheduler/` in `folder`.
+
+    The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration with the
+    default subfolders names them all.
+    """
     tiny.make_all(folder, [], CAPTIONS, instruction=INSTRUCTIONS["diffusers"], steps=0, seed=seed)
     return folder

@@ -66,7 +66,7 @@ class Files:
     def temporary(self) -> Iterator[Path]:
         """A path under `tmp/` that no other writer uses; removed at the end if still there."""
         folder = self.root / "tmp"
-        with _explained(folder):
+        with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
         try:
@@ -81,7 +81,7 @@ class Files:
             False if the name was taken (the temporary file is left as it is).
         """
         target = self.path(name)
-        with _explained(target):
+        with explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(temporary, target)
@@ -102,7 +102,7 @@ class Files:
         if self.exists(name):
             return False
         with self.temporary() as path:
-            with _explained(path), open(path, "xb") as file:
+            with explained(path), open(path, "xb") as file:
                 file.write(data)
                 _sync(file)
             if path.read_bytes() != data:
@@ -116,7 +116,7 @@ class Files:
         if self.exists(target) and self.path(target).read_bytes() == data:
             return name
         with self.temporary() as path:
-            with _explained(path), open(path, "xb") as file:
+            with explained(path), open(path, "xb") as file:
                 file.write(data)
                 _sync(file)
             self.publish_content(path, target, name)
@@ -139,18 +139,18 @@ class Files:
         if self.publish(temporary, name):
             return
         if file_digest(self.path(name)) != digest:
-            with _explained(self.path(name)):
+            with explained(self.path(name)):
                 os.replace(temporary, self.path(name))
                 _sync_folder(self.path(name).parent)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a derived file that may change (reports); readers see the old one or the new one."""
         with self.temporary() as path:
-            with _explained(path), open(path, "xb") as file:
+            with explained(path), open(path, "xb") as file:
                 file.write(data)
                 _sync(file)
             target = self.path(name)
-            with _explained(target):
+            with explained(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
 
@@ -231,7 +231,7 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn the operating system's refusals into errors for people."""
     try:
         yield

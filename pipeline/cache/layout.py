@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import xxhash
 
@@ -82,7 +82,7 @@ class Recipe:
         ]
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Recipe:
+    def from_values(cls, values: dict[str, Any]) -> Self:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -113,7 +113,7 @@ class LatentRecipe(Recipe):
     storage: str = "bf16"
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Recipe:
+    def from_values(cls, values: dict[str, Any]) -> Self:
         values = dict(values)
         if isinstance(values.get("background"), list):
             values["background"] = tuple(values["background"])

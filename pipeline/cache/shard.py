@@ -18,6 +18,7 @@ import os
 import tarfile
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import layout
-from pipeline.cache.files import Files
+from pipeline.cache.files import Files, explained
 from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
@@ -98,7 +99,8 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # what is still buffered belongs to a shard that is given up
+            self._file.close()
         self._stack.__exit__(None, None, None)
 
     def __len__(self) -> int:
@@ -118,7 +120,7 @@ class ShardWriter:
         array = np.ascontiguousarray(array).astype("<u2", copy=False)
         if not finite(array):
             raise IntegrityError(f"record {key.hex()}: holds NaN or infinity, which is never stored")
-        payload = memoryview(array).cast("B")
+        payload = memoryview(array.data).cast("B")
         header = npy_header(array.shape)
         start = self._member(f"{key.hex()}.npy", header, payload)
         row: dict[str, Any] = {
@@ -141,9 +143,10 @@ class ShardWriter:
         table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
         self._member(f"{layout.META}/records.arrow", to_ipc(table))
         self._write(bytes(2 * BLOCK))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with explained(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         digest = self._state.hexdigest()
         self.files.publish_content(self._path, layout.Paths.shard(self.recipe.name, digest), digest)
         return digest, self._offset, table
@@ -160,13 +163,8 @@ class ShardWriter:
         return start
 
     def _write(self, data: bytes | memoryview) -> None:
-        try:
+        with explained(self._path):
             self._file.write(data)
-        except OSError as error:
-            raise CacheError(
-                f"{self._path}: cannot be written: {error.strerror}",
-                fix="free space, then run the same command again: it continues",
-            ) from error
         self._state.update(data)
         self._offset += len(data)
 
@@ -198,7 +196,7 @@ class Reader:
         Raises:
             IntegrityError: short, wrong or foreign bytes; names shard, record and offset.
         """
-        view = memoryview(into).cast("B")
+        view = memoryview(into.data).cast("B")
         found = b""
         for _ in range(2):
             got = self._pread(shard, offset, view)

@@ -7,7 +7,7 @@ Price: scans and indexes are held in memory while joining.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Joined:
 
     rows: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
-    crop: Counter[int] = field(default_factory=Counter)
+    crop: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     shards: dict[str, dict[int, int]] = field(default_factory=lambda: {"latent": {}, "text": {}})
 
 
@@ -138,7 +138,10 @@ def assemble(
         CacheError: the null record is missing.
     """
     left = Counter(joined.left_out)
-    samples, names, counts, report = [], [], [], []
+    samples: list[dict[str, Any]] = []
+    names: list[dict[str, Any]] = []
+    counts: list[dict[str, int]] = []
+    report: list[BucketReport] = []
     for bucket, (height, width) in enumerate(table):
         rows = sorted(joined.rows.get(bucket, []), key=lambda pair: pair[0]["sample_id"])
         if not rows:

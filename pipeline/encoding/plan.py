@@ -124,7 +124,8 @@ def _plan(
             missing = [row for row in missing if row["key"] not in assigned or last[row["key"]] in done]
         if not missing:
             return plans
-        units, rows = [], []
+        units: list[Unit] = []
+        rows: list[dict[str, Any]] = []
         for members in cut(missing):
             unit = layout.digest("unit", recipe.name, str(len(plans)), *(row["key"] for row in members)).hex()
             units.append(Unit(unit, len(rows), len(members), batch))

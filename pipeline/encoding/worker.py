@@ -47,7 +47,7 @@ class CaptionEncoder(Protocol):
 
 def missing_units(cache: Cache, plans: list[Plan]) -> list[tuple[Plan, Unit]]:
     """Units that nobody has committed, in plan order. Finished plans get their segment on the way."""
-    todo = []
+    todo: list[tuple[Plan, Unit]] = []
     for plan in plans:
         done = index.committed(cache.files, plan.recipe, plan.number)
         left = [unit for unit in plan.units if unit.unit not in done]
@@ -117,8 +117,8 @@ def encode_captions(
         for start in range(0, len(members), unit.batch):
             batch = members[start : start + unit.batch]
             if batch[0]["caption"] is None:
-                array, valid = encoder.null()
-                writer.add(batch[0]["key"], array, caption="", valid=valid)
+                null, valid = encoder.null()
+                writer.add(batch[0]["key"], null, caption="", valid=valid)
                 progress(1, 0)
                 continue
             normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]

@@ -1,7 +1,7 @@
 """The frozen networks: pictures to latents, captions to rows, latents back to pictures.
 
-What: `LatentEncoder` (DC-AE's encoder alone), `TextEncoder` (Gemma-2 with Sana's selection rule), `LatentDecoder` (DC-AE's
-decoder alone), and `describe_vae` / `describe_text`, which say from the files alone what decides their values.
+What: `LatentEncoder` (DC-AE's encoder alone), `TextEncoder` (Gemma-2 with Sana's selection rule), `LatentDecoder`
+(DC-AE's decoder alone), and `describe_vae` / `describe_text`, which say from the files alone what decides their values.
 Why: latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
 beyond need, and a recipe changes exactly when a value could change.
 Price: describing a model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
@@ -445,10 +445,10 @@ class TextEncoder:
     """Gemma-2's last hidden states (after its final norm), selected as Sana selects them.
 
     The rule (NVlabs/Sana `train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is cut and padded
-    on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last `max_length - 1` positions
-    are kept, and of those the ones that are not padding count. The 2 stands for <bos> and the instruction's trailing
-    space, which merges with the caption's first word. Attention is causal, so rows do not depend on padding to their right,
-    and the padding is left out.
+    on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last `max_length - 1`
+    positions are kept, and of those the ones that are not padding count. The 2 stands for <bos> and the instruction's
+    trailing space, which merges with the caption's first word. Attention is causal, so rows do not depend on padding
+    to their right, and the padding is left out.
 
     Attributes:
         width: values per row.
@@ -539,12 +539,12 @@ class TextEncoder:
             cut = self._tokenize([captions[i] for i in long], truncation=True)
             for i, ids in zip(long, cut, strict=True):
                 rows[i] = ids
-            self.truncated += len(long)
         hidden = self._hidden(rows, max(map(len, rows)))
         kept = [torch.cat([hidden[i, :1], hidden[i, self._first : len(ids)]]) for i, ids in enumerate(rows)]
         bad = [i for i, values in enumerate(kept) if not bool(torch.isfinite(values).all())]
         if bad:
             raise NonFiniteError("text encoder", bad, self.dtype)
+        self.truncated += len(long)
         return [bf16_bits(values) for values in kept]
 
     @torch.inference_mode()

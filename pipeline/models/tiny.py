@@ -2,8 +2,8 @@
 
 What: a 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
 tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
-repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`). Also a dozen captioned photographs that ship inside the
-scikit-image wheel.
+repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`). Also a dozen captioned photographs that ship inside
+the scikit-image wheel.
 Why: they are of the same classes as the full-size ones and are read by the same code, so a machine without network,
 GPU or patience runs the true paths.
 Price: the VAE knows its own pictures and little else, and the text encoder tells captions apart without understanding
@@ -119,9 +119,9 @@ def make_vae(
 
     Each picture is cover-resized and centre-cropped to the size of nearest aspect ratio, with a little jitter of scale,
     place and side so that the pictures' neighbourhoods are learnt, not single arrays. The loss is L1 on pixels and on
-    their differences to the neighbours (edges). Latents are drawn towards zero mean and unit deviation and the decoder sees
-    them with noise, since generated latents are never exact. The scaling factor is 1 / root mean square of the latents, as
-    DC-AE defines it.
+    their differences to the neighbours (edges). Latents are drawn towards zero mean and unit deviation, and the decoder
+    sees them with noise, since generated latents are never exact. The scaling factor is 1 / root mean square of the
+    latents, as DC-AE defines it.
 
     Args:
         images: uint8 (H, W, 3) pictures of any size; may be empty when `steps` is 0.
@@ -198,13 +198,16 @@ def _new_vae() -> AutoencoderDC:
 def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
     """Make the network begin as the best linear code of 8x8 pixels: their principal components (PCA).
 
-    From a random start, a minute of training gives blurs (21 dB on a dozen pictures, where plain PCA has 25). So: blocks
-    begin as the identity (their last norm's weight is 0); each downsampling begins as pixel-unshuffle and each upsampling
-    as pixel-shuffle, the block's own shortcut subtracted; the ends hold the components. The decoder's last norm would
-    erase the amplitude, therefore a fourth channel holds a large constant which fixes the norm, and a bias keeps the
-    colours positive through the ReLU. Channels that this code does not use keep their random start, unread at first.
+    From a random start, a minute of training gives blurs (21 dB on a dozen pictures, where plain PCA has 25). So:
+    blocks begin as the identity (their last norm's weight is 0); each downsampling begins as pixel-unshuffle and each
+    upsampling as pixel-shuffle, the block's own shortcut subtracted; the ends hold the components. The decoder's last
+    norm would erase the amplitude, therefore a fourth channel holds a large constant which fixes the norm, and a bias
+    keeps the colours positive through the ReLU. Channels that this code does not use keep their random start, unread
+    at first.
     """
-    patches = [torch.nn.functional.pixel_unshuffle(_signal(group.flatten(0, 1)), COMPRESSION) for group in groups]
+    patches = [_signal(group.flatten(0, 1)) for group in groups]
+    for _ in range(3):  # thrice by 2 as the network does: the order of channels is another than once by 8
+        patches = [torch.nn.functional.pixel_unshuffle(patch, 2) for patch in patches]
     data = torch.cat([patch.permute(0, 2, 3, 1).reshape(-1, patch.shape[1]) for patch in patches])
     mean = data.mean(dim=0)
     components = torch.linalg.svd(data - mean, full_matrices=False)[2][:LATENT_CHANNELS]
@@ -238,16 +241,16 @@ def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
         decoder.conv_in.weight[row, row // decoder.in_shortcut_repeats, 1, 1] -= 1
     for stage, used in enumerate((3, 12, 48)):
         up = decoder.up_blocks[stage][0]
+        up.conv.weight *= 0.25
         _place(up.conv, torch.eye(4 * used))
-        for row in range(4 * used):
+        for row in range(len(up.conv.weight)):
             up.conv.weight[row, row // up.repeats, 1, 1] -= 1
     constant, lift = 8.0, 2.0
     last = decoder.up_blocks[0][0]
     last.conv.weight[12:16] = 0
-    last.conv.bias[12:16] = constant
     for row in range(12, 16):
-        last.conv.weight[row, row // last.repeats, 1, 1] -= 1
-    last.conv.weight[16:] *= 0.25
+        last.conv.weight[row, row // last.repeats, 1, 1] = -1
+    last.conv.bias[12:16] = constant
     decoder.norm_out.weight[:3] = constant / _WIDTHS[0] ** 0.5
     decoder.norm_out.bias[:3] = lift
     _place(decoder.conv_out, torch.eye(3), torch.full((3,), -lift))
@@ -269,7 +272,7 @@ def _nearest(shape: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> tuple[
 def _crops(
     images: Sequence[np.ndarray], size: tuple[int, int], sizes: Sequence[tuple[int, int]], jitter: int = 8
 ) -> torch.Tensor:
-    """uint8 (pictures of this size, 1 + jitter, 3, H, W): the centred cover crop, then jittered ones (up to 15 % zoom)."""
+    """uint8 (pictures of this size, 1 + jitter, 3, H, W): the centred cover crop, then ones zoomed by up to 15 %."""
     from PIL import Image
 
     height, width = size
@@ -349,11 +352,11 @@ def make_text(
 ) -> dict[str, float]:
     """Make a small random `Gemma2Model` and a tokenizer trained on the captions, and save both.
 
-    The tokenizer is Gemma's kind: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁", <bos>
-    comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word is
-    known. The model has Gemma-2's parts in small: softcapped logits, a sliding window (shorter than the instruction) in
-    every other layer, grouped queries. The embedding's deviation is raised so that token identity survives the unit-size
-    outputs of the random layers, which is what lets a small Sana tell a dozen captions apart.
+    The tokenizer is Gemma's kind: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁",
+    <bos> comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word
+    is known. The model has Gemma-2's parts in small: softcapped logits, a sliding window (shorter than the instruction)
+    in every other layer, grouped queries. The embedding's deviation is raised so that token identity survives the
+    unit-size outputs of the random layers, which is what lets a small Sana tell a dozen captions apart.
 
     Args:
         captions: what the tokenizer is trained on, normalised and raw alike.
@@ -403,7 +406,9 @@ def _new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
     learner.normalizer = normalizers.Replace(" ", _SPACE)
     # Pieces must not cross words while learning; in use the text is one run of characters, as in Gemma.
     learner.pre_tokenizer = pre_tokenizers.Split(_SPACE, behavior="merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=1, show_progress=False, initial_alphabet=[_SPACE])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=1, show_progress=False, initial_alphabet=[_SPACE]
+    )
     learner.train_from_iterator([f" {text}" for text in texts], trainer)
     model = json.loads(learner.to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)

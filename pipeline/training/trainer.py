@@ -6,6 +6,7 @@ Why so little in the loop: what a batch is, is decided by the loader; what a ste
 reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
 value that all of them have.
 Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
+At the start every process holds the whole model in fp32 in host memory (6.4 GB for Sana 1.6B), then its share.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
 """

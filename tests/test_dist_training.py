@@ -1,0 +1,160 @@
+"""Several processes against one: parity, resuming across numbers of processes, one verdict for all, signals.
+
+One launch of torchrun runs all the checks (`tests/workers/two_processes.py`); the tests below judge what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.training import checkpoint, metrics
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def torchrun(*arguments: object, processes: int = 2) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("two")
+    process = torchrun("tests.workers.two_processes", folder)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_the_launch_is_recognised(found: dict[str, Any]) -> None:
+    assert found["launch"] == {"kind": "torchrun", "size": 2, "backend": "gloo"}
+
+
+def test_the_model_is_really_sharded(found: dict[str, Any]) -> None:
+    sharded = found["wrapped"]
+    assert sharded["wrapped"] == sharded["blocks"] + 1
+    assert sharded["share"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_gradients_are_reduced_with_the_last_microbatch_only(found: dict[str, Any]) -> None:
+    assert found["wrapped"]["microbatches"] == 4
+    assert found["wrapped"]["reductions"] == found["wrapped"]["blocks"] + 1
+
+
+@pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)", "microbatch 1, recomputed", "no reshard"])
+def test_fp32_first_step(found: dict[str, Any], split: str) -> None:
+    assert found["fp32"]["gradient"][split] <= 2e-6
+    assert found["fp32"]["loss"][split] <= 2e-6
+    assert found["fp32"]["norm"][split] <= 2e-6
+
+
+@pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)"])
+def test_fp32_twenty_steps(found: dict[str, Any], split: str) -> None:
+    assert found["fp32"]["losses"][split] <= 1e-5
+
+
+def test_bf16_two_processes_are_one(found: dict[str, Any]) -> None:
+    assert found["bf16"]["gradient of two from one"] <= 1e-5
+    assert found["bf16"]["losses"] <= 1e-4
+
+
+def test_bf16_is_the_bf16_model(found: dict[str, Any]) -> None:
+    assert found["bf16"]["one from plain"] <= 3e-4
+    assert found["bf16"]["two from plain"] <= 3e-4
+
+
+def test_a_timestep_in_bf16_would_be_noticed(found: dict[str, Any]) -> None:
+    """The same comparison with FSDP2's default, which casts every input of the root."""
+    assert found["bf16"]["sabotaged two from plain"] > 1e-3
+    assert found["bf16"]["sabotaged gradient from fp32"] > found["bf16"]["gradient from fp32"]
+
+
+def test_a_bad_number_on_one_process_stops_all_in_the_same_words(found: dict[str, Any]) -> None:
+    first, second = found["bad_number"]["said"]
+    assert first == second
+    assert "NonFiniteError: step 2" in first
+    assert "48x80" in first
+    assert f"such a loss: {1006:016x}\n" in first
+
+
+def test_processes_that_start_from_other_weights_are_refused(found: dict[str, Any]) -> None:
+    first, second = found["other_weights"]["said"]
+    assert first == second
+    assert "different weights" in first
+    assert "processes [1]" in first
+
+
+def test_resumed_on_the_same_number_of_processes_is_bitwise_equal(found: dict[str, Any]) -> None:
+    assert found["resumed"]["bitwise"]["same"]
+    assert found["resumed"]["losses"]["same"] == 0
+
+
+@pytest.mark.parametrize("chain", ["one, then two", "two, then one", "one"])
+def test_resumed_on_another_number_of_processes(found: dict[str, Any], chain: str) -> None:
+    assert found["resumed"]["losses"][chain] <= 1e-5
+    assert found["resumed"]["weights"][chain] <= 1e-5
+
+
+def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any]) -> None:
+    assert found["resumed"]["losses"]["shifted"] > 1e-3
+    assert found["resumed"]["weights"]["shifted"] > 1e-4
+
+
+def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+    """The command line under torchrun, the cache's own loader, against one process."""
+    runs = {}
+    for processes in (1, 2):
+        sets = [
+            f"cache={small_cache}", f"train.output={tmp_path / str(processes)}", "train.steps=3", "train.log_every=1",
+            "train.precision=fp32", "train.device=cpu", "train.optim.warmup_steps=0",
+        ]  # fmt: skip
+        options = [word for text in sets for word in ("--set", text)]
+        process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        runs[processes] = [row["loss"] for row in metrics.read(tmp_path / str(processes) / "metrics.jsonl")]
+    assert len(runs[1]) == 3
+    assert runs[2] == pytest.approx(runs[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("whom", ["one worker", "the launcher"])
+def test_a_signal_saves_on_all_processes(tmp_path: Path, whom: str) -> None:
+    """SIGUSR1 to a process that is not the first, or SIGTERM to torchrun, which passes it on: all processes end after
+    the same step, and the checkpoint of that step is whole."""
+    run = tmp_path / "run"
+    process = torchrun("tests.workers.slow_run", run)
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or not metrics.read(run / "metrics.jsonl"):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if whom == "one worker":
+        os.kill(int((tmp_path / "rank-1.pid").read_text()), signal.SIGUSR1)
+    else:
+        process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    if whom == "one worker":
+        assert process.returncode == 0, output
+        assert "stopped by SIGUSR1" in output
+    newest = checkpoint.newest(run / "checkpoints")
+    assert newest is not None, output
+    document = checkpoint.read_document(newest)
+    assert 0 < document.state.step < tiny_run.config().train.steps * 1000
+    assert document.state.step == metrics.read(run / "metrics.jsonl")[-1]["step"]
+    checkpoint.load_model_state(newest)
+    assert not checkpoint.leftovers(run / "checkpoints")

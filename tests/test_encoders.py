@@ -1,0 +1,524 @@
+"""The encoders against diffusers' own pipeline, and the recipes that are read from files."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.config import TextConfig, VaeConfig, Weights
+from pipeline.data import captions as rules
+from pipeline.errors import UserError
+from pipeline.models import encoders, hub, tiny
+from tests import tiny_models
+
+INSTRUCTION = rules.INSTRUCTIONS["diffusers"]
+CAPTIONS = [
+    "a red circle",
+    "",
+    "A sign that says \"OPEN\" -- and it's 'new'",
+    "日本の猫、桜の下で眠る",
+    "  émile's café  ",
+    "🙂 smile",
+    "line one\nline two",
+    "x",
+    "two small dogs run through green grass by the sea at night " * 60,  # beyond 300 tokens: cut
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build(tmp_path_factory.mktemp("tiny") / "models")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path):
+    """diffusers' SanaPipeline on the same Gemma-2, in fp32."""
+    from diffusers import SanaPipeline
+    from transformers import AutoTokenizer, Gemma2Model
+
+    model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    return SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), model, None, None, None)
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> encoders.TextEncoder:
+    return encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (3, 48, 80, 3), dtype=np.uint8)
+
+
+def exact(encoder: encoders.TextEncoder, captions: list[str], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The rows before they are rounded to bf16."""
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders, "bf16_bits", lambda values: values.clone())
+        return encoder.encode(captions)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def reference(pipe, captions: list[str], **options) -> list[torch.Tensor]:
+    """What SanaPipeline computes with its default instruction, padding removed."""
+    from diffusers import SanaPipeline
+
+    default = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    rows, mask, _, _ = pipe.encode_prompt(
+        captions,
+        do_classifier_free_guidance=False,
+        complex_human_instruction=options.pop("instruction", default),
+        **options,
+    )
+    return [one[kept.bool()] for one, kept in zip(rows, mask, strict=True)]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# ---------------------------------------------------------------- captions
+
+
+@pytest.mark.parametrize("max_length", [300, 24])
+def test_rows_equal_those_of_sana_pipeline(
+    folder: Path, pipe, monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    config = TextConfig(id=str(folder), dtype="fp32", max_length=max_length)
+    encoder = encoders.TextEncoder.load(config, INSTRUCTION, "cpu")
+    mine = exact(encoder, [rules.normalise(c, "diffusers") for c in CAPTIONS], monkeypatch)
+    theirs = reference(pipe, CAPTIONS, max_sequence_length=max_length)
+    assert [len(rows) for rows in mine] == [len(rows) for rows in theirs]
+    assert max(relative(a, b) for a, b in zip(mine, theirs, strict=True)) < 1e-5
+    assert len(mine[-1]) == max_length and len({len(rows) for rows in mine}) > 3
+    assert encoder.truncated >= 1  # the long caption is cut, and counted
+
+
+def test_the_comparison_notices_a_wrong_rule(text: encoders.TextEncoder, pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: one position further, another quote in the instruction, no lowering; each must differ."""
+    theirs = reference(pipe, ["A Red circle"])[0]
+    assert relative(exact(text, ["a red circle"], monkeypatch)[0], theirs) < 1e-5
+    monkeypatch.setattr(text, "_first", text._first + 1)
+    assert len(exact(text, ["a red circle"], monkeypatch)[0]) != len(theirs)
+    monkeypatch.undo()
+    monkeypatch.setattr(text, "instruction", rules.INSTRUCTIONS["nvlabs"])
+    wrong = exact(text, ["a red circle"], monkeypatch)[0]
+    assert wrong.shape != theirs.shape or relative(wrong, theirs) > 1e-4
+    monkeypatch.undo()
+    wrong = exact(text, ["A Red circle"], monkeypatch)[0]
+    assert wrong.shape != theirs.shape or relative(wrong, theirs) > 1e-3
+
+
+def test_without_an_instruction(folder: Path, pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TextConfig(id=str(folder), dtype="fp32", max_length=12)
+    encoder = encoders.TextEncoder.load(config, "", "cpu")
+    mine = exact(encoder, ["a red circle", "", "two small dogs run " * 9], monkeypatch)
+    theirs = reference(pipe, ["a red circle", "", "two small dogs run " * 9], instruction=None, max_sequence_length=12)
+    # The pipeline strips; the trailing space of the cut caption lies beyond the cut.
+    assert [len(rows) for rows in mine] == [len(rows) for rows in theirs]
+    assert max(relative(a, b) for a, b in zip(mine, theirs, strict=True)) < 1e-5
+
+
+def test_rows_do_not_depend_on_the_batch(text: encoders.TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = exact(text, ["a red circle", "two small dogs run through green grass by the sea"], monkeypatch)
+    alone = exact(text, ["a red circle"], monkeypatch)[0]
+    assert relative(batch[0], alone) < 1e-5
+    assert text.encode([]) == [] and text.lengths([]) == []
+    assert text.lengths(["a red circle"])[0] < text.lengths(["a red circle on a white table"])[0]
+
+
+def test_null_is_the_empty_caption_with_all_its_rows(text: encoders.TextEncoder, pipe) -> None:
+    with torch.no_grad():
+        _, _, rows, mask = pipe.encode_prompt("a", negative_prompt="", max_sequence_length=300)
+    bits, valid = text.null()
+    assert bits.shape == (300, tiny.TEXT_WIDTH) and bits.dtype == np.uint16
+    assert valid == int(mask.sum()) == 1
+    difference = (encoders.from_bits(bits).float() - rows[0]).abs() / rows[0].abs().clamp_min(1e-2)
+    assert float(difference.max()) <= 2**-8 + 1e-4  # bf16 rounding
+    first = encoders.from_bits(text.encode(["a red circle"])[0])[0]
+    assert torch.equal(first, encoders.from_bits(bits)[0])  # <bos> sees only itself
+
+
+def test_captions_are_told_apart(text: encoders.TextEncoder) -> None:
+    """What a small Sana needs of a random Gemma-2: captions that differ give rows that differ by their own size."""
+    means = torch.stack(
+        [encoders.from_bits(rows).float()[1:].mean(0) for rows in text.encode(list(tiny_models.CAPTIONS))]
+    )
+    apart = torch.cdist(means, means) + torch.eye(len(means)) * 1e9
+    assert float(apart.min()) > 0.3 * float(means.norm(dim=1).mean())
+
+
+def test_a_bf16_encoder_runs_in_bf16(folder: Path, text: encoders.TextEncoder) -> None:
+    half = encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="bf16"), INSTRUCTION, "cpu")
+    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+    a, b = (encoders.from_bits(e.encode(["a red circle"])[0]).float() for e in (half, text))
+    assert 0 < relative(a, b) < 0.05
+
+
+def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, text: encoders.TextEncoder) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(Gemma2Config.from_pretrained(folder / "text_encoder"))
+    model.model.load_state_dict(text.model.state_dict())
+    model.save_pretrained(tmp_path / "lm", max_shard_size="400KB")
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    assert (tmp_path / "lm" / "model.safetensors.index.json").is_file()
+    config = TextConfig(id=str(tmp_path), subfolder="lm", dtype="fp32")
+    mine = encoders.TextEncoder.load(config, INSTRUCTION, "cpu").encode(["a red circle"])[0]
+    assert np.array_equal(mine, text.encode(["a red circle"])[0])
+    assert encoders.describe_text(config, "x") == encoders.describe_text(TextConfig(id=str(folder), dtype="fp32"), "x")
+
+
+def test_a_tokenizer_without_bos_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    path = copy / "tokenizer" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "add_bos_token": False}))
+    tokenizer = copy / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "post_processor": None}))
+    with pytest.raises(UserError, match="<bos>"):
+        encoders.TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+
+
+def test_missing_text_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers would warn and go on with random numbers."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    path = copy / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("layers.1.mlp.up_proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
+        encoders.TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+
+
+def test_text_that_is_not_finite_names_its_rows(text: encoders.TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = text._hidden
+
+    def broken(rows, length):
+        out = hidden(rows, length)
+        out[1, len(rows[1]) - 1, 3] = float("nan")
+        return out
+
+    monkeypatch.setattr(text, "_hidden", broken)
+    with pytest.raises(encoders.NonFiniteError) as caught:
+        text.encode(["a", "b", "c"])
+    assert caught.value.rows == (1,)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> None:
+    from diffusers import AutoencoderDC
+
+    whole = AutoencoderDC.from_pretrained(folder / "vae").eval()
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 255 * 2 - 1
+    with torch.no_grad():
+        want = (whole.encode(x).latent * whole.config.scaling_factor).to(torch.bfloat16)
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    bits = encoder.encode(images)
+    assert bits.dtype == np.uint16 and bits.shape == (3, tiny.LATENT_CHANNELS, 6, 10)
+    assert torch.equal(encoders.from_bits(bits), want)
+    assert np.array_equal(bits, encoder.encode(images))
+    assert (encoder.compression, encoder.channels) == (8, tiny.LATENT_CHANNELS)
+    doubled = VaeConfig(id=str(folder), scaling_factor=2 * whole.config.scaling_factor)
+    twice = encoders.from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
+    assert torch.equal(twice.float(), 2 * want.float())
+
+
+def test_each_half_holds_no_part_of_the_other(folder: Path) -> None:
+    config = VaeConfig(id=str(folder))
+    encoder, decoder = encoders.LatentEncoder.load(config, "cpu"), encoders.LatentDecoder.load(config, "cpu")
+    names = {name.split(".")[0] for name, _ in encoder.model.named_parameters()}
+    assert names == {"encoder"} and not hasattr(encoder.model, "decoder")
+    assert {name.split(".")[0] for name, _ in decoder.model.named_parameters()} == {"decoder"}
+    assert not any(t.is_meta for half in (encoder, decoder) for t in half.model.state_dict().values())
+
+
+def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray) -> None:
+    from diffusers import AutoencoderDC
+
+    config = VaeConfig(id=str(folder))
+    latents = encoders.from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images))
+    whole = AutoencoderDC.from_pretrained(folder / "vae").eval()
+    with torch.no_grad():
+        want = whole.decode(latents.float() / whole.config.scaling_factor).sample
+    want = ((want / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    got = encoders.LatentDecoder.load(config, "cpu").decode(latents)
+    assert got.dtype == np.uint8 and np.array_equal(got, want)
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    # 1 + 2^-8 lies half way between 1 and 1 + 2^-7: to even, down; the next half way goes up.
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0, 3.0e38])
+    assert encoders.bf16_bits(values).tolist() == [0x3F80, 0x3F82, 0x8000, 0x7F62]
+    everything = np.arange(65536, dtype=np.uint16)
+    assert np.array_equal(encoders.bf16_bits(encoders.from_bits(everything)), everything)
+
+
+def test_a_bf16_vae_runs_in_bf16(folder: Path, images: np.ndarray) -> None:
+    half = encoders.LatentEncoder.load(VaeConfig(id=str(folder), dtype="bf16"), "cpu")
+    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+    full = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    a, b = (encoders.from_bits(e.encode(images)).float() for e in (half, full))
+    assert 0 < relative(a, b) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(1, 60, 64, 3), (1, 64, 70, 3), (1, 64, 64, 4), (64, 64, 3)])
+def test_other_shapes_are_refused(folder: Path, shape: tuple[int, ...]) -> None:
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    with pytest.raises(UserError):
+        encoder.encode(np.zeros(shape, np.uint8))
+
+
+def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.ndarray) -> None:
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    inner = encoder.model.encoder
+    encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
+    with pytest.raises(encoders.NonFiniteError) as caught:
+        encoder.encode(images)
+    assert caught.value.rows == (0, 2)  # 3.4e38 is finite in fp32 and infinite in bf16
+
+
+class Spoil(torch.nn.Module):
+    def __init__(self, values: dict[int, float]):
+        super().__init__()
+        self.values = values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for row, value in self.values.items():
+            x[row, 0, 0, 0] = value
+        return x
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def describe(folder: Path) -> tuple[dict, dict]:
+    return encoders.describe_vae(VaeConfig(id=str(folder))), encoders.describe_text(
+        TextConfig(id=str(folder)), INSTRUCTION
+    )
+
+
+def change(path: Path, name: str) -> None:
+    """Add one unit in the last place to one number of a tensor."""
+    tensors = load_file(path)
+    flat = tensors[name].flatten()
+    flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
+    tensors[name] = flat.reshape(tensors[name].shape)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_recipe_fields(folder: Path) -> None:
+    vae, text = describe(folder)
+    saved = json.loads((folder / "vae" / "config.json").read_text())
+    assert vae == {
+        "id": "", "revision": None, "weights": vae["weights"], "compression": 8, "channels": tiny.LATENT_CHANNELS,
+        "dtype": "fp32", "scaling_factor": saved["scaling_factor"], "tiling": False,
+    }  # fmt: skip
+    assert text == {
+        "id": "", "revision": None, "weights": text["weights"], "tokenizer": text["tokenizer"], "dtype": "bf16",
+        "attention": "eager", "instruction": INSTRUCTION, "normalisation": "diffusers", "max_length": 300,
+        "selection": "sana", "width": tiny.TEXT_WIDTH,
+    }  # fmt: skip
+    assert all(len(digest) == 32 for digest in (vae["weights"], text["weights"], text["tokenizer"]))
+    json.dumps((vae, text), allow_nan=False)
+
+
+def test_a_moved_or_resharded_model_is_the_same_recipe(folder: Path, tmp_path: Path) -> None:
+    from diffusers import AutoencoderDC
+    from transformers import Gemma2Model
+
+    moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    assert describe(moved) == describe(folder)
+    AutoencoderDC.from_pretrained(folder / "vae").save_pretrained(tmp_path / "new" / "vae", max_shard_size="1MB")
+    model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype="auto")
+    model.save_pretrained(tmp_path / "new" / "text_encoder", max_shard_size="300KB")
+    shutil.copytree(folder / "tokenizer", tmp_path / "new" / "tokenizer")
+    assert len(list((tmp_path / "new").glob("*/*-of-*.safetensors"))) > 4
+    assert describe(tmp_path / "new") == describe(folder)
+
+
+def test_what_changes_a_value_changes_the_recipe_and_nothing_else_does(folder: Path, tmp_path: Path) -> None:
+    before = describe(folder)
+
+    def after(name: str, edit) -> tuple[dict, dict]:
+        copy = Path(shutil.copytree(folder, tmp_path / name))
+        edit(copy)
+        return describe(copy)
+
+    def settings(file: str, **values):
+        def edit(copy: Path) -> None:
+            path = copy / file
+            path.write_text(json.dumps({**json.loads(path.read_text()), **values}, indent=3))
+
+        return edit
+
+    vae = "vae/diffusion_pytorch_model.safetensors"
+    text = "text_encoder/model.safetensors"
+    assert after("decoder", lambda c: change(c / vae, "decoder.conv_out.weight")) == before
+    assert (
+        after("notes", settings("text_encoder/config.json", transformers_version="4.1", architectures=["X"])) == before
+    )
+    assert after("padding", settings("tokenizer/tokenizer.json", padding={"strategy": "BatchLongest"})) == before
+
+    changed = after("encoder", lambda c: change(c / vae, "encoder.conv_out.weight"))
+    assert changed[0]["weights"] != before[0]["weights"] and changed[1] == before[1]
+    changed = after("heads", settings("vae/config.json", attention_head_dim=16))
+    assert changed[0]["weights"] != before[0]["weights"]
+    changed = after("scale", settings("vae/config.json", scaling_factor=0.5))
+    assert changed[0] == {**before[0], "scaling_factor": 0.5}
+
+    changed = after("text", lambda c: change(c / text, "norm.weight"))
+    assert changed[1]["weights"] != before[1]["weights"] and changed[0] == before[0]
+    changed = after("softcap", settings("text_encoder/config.json", attn_logit_softcapping=30.0))
+    assert changed[1]["weights"] != before[1]["weights"]
+    changed = after("token", settings("tokenizer/tokenizer.json", normalizer=None))
+    assert changed[1] == {**before[1], "tokenizer": changed[1]["tokenizer"]}
+    assert changed[1]["tokenizer"] != before[1]["tokenizer"]
+
+
+def test_describing_builds_no_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a module was built")
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", forbidden)
+    assert describe(folder)
+
+
+# ---------------------------------------------------------------- where weights come from
+
+
+def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="AutoencoderDC"):
+        encoders.describe_vae(VaeConfig(id=str(folder), subfolder="text_encoder"))
+    with pytest.raises(UserError, match="gemma2"):
+        encoders.describe_text(TextConfig(id=str(folder), subfolder="vae"), "")
+    with pytest.raises(UserError, match="tokenizer"):
+        encoders.describe_text(TextConfig(id=str(folder), tokenizer_subfolder="scheduler"), "")
+    with pytest.raises(UserError, match="no subfolder 'nothing'") as caught:
+        hub.resolve(Weights(id=str(folder), subfolder="nothing"))
+    assert "text_encoder" in str(caught.value)
+    with pytest.raises(UserError, match="not a hub id"):
+        hub.resolve(Weights(id=str(tmp_path / "absent")))
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    (broken / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0not json!")
+    with pytest.raises(UserError, match="safetensors"):
+        encoders.describe_vae(VaeConfig(id=str(broken)))
+    (broken / "vae" / "diffusion_pytorch_model.safetensors").rename(broken / "vae" / "diffusion_pytorch_model.bin")
+    with pytest.raises(UserError, match=r"diffusion_pytorch_model\.bin"):
+        encoders.describe_vae(VaeConfig(id=str(broken)))
+
+
+def test_missing_shards_are_named(folder: Path, tmp_path: Path) -> None:
+    from diffusers import AutoencoderDC
+
+    AutoencoderDC.from_pretrained(folder / "vae").save_pretrained(tmp_path / "vae", max_shard_size="1MB")
+    lost = sorted((tmp_path / "vae").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(UserError, match=lost.name):
+        encoders.LatentEncoder.load(VaeConfig(id=str(tmp_path)), "cpu")
+
+
+def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the hub, and that its errors become sentences."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = VaeConfig(id="owner/sana", revision="abc", variant="bf16")
+    assert hub.resolve(config) == folder / "vae"
+    name, revision, patterns = asked[0]
+    assert (name, revision) == ("owner/sana", "abc")
+    assert "vae/diffusion_pytorch_model.bf16.safetensors" in patterns and "vae/*.json" in patterns
+    assert not any("pytorch_model.safetensors" in pattern for pattern in patterns)  # one variant, not all
+    described = encoders.describe_vae(config.model_copy(update={"variant": None}))
+    assert (described["id"], described["revision"]) == ("owner/sana", "abc")
+
+    for error, words in (
+        (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (errors.OfflineModeIsEnabled("offline"), "cannot be reached"),
+    ):
+
+        def fail(*_: object, error: Exception = error, **__: object) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(UserError, match=words) as caught:
+            hub.resolve(config)
+        assert caught.value.fix
+
+
+# ---------------------------------------------------------------- the small models
+
+
+def test_small_models_are_reproducible_and_readable_by_the_libraries(folder: Path, tmp_path: Path) -> None:
+    from diffusers import DPMSolverMultistepScheduler
+
+    again = tiny_models.build(tmp_path / "again")
+    assert describe(again) == describe(folder)
+    assert describe(tiny_models.build(tmp_path / "other", seed=1))[0]["weights"] != describe(folder)[0]["weights"]
+    scheduler = DPMSolverMultistepScheduler.from_pretrained(folder, subfolder="scheduler")
+    assert scheduler.config.use_flow_sigmas and scheduler.config.prediction_type == "flow_prediction"
+
+
+def test_the_tokenizer_merges_the_instructions_space(text: encoders.TextEncoder) -> None:
+    prefix = text.tokenizer.encode(INSTRUCTION)
+    whole = text.tokenizer.encode(INSTRUCTION + "a red circle")
+    assert whole[: len(prefix) - 1] == prefix[:-1] and whole[len(prefix) - 1] != prefix[-1]
+    assert text.tokenizer.decode(text.tokenizer.encode("日本 café 🙂")[1:]) == "日本 café 🙂"
+
+
+def test_demonstration_photographs(tmp_path: Path) -> None:
+    pytest.importorskip("skimage")
+    from PIL import Image
+
+    photos = tiny.demo_photos(tmp_path)
+    assert len(photos) == len({caption for _, caption in photos}) == 12
+    shapes = set()
+    for path, caption in photos:
+        assert path.with_suffix(".txt").read_text(encoding="utf-8").strip() == caption
+        with Image.open(path) as picture:
+            assert picture.mode == "RGB" and min(picture.size) >= 128
+            shapes.add(round(picture.height / picture.width, 1))
+    assert len(shapes) >= 3
+
+
+def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(UserError, match="scikit-image") as caught:
+        tiny.demo_photos(tmp_path)
+    assert "demo" in str(caught.value.fix)
+
+
+def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    y, x = np.mgrid[0:96, 0:96] / 95
+    pictures = [
+        np.stack([np.sin(rng.uniform(2, 14) * (x * np.cos(t) + y * np.sin(t))) for t in rng.uniform(0, 6, 3)], axis=-1)
+        for _ in range(4)
+    ]
+    images = [((picture / 2 + 0.5) * 255).astype(np.uint8) for picture in pictures]
+    start = tiny.make_vae(tmp_path / "start", images, steps=1, sizes=[(32, 32)], lr=1e-9)
+    fitted = tiny.make_vae(tmp_path / "fitted", images, steps=25, sizes=[(32, 32)])
+    assert start["psnr"] > 22 and fitted["psnr"] > start["psnr"]
+    config = VaeConfig(id=str(tmp_path / "fitted"), subfolder=None)
+    latents = encoders.from_bits(
+        encoders.LatentEncoder.load(config, "cpu").encode(np.stack([i[:64, :64] for i in images]))
+    )
+    assert 0.5 < float(latents.float().square().mean().sqrt()) < 2
