@@ -278,7 +278,7 @@ def test_other_shapes_are_refused(folder: Path, shape: tuple[int, ...]) -> None:
 
 
 def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.ndarray) -> None:
-    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), scaling_factor=1.0), "cpu")
     inner = encoder.model.encoder
     encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
     with pytest.raises(encoders.NonFiniteError) as caught:
@@ -507,18 +507,42 @@ def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path) -> None:
+    """Fitting starts where principal components of 8x8 pixels end, and is better after some steps."""
     rng = np.random.default_rng(3)
-    y, x = np.mgrid[0:96, 0:96] / 95
-    pictures = [
-        np.stack([np.sin(rng.uniform(2, 14) * (x * np.cos(t) + y * np.sin(t))) for t in rng.uniform(0, 6, 3)], axis=-1)
-        for _ in range(4)
-    ]
-    images = [((picture / 2 + 0.5) * 255).astype(np.uint8) for picture in pictures]
-    start = tiny.make_vae(tmp_path / "start", images, steps=1, sizes=[(32, 32)], lr=1e-9)
-    fitted = tiny.make_vae(tmp_path / "fitted", images, steps=25, sizes=[(32, 32)])
-    assert start["psnr"] > 22 and fitted["psnr"] > start["psnr"]
+    images = []
+    for _ in range(6):
+        image = np.full((64, 64, 3), rng.integers(0, 256, 3), np.uint8)
+        for _ in range(12):
+            y, x = rng.integers(0, 48, 2)
+            image[y : y + rng.integers(4, 24), x : x + rng.integers(4, 24)] = rng.integers(0, 256, 3)
+        images.append(image)
+    start = tiny.make_vae(tmp_path / "start", images, steps=1, sizes=[(64, 64)], lr=1e-12)
+    fitted = tiny.make_vae(tmp_path / "fitted", images, steps=60, sizes=[(64, 64)], batch=3, lr=6e-4)
+
+    pixels = torch.from_numpy(np.stack(images)).float() / 127.5 - 1
+    patches = pixels.reshape(6, 8, 8, 8, 8, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 192)
+    mean = patches.mean(0)
+    basis = torch.linalg.svd(patches - mean, full_matrices=False)[2][: tiny.LATENT_CHANNELS]
+    error = ((patches - mean) - (patches - mean) @ basis.T @ basis).square().reshape(6, -1).mean(1)
+    best = float((10 * torch.log10(4 / error)).mean())
+    assert start["psnr"] > best - 2  # the components also serve the jittered views
+    assert fitted["psnr"] > start["psnr"] + 0.2
+
     config = VaeConfig(id=str(tmp_path / "fitted"), subfolder=None)
-    latents = encoders.from_bits(
-        encoders.LatentEncoder.load(config, "cpu").encode(np.stack([i[:64, :64] for i in images]))
-    )
-    assert 0.5 < float(latents.float().square().mean().sqrt()) < 2
+    encoder, decoder = encoders.LatentEncoder.load(config, "cpu"), encoders.LatentDecoder.load(config, "cpu")
+    latents = encoders.from_bits(encoder.encode(np.stack(images)))
+    assert 0.98 < float(latents.float().square().mean().sqrt()) < 1.02  # the scaling factor was measured
+    error = (decoder.decode(latents).astype(np.float32) - np.stack(images)) ** 2
+    psnr = float(np.mean(10 * np.log10(255**2 / error.mean(axis=(1, 2, 3)))))
+    assert abs(psnr - fitted["psnr"]) < 0.2
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 80), (80, 48), (56, 72)])
+def test_any_multiple_of_eight_goes_through_and_back(folder: Path, size: tuple[int, int]) -> None:
+    config = VaeConfig(id=str(folder))
+    images = np.random.default_rng(1).integers(0, 256, (2, *size, 3), dtype=np.uint8)
+    bits = encoders.LatentEncoder.load(config, "cpu").encode(images)
+    assert bits.shape[2:] == (size[0] // 8, size[1] // 8)
+    assert encoders.LatentDecoder.load(config, "cpu").decode(encoders.from_bits(bits)).shape == images.shape
+    with pytest.raises(UserError, match="multiples of 8"):
+        tiny.make_vae(folder / "none", [], steps=0, sizes=[(size[0] + 4, size[1])])

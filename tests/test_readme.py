@@ -46,7 +46,7 @@ def test_the_commands_of_the_real_run_are_real() -> None:
     """Each `sana-pipe` command of the walk-through is one that the command line accepts (its --help is asked)."""
     from click.testing import CliRunner
 
-    from pipeline.cli import main
+    from pipeline.cli import cli
 
     lines = [line.removeprefix("$ ").split("#")[0].strip() for line in "\n".join(blocks("console")).splitlines()]
     commands = [line[line.index("sana-pipe ") :] for line in lines if "sana-pipe " in line]
@@ -54,7 +54,7 @@ def test_the_commands_of_the_real_run_are_real() -> None:
     for command in commands:
         _, name, *arguments = shlex.split(command)
         options = [argument for argument in arguments if argument.startswith("--")]
-        told = CliRunner().invoke(main, [name, "--help"])
+        told = CliRunner().invoke(cli, [name, "--help"])
         assert told.exit_code == 0, told.output
         assert all(option in told.output for option in options), command
 

@@ -96,7 +96,10 @@ def demo_photos(out: Path) -> list[tuple[Path, str]]:
         crop = Image.fromarray(np.asarray(pixels)).convert("RGB").crop(photo.box)
         large = max(crop.size) > 640
         path = out / f"{photo.name}.{'jpg' if large else 'png'}"
-        crop.save(path, **({"quality": 95, "subsampling": 0} if large else {}))
+        if large:
+            crop.save(path, quality=95, subsampling=0)
+        else:
+            crop.save(path)
         path.with_suffix(".txt").write_text(photo.caption + "\n", encoding="utf-8")
         written.append((path, photo.caption))
     return written
@@ -112,16 +115,16 @@ def make_vae(
     steps: int = 400,
     seed: int = 0,
     sizes: Sequence[tuple[int, int]] = SIZES,
-    batch: int = 8,
-    lr: float = 2e-3,
+    batch: int = 4,
+    lr: float = 1.5e-3,
 ) -> dict[str, float]:
     """Make an f8 `AutoencoderDC`, fit it to `images`, and save it in `folder`.
 
     Each picture is cover-resized and centre-cropped to the size of nearest aspect ratio, with a little jitter of scale,
     place and side so that the pictures' neighbourhoods are learnt, not single arrays. The loss is L1 on pixels and on
-    their differences to the neighbours (edges). Latents are drawn towards zero mean and unit deviation, and the decoder
-    sees them with noise, since generated latents are never exact. The scaling factor is 1 / root mean square of the
-    latents, as DC-AE defines it.
+    their differences to the neighbours (edges). Latents are drawn towards zero mean, unit deviation and short tails,
+    and the decoder sees them with noise, since generated latents are never exact. The scaling factor is 1 / root mean
+    square of the latents, as DC-AE defines it.
 
     Args:
         images: uint8 (H, W, 3) pictures of any size; may be empty when `steps` is 0.
@@ -326,7 +329,8 @@ def _fit(model: AutoencoderDC, groups: list[torch.Tensor], steps: int, batch: in
         noise = torch.randn(latent.shape, generator=generator)
         y = model.decode(latent + 0.05 * noise).sample
         moments = latent.mean(dim=(0, 2, 3)).square().mean() + (latent.square().mean() - 1).square()
-        loss = (y - x).abs().mean() + 0.5 * _edges(y - x) + 0.01 * moments
+        tails = (latent.abs() - 3).relu().square().mean()
+        loss = (y - x).abs().mean() + 0.5 * _edges(y - x) + 0.1 * (moments + tails)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

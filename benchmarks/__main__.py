@@ -1,0 +1,26 @@
+"""`python -m benchmarks [NAME ...]`: runs the named measurements, or all of them, one after the other."""
+
+from __future__ import annotations
+
+import pkgutil
+import runpy
+import sys
+
+import benchmarks
+
+
+def main(wanted: list[str]) -> int:
+    names = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_"))
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        print(f"no such measurement: {', '.join(unknown)}; there are: {', '.join(names)}", file=sys.stderr)
+        return 2
+    for name in wanted or names:
+        print(f"== python -m benchmarks.{name}", flush=True)
+        sys.argv = [f"benchmarks.{name}"]
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

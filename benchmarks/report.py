@@ -1,0 +1,53 @@
+"""What every measurement prints: a table, the machine and commit, and last one JSON line with the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def machine() -> str:
+    """Where a figure was taken: processor count, kind, torch."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{os.cpu_count()} x {platform.machine()}{gpu}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """The commit of this tree, with `+` if it was changed since."""
+    root = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        told = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return told.stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print aligned columns."""
+    cells = [list(head), *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    for row in cells:
+        print(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+
+
+def finish(figures: dict[str, float | str]) -> None:
+    """The last line: one JSON object."""
+    print(f"{machine()}; commit {commit()}")
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))

@@ -1,0 +1,140 @@
+"""The demonstration's own part: what it prepares, what it reuses, and what it says when a command fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.config import load
+from pipeline.errors import UserError
+from pipeline.models import tiny
+from stages import demo
+
+
+class Commands:
+    """Stands in for subprocess.run: records `sana-pipe` command lines and their directory."""
+
+    def __init__(self, failing: str | None = None, code: int = 4):
+        self.failing, self.code = failing, code
+        self.lines: list[list[str]] = []
+
+    def __call__(self, arguments: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+        line = arguments[4:]
+        self.lines.append(line)
+        assert (cwd / "sana-pipe.yaml").is_file()
+        return subprocess.CompletedProcess(arguments, self.code if line[0] == self.failing else 0)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    recorder = Commands()
+    monkeypatch.setattr(demo.subprocess, "run", recorder)
+    return recorder
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the fitting of the small models, and records what they would be fitted to."""
+    calls: list[dict[str, Any]] = []
+
+    def make(folder: Path, pictures: list[np.ndarray], captions: list[str], **options: Any) -> Any:
+        calls.append({"pictures": pictures, "captions": captions, **options})
+        folder.mkdir()
+        return {"vae": {"parameters": 1, "scaling_factor": 1.0, "psnr": 1.0}, "text": {"parameters": 1}}
+
+    monkeypatch.setattr(tiny, "make_all", make)
+    return calls
+
+
+def test_the_demonstration_runs_the_commands_in_its_folder(
+    tmp_path: Path, commands: Commands, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    assert demo.run(out) == 0
+    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample"]
+    assert commands.lines[0] == ["encode", "--data", "photos"]
+    assert len(list((out / "photos").glob("*.txt"))) == 12
+    assert len(made[0]["pictures"]) == 12
+    assert made[0]["sizes"] == load("tiny").data.buckets
+    said = capsys.readouterr().out
+    assert said.count("$ cd ") == 5
+    assert said.splitlines()[-1] == f"contact sheet: {out / 'samples' / 'contact_sheet.png'}"
+
+    before = {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()}
+    assert demo.run(out) == 0  # again: everything is reused, and every command is run again
+    assert len(made) == 1
+    assert {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()} == before
+    assert len(commands.lines) == 10
+
+
+def test_an_interrupted_preparation_is_done_again(
+    tmp_path: Path, commands: Commands, made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(folder: Path, *_: Any, **__: Any) -> Any:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "make_all", dies)
+        with pytest.raises(KeyboardInterrupt):
+            demo.run(tmp_path / "demo")
+    assert not (tmp_path / "demo" / "tiny").exists()
+    assert demo.run(tmp_path / "demo") == 0
+    assert list((tmp_path / "demo" / "tiny").iterdir()) == []
+
+
+def test_own_pictures(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
+    data = tmp_path / "mine"
+    data.mkdir()
+    for name, size in (("a", (900, 600)), ("b", (40, 60))):
+        Image.new("RGB", size, (9, 90, 200)).save(data / f"{name}.png")
+        (data / f"{name}.txt").write_text(f"picture {name}")
+    (data / "broken.png").write_bytes(b"no picture")
+    (data / "broken.txt").write_text("broken")
+    assert demo.run(tmp_path / "demo", data=data, quick=True) == 0
+    assert [p.shape for p in made[0]["pictures"]] == [(256, 384, 3), (60, 40, 3)]
+    assert made[0]["steps"] == demo.QUICK_VAE_STEPS
+    assert commands.lines[0] == ["encode", "--data", str(data)]
+    assert commands.lines[2][-2:] == ["--set", f"train.steps={demo.QUICK_TRAIN_STEPS}"]
+    assert not (tmp_path / "demo" / "photos").exists()
+
+
+def test_no_usable_picture(tmp_path: Path, commands: Commands) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.png").write_bytes(b"no picture")
+    (tmp_path / "mine" / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="no usable picture"):
+        demo.run(tmp_path / "demo", data=tmp_path / "mine")
+    assert commands.lines == []
+
+
+def test_a_failing_command_stops_the_demonstration(
+    tmp_path: Path, made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for code, expected in ((4, 4), (-9, 137)):
+        failing = Commands("train", code)
+        monkeypatch.setattr(demo.subprocess, "run", failing)
+        assert demo.run(tmp_path / "demo") == expected
+        assert [line[0] for line in failing.lines] == ["encode", "bucket", "train"]
+        assert f"ended with {code}" in capsys.readouterr().out
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    tmp_path: Path, commands: Commands, made: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="not a demonstration's folder"):
+        demo.run(tmp_path / "mine")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    demo.run(tmp_path / "demo", quick=True)
+    with pytest.raises(UserError, match="other options"):
+        demo.run(tmp_path / "demo", quick=False)
+    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"data": None, "quick": True}
