@@ -183,6 +183,9 @@ def draw_for(
             batch=config.train.microbatch,
         ).cpu()
         drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the decoding process needs the room
     return [
         Drawn(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
         for row, sample, caption, shape, latent, *_ in pieces

@@ -317,6 +317,20 @@ def test_a_later_scan_without_new_bytes_is_quick(start: Config, source: Path, mo
     assert time.monotonic() - began < 60
 
 
+def test_bucketing_again_makes_no_new_snapshot(start: Config, source: Path) -> None:
+    first = stages.bucket.run(start)
+    before = files(Path(start.cache))
+    assert stages.bucket.run(start) == first
+    assert files(Path(start.cache)) == before
+    picture(source / "new.png", 5)
+    stages.encode.run(start, data=str(source))
+    second = stages.bucket.run(start, name="more")
+    assert second != first
+    assert Cache(start.cache).open_snapshot("more").head["parent"] is None
+    assert Cache(start.cache).open_snapshot(first[:10]).id == first
+    assert stages.bucket.run(start) == second
+
+
 def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     cache = Cache(start.cache)
     recipe = cache.recipes("latent")[0].name

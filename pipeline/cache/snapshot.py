@@ -162,6 +162,11 @@ class Snapshot:
                         fix="restore it from a copy of the cache",
                     )  # fmt: skip
 
+    def check_chunk(self, number: int) -> None:
+        """Read a chunk whole and check it, samples and names."""
+        self._map(number, "samples", SAMPLES)
+        self._map(number, "names", NAMES)
+
     def row(self, bucket: int, position: int) -> int:
         if not 0 <= position < self.buckets[bucket].samples:
             raise IndexError(f"bucket {bucket} has {self.buckets[bucket].samples} samples, not {position + 1}")

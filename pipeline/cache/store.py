@@ -2,7 +2,7 @@
 
 What: `Cache` is the one object through which stages read and write a cache.
 Why: every rule of publication and identity is applied in one place.
-Price: none of its answers are kept in memory between calls; callers keep what they need.
+Price: but for the last table read, no answer is kept in memory between calls; callers keep what they need.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Cache:
             self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
         self.files.document(Paths.FORMAT)
         self.root = Path(root)
+        self._last_table: tuple[str, pa.Table] | None = None
 
     # ------------------------------------------------------------ recipes
 
@@ -94,8 +95,12 @@ class Cache:
         return self.files.put_content(sink.getvalue(), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:
-        data = self.files.content(Paths.table(digest, "parquet"), digest)
-        return pq.read_table(io.BytesIO(data))
+        """A Parquet table by its digest. The last one is kept: the units of a plan ask for the same table in turn."""
+        last = self._last_table
+        if last is None or last[0] != digest:
+            data = self.files.content(Paths.table(digest, "parquet"), digest)
+            last = self._last_table = (digest, pq.read_table(io.BytesIO(data)))
+        return last[1]
 
     # ------------------------------------------------------------ sources
 
@@ -149,7 +154,11 @@ class Cache:
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot name a snapshot", expected="letters, digits, '.', '_' and '-'")
         parent = self.snapshot_of(name or "latest")
-        if parent is not None and {**self.open_snapshot(parent).head, "parent": None} == {**head, "parent": None}:
+
+        def content(of: dict[str, Any]) -> bytes:  # canonical: a head that was read back holds lists, not tuples
+            return layout.canonical({**of, "parent": None})
+
+        if parent is not None and content(self.open_snapshot(parent).head) == content(head):
             snapshot_id = parent
         else:
             head = {**head, "parent": parent}

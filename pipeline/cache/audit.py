@@ -1,0 +1,278 @@
+"""Audit: what is in a cache, whether every byte of it is right, and what nothing needs any more.
+
+What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record, `unneeded`
+lists files that no commit, snapshot or open plan refers to.
+Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
+Price: `verify` reads every byte once; `status` reads documents only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.cache import index, layout, shard
+from pipeline.cache.files import STALE_TMP_S, file_digest
+from pipeline.cache.layout import Paths
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.errors import CacheError, IntegrityError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong. `records` are hex keys of damaged records, where the damage is inside a shard."""
+
+    path: str
+    problem: str
+    recipe: str = ""
+    plan: int = -1
+    unit: str = ""
+    records: tuple[str, ...] = ()
+
+
+def recipe_names(cache: Cache) -> list[str]:
+    return [n.removesuffix(".json") for n in cache.files.names("recipes") if n.endswith(".json")]
+
+
+# ---------------------------------------------------------------- status
+
+
+def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
+    """Counts of a cache, while or after it is filled: JSON values.
+
+    `rate` is records per second over the commits of the last ten minutes (0 when there were none), `eta_s` the time
+    that the records of the units still missing take at that rate (null when unknown).
+    """
+    moment = time.time() if now is None else now
+    stores = {}
+    for name in recipe_names(cache):
+        plans = cache.plans(name)
+        units = done = planned = made = size = rejects = 0
+        recent: list[tuple[float, int]] = []
+        for plan in plans:
+            units += len(plan.units)
+            planned += sum(unit.count for unit in plan.units)
+            counts = {unit.unit: unit.count for unit in plan.units}
+            for commit in index.commits(cache.files, name, plan.number):
+                done += 1
+                made += commit.records
+                size += commit.bytes
+                rejects += len(commit.rejects)
+                planned -= counts.get(commit.unit, 0)
+                path = cache.files.path(Paths.unit(name, plan.number, commit.unit))
+                if path.exists() and moment - path.stat().st_mtime < 600:
+                    recent.append((path.stat().st_mtime, commit.records))
+        span = moment - min((t for t, _ in recent), default=moment)
+        rate = sum(n for _, n in recent) / span if span > 1 else 0.0
+        stores[name] = {
+            "plans": len(plans), "units": units, "units_done": done, "records": made, "records_missing": planned,
+            "bytes": size, "rejects": rejects, "rate": rate, "eta_s": planned / rate if rate else None,
+        }  # fmt: skip
+    sources = {}
+    for name in cache.sources():
+        scan = cache.last_scan(name)
+        if scan is not None:
+            reasons = cache.table(scan["table"]).column("reject")
+            sources[name] = {
+                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
+                "latent": scan["latent"], "text": scan["text"],
+            }  # fmt: skip
+    names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
+    return {
+        "cache": str(cache.root), "complete": all(s["units"] == s["units_done"] for s in stores.values()),
+        "stores": stores, "sources": sources, "snapshots": names, "free_bytes": cache.files.free_bytes(),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- verify
+
+
+def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
+    """Read everything and yield what is wrong.
+
+    Args:
+        progress: called with the bytes of each file that was read.
+    """
+    for folder in ("recipes", "sources", "plans", "units", "segments", "snapshots", "names"):
+        for path in sorted((cache.root / folder).rglob("*.json")):
+            name = path.relative_to(cache.root).as_posix()
+            try:
+                layout.unseal(cache.files.read(name), str(path))
+            except CacheError as error:
+                yield Finding(name, error.what)
+            progress(path.stat().st_size if path.exists() else 0)
+    for path in sorted((cache.root / "tables").rglob("*.*")):
+        if file_digest(path) != path.stem:
+            yield Finding(path.relative_to(cache.root).as_posix(), "its bytes do not match its name")
+        progress(path.stat().st_size)
+    for name in recipe_names(cache):
+        for plan, commit in _commits(cache, name):
+            yield from _verify_unit(cache, name, plan, commit, progress)
+    for path in sorted((cache.root / "snapshots").glob("*.json")):
+        yield from _verify_snapshot(cache, path)
+
+
+def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
+    try:
+        for number in cache.files.numbers(Paths.plans(recipe)):
+            for commit in index.commits(cache.files, recipe, number):
+                yield number, commit
+    except CacheError:
+        return  # the damaged document has been named already
+
+
+def _verify_unit(
+    cache: Cache, recipe: str, plan: int, commit: index.Commit, progress: Callable[[int], None]
+) -> Iterator[Finding]:
+    if commit.shard is None:
+        return
+    name = Paths.shard(recipe, commit.shard)
+    path = cache.files.path(name)
+    own = {"recipe": recipe, "plan": plan, "unit": commit.unit}
+    try:
+        intact = file_digest(path) == commit.shard
+        progress(path.stat().st_size)
+    except FileNotFoundError:
+        keys = tuple(k.hex() for k in _keys(cache, commit))
+        yield Finding(name, f"the shard is missing with its {commit.records} records", records=keys, **own)
+        return
+    except OSError as error:
+        yield Finding(name, f"cannot be read: {error.strerror}", **own)
+        return
+    if not intact:
+        bad = tuple(key.hex() for key in bad_records(cache, recipe, commit))
+        what = f"{len(bad)} of {commit.records} records are damaged" if bad else "bytes outside the records are damaged"
+        yield Finding(name, what, records=bad, **own)
+
+
+def _keys(cache: Cache, commit: index.Commit) -> list[bytes]:
+    try:
+        return [row["key"] for row in record_rows(cache, commit)]
+    except CacheError:
+        return []
+
+
+def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
+    """Rows of a commit's record table.
+
+    Raises:
+        IntegrityError: the table is missing or damaged.
+    """
+    assert commit.table is not None
+    name = Paths.table(commit.table, "arrow")
+    return shard.from_ipc(cache.files.content(name, commit.table), name).to_pylist()
+
+
+def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
+    """Keys of the records of a shard whose payload or caption is not what was written."""
+    reader = shard.Reader(cache.files, recipe)
+    bad = []
+    assert commit.shard is not None
+    for row in record_rows(cache, commit):
+        try:
+            payload(reader, recipe, commit.shard, row)
+            if "caption_offset" in row:
+                reader.caption(
+                    commit.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"]
+                )
+        except IntegrityError:
+            bad.append(row["key"])
+    return bad
+
+
+def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
+    """One verified record of a shard (uint16)."""
+    latent = recipe.startswith("latent-")
+    shape = (row["channels"], row["height"], row["width"]) if latent else (row["rows"], row["width"])
+    into = np.empty(shape, np.uint16)
+    reader.read(name, row["offset"], row["key"], row["checksum"], into)
+    return into
+
+
+def _verify_snapshot(cache: Cache, path: Path) -> Iterator[Finding]:
+    name = path.relative_to(cache.root).as_posix()
+    try:
+        snapshot = Snapshot(cache.files, path.stem)
+        snapshot.check_shards()
+        for number in range(len(snapshot.head["chunks"])):
+            snapshot.check_chunk(number)
+    except CacheError as error:
+        yield Finding(name, error.what)
+
+
+# ---------------------------------------------------------------- what nothing needs
+
+
+def unneeded(
+    cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None = None
+) -> Iterator[tuple[str, int, str]]:
+    """Files that nothing refers to: (path, bytes, why). Younger files are spared: a writer may be about to commit them.
+
+    Every snapshot that a name points to now, every scan, every plan and every commit are spared with all they refer to.
+    """
+    moment = time.time() if now is None else now
+    kept_shards: set[str] = set()
+    kept_tables: set[str] = set()
+    named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
+    for source in cache.sources():
+        for number in cache.files.numbers(Paths.scans(source)):
+            body = cache.files.document(Paths.numbered(Paths.scans(source), number))
+            kept_tables.add(body["table"])
+    stale_heads = []
+    for head in cache.files.names("snapshots"):
+        snapshot_id = head.removesuffix(".json")
+        body = cache.files.document(f"snapshots/{head}")
+        if snapshot_id not in named:
+            stale_heads.append(f"snapshots/{head}")
+            continue
+        kept_tables |= {chunk[kind] for chunk in body["chunks"] for kind in ("samples", "names")}
+        kept_tables |= set(body["sources"].values())
+        kept_shards |= {s["name"] for shards in body["shards"].values() for s in shards}
+    replaced = []
+    for recipe in recipe_names(cache):
+        for plan in cache.plans(recipe):
+            kept_tables.add(plan.table)
+            segment = Paths.segment(recipe, plan.number)
+            if cache.files.exists(segment):
+                kept_tables.add(cache.files.document(segment)["table"])
+                folder = Paths.units(recipe, plan.number)
+                replaced += [f"{folder}/{name}" for name in cache.files.names(folder)]
+            for commit in index.commits(cache.files, recipe, plan.number):
+                kept_shards |= {commit.shard} if commit.shard else set()
+                kept_tables |= {commit.table} if commit.table else set()
+
+    def old(path: Path) -> bool:
+        try:
+            return moment - path.stat().st_mtime >= older_than_s
+        except FileNotFoundError:
+            return False
+
+    def entry(path: Path, why: str) -> tuple[str, int, str]:
+        return path.relative_to(cache.root).as_posix(), path.stat().st_size, why
+
+    for path in sorted((cache.root / "tmp").glob("*")):
+        if old(path):
+            yield entry(path, "left by a writer that died")
+    for path in sorted((cache.root / "shards").rglob("*.tar")):
+        if path.stem not in kept_shards and old(path):
+            yield entry(path, "no commit or snapshot refers to this shard")
+    for path in sorted((cache.root / "tables").rglob("*.*")):
+        if path.stem not in kept_tables and old(path):
+            yield entry(path, "nothing refers to this table")
+    for name in stale_heads:
+        if old(cache.files.path(name)):
+            yield entry(cache.files.path(name), "no name points to this snapshot")
+    for name in replaced:
+        if old(cache.files.path(name)):
+            yield entry(cache.files.path(name), "its plan's segment stands for it")
+
+
+def unit_of(cache: Cache, recipe: str, plan: int, unit: str) -> tuple[Plan, Unit]:
+    found = cache.plan(recipe, plan)
+    return found, next(u for u in found.units if u.unit == unit)
