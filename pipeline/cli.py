@@ -165,6 +165,45 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
 
 
 @cli.command()
+@_configured
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing."""
+    config = _load(config_path, overrides)
+    from stages import status as stage
+
+    return stage.run(config, as_json=as_json)
+
+
+@cli.command()
+@_configured
+@click.option("--repair", is_flag=True, help="Encode damaged records again, and only those.")
+@click.option("--data", multiple=True, metavar="NAME=DIR", help="Where a source is now, if it moved (for --repair).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify(
+    config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
+) -> Any:
+    """Read the whole cache and name what is damaged. Exit code 4 if something is (and was not restored)."""
+    config = _load(config_path, overrides)
+    from stages import verify as stage
+
+    return stage.run(config, mend=repair, data=data, as_json=as_json)
+
+
+@cli.command()
+@_configured
+@click.option("--yes", is_flag=True, help="Remove the files; without it they are only listed.")
+@click.option("--older-than-hours", type=click.FloatRange(min=0), default=48, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def gc(config_path: str | None, overrides: tuple[str, ...], yes: bool, older_than_hours: float, as_json: bool) -> Any:
+    """List, or remove, what no commit, snapshot or scan refers to."""
+    config = _load(config_path, overrides)
+    from stages import gc as stage
+
+    return stage.run(config, yes=yes, older_than_hours=older_than_hours, as_json=as_json)
+
+
+@cli.command()
 @click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Where everything of the demo goes.")
 @click.option("--data", metavar="DIR", help="Your own pictures with captions, instead of scikit-image's.")
 @click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")

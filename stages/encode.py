@@ -134,7 +134,8 @@ def _captions(
     with Progress("captions", sum(unit.count for _, unit in mine)) as bar:
         for plan, unit in mine:
             rows = _rows(cache, plan, unit)
-            made += worker.encode_captions(cache, recipe, plan, unit, rows, encoder, progress=bar.add).records
+            records = worker.caption_records(recipe, unit, rows, encoder)
+            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
     if encoder.truncated:
         click.echo(f"{encoder.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
     return made, len(todo) - len(mine)
@@ -161,18 +162,10 @@ def _images(
     made = 0
     with Progress("images", sum(unit.count for _, unit, _ in units)) as bar:
         for plan, unit, rows in units:
-            made += worker.encode_images(
-                cache,
-                recipe,
-                plan,
-                unit,
-                rows,
-                sources,
-                encoder,
-                max_pixels=config.data.max_pixels,
-                workers=config.encode.workers,
-                progress=bar.add,
-            ).records
+            records = worker.image_records(
+                recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers
+            )
+            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
     return made, len(todo) - len(units)
 
 

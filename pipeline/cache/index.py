@@ -92,13 +92,18 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
     if committed(files, recipe, plan) != set(units):
         return False
     done = commits(files, recipe, plan)
+    digest, rows = merged(files, recipe, done)
+    body = {"plan": plan, "table": digest, "records": rows, "commits": [commit.body() for commit in done]}
+    files.put(Paths.segment(recipe, plan), layout.seal(body))
+    return True
+
+
+def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
+    """Publish the merged record table of commits; returns its digest and its rows."""
     kind = recipe.partition("-")[0]
     tables = [_unit_table(files, kind, commit) for commit in done if commit.table]
     whole = pa.concat_tables(tables) if tables else _with_shard(RECORDS[kind].empty_table(), "")
-    digest = files.put_content(to_ipc(whole), "tables", "arrow")
-    body = {"plan": plan, "table": digest, "records": whole.num_rows, "commits": [commit.body() for commit in done]}
-    files.put(Paths.segment(recipe, plan), layout.seal(body))
-    return True
+    return files.put_content(to_ipc(whole), "tables", "arrow"), whole.num_rows
 
 
 def _with_shard(table: pa.Table, shard: str) -> pa.Table:

@@ -138,8 +138,12 @@ class ShardWriter:
         for name, values in self._columns.items():
             values.append(row[name])
 
-    def finish(self) -> tuple[str, int, pa.Table]:
-        """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
+    def finish(self, *, only: str | None = None) -> tuple[str, int, pa.Table]:
+        """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table.
+
+        Args:
+            only: publish if the digest is this one, else leave nothing behind (a repair that did not restore it).
+        """
         table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
         self._member(f"{layout.META}/records.arrow", to_ipc(table))
         self._write(bytes(2 * BLOCK))
@@ -148,7 +152,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
         digest = self._state.hexdigest()
-        self.files.publish_content(self._path, layout.Paths.shard(self.recipe.name, digest), digest)
+        if only in (None, digest):
+            self.files.publish_content(self._path, layout.Paths.shard(self.recipe.name, digest), digest)
         return digest, self._offset, table
 
     def _member(self, name: str, *pieces: bytes | memoryview) -> int:

@@ -1,6 +1,7 @@
 """Work: make the records of a unit and commit them.
 
-What: `encode_images` and `encode_captions` turn one unit of a plan into a shard and a commit document.
+What: `image_records` and `caption_records` encode the batches of one unit of a plan, `encode` writes them into a shard
+and commits it.
 Why: a unit is the grain of everything: of resuming (a killed process loses the unit it was at), of sharing work, and of
 the bytes (batches are fixed by the plan).
 Price: threads decode the next batches while the encoder works; pictures of `DECODE_AHEAD` batches are in memory.
@@ -12,8 +13,9 @@ rest of the unit goes on. Because a batch keeps its place when a member is missi
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,20 +64,31 @@ def share(todo: list[tuple[Plan, Unit]], task: int, tasks: int) -> list[tuple[Pl
     return [(plan, unit) for plan, unit in todo if int(unit.unit[:8], 16) % tasks == task]
 
 
-def encode_images(
-    cache: Cache, recipe: layout.LatentRecipe, plan: Plan, unit: Unit, rows: pa.Table, sources: dict[str, FolderSource],
-    encoder: ImageEncoder, *, max_pixels: int, workers: int, progress: Callable[[int, int], None],
-) -> Commit:  # fmt: skip
-    """Make and commit one image unit.
+@dataclass(frozen=True)
+class Record:
+    """One encoded record. `caption` is None for latents; `valid` None means every row."""
+
+    key: bytes
+    array: np.ndarray
+    caption: str | None = None
+    valid: int | None = None
+
+
+Made = tuple[list[Record], list[Reject]]
+"""What became of one batch."""
+
+
+def image_records(
+    recipe: layout.LatentRecipe, unit: Unit, rows: pa.Table, sources: dict[str, FolderSource], encoder: ImageEncoder, *,
+    max_pixels: int, workers: int, only: Container[bytes] | None = None,
+) -> Iterator[Made]:  # fmt: skip
+    """Encode an image unit, batch by batch.
 
     Args:
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
-        progress: called with (records made, records rejected) after each batch.
+        only: encode just the batches that hold one of these keys, in their old composition.
     """
-    members = rows.to_pylist()
-    batches = [members[i : i + unit.batch] for i in range(0, len(members), unit.batch)]
-    rejects: list[Reject] = []
 
     def decode(row: dict[str, Any]) -> np.ndarray | Reject:
         key, item = row["key"].hex(), row["item"]
@@ -90,46 +103,58 @@ def encode_images(
         except image.ImageReject as reject:
             return Reject(key, item, str(reject))
 
-    with ThreadPoolExecutor(max(1, workers)) as pool, shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
-        for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
-            bad = [d for d in decoded if isinstance(d, Reject)]
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for batch, decoded in _ahead(pool, decode, _batches(unit, rows, only), DECODE_AHEAD):
+            rejects = [d for d in decoded if isinstance(d, Reject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, Reject)]
+            records = []
             if good:
                 latents = _finite([picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)))
                 for (row, _), latent in zip(good, latents, strict=True):
                     if latent is not None:
-                        writer.add(row["key"], latent)
+                        records.append(Record(row["key"], latent))
                     else:
-                        bad.append(Reject(row["key"].hex(), row["item"], _NOT_FINITE))
-            rejects.extend(bad)
-            progress(len(batch) - len(bad), len(bad))
-        return _commit(cache, recipe, plan, unit, writer, rejects)
+                        rejects.append(Reject(row["key"].hex(), row["item"], _NOT_FINITE))
+            yield records, rejects
 
 
-def encode_captions(
-    cache: Cache, recipe: layout.TextRecipe, plan: Plan, unit: Unit, rows: pa.Table, encoder: CaptionEncoder, *,
+def caption_records(
+    recipe: layout.TextRecipe, unit: Unit, rows: pa.Table, encoder: CaptionEncoder, *,
+    only: Container[bytes] | None = None,
+) -> Iterator[Made]:  # fmt: skip
+    """Encode a text unit, batch by batch. `only` as in `image_records`."""
+    for batch in _batches(unit, rows, only):
+        if batch[0]["caption"] is None:
+            null, valid = encoder.null()
+            yield [Record(batch[0]["key"], null, "", valid)], []
+            continue
+        normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
+        records, rejects = [], []
+        for row, array in zip(batch, _finite(normalised, encoder.encode), strict=True):
+            if array is not None:
+                records.append(Record(row["key"], array, row["caption"]))
+            else:
+                rejects.append(Reject(row["key"].hex(), row["caption"], _NOT_FINITE))
+        yield records, rejects
+
+
+def encode(
+    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, made: Iterable[Made],
     progress: Callable[[int, int], None],
 ) -> Commit:  # fmt: skip
-    """Make and commit one text unit."""
-    members = rows.to_pylist()
+    """Write the records of a unit into its shard and commit it.
+
+    Args:
+        made: what `image_records` or `caption_records` yield.
+        progress: called with (records made, records rejected) after each batch.
+    """
     rejects: list[Reject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
-        for start in range(0, len(members), unit.batch):
-            batch = members[start : start + unit.batch]
-            if batch[0]["caption"] is None:
-                null, valid = encoder.null()
-                writer.add(batch[0]["key"], null, caption="", valid=valid)
-                progress(1, 0)
-                continue
-            normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
-            bad = 0
-            for row, array in zip(batch, _finite(normalised, encoder.encode), strict=True):
-                if array is not None:
-                    writer.add(row["key"], array, caption=row["caption"])
-                else:
-                    bad += 1
-                    rejects.append(Reject(row["key"].hex(), row["caption"], _NOT_FINITE))
-            progress(len(batch) - bad, bad)
+        for records, bad in made:
+            for record in records:
+                writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
+            rejects.extend(bad)
+            progress(len(records), len(bad))
         return _commit(cache, recipe, plan, unit, writer, rejects)
 
 
@@ -143,6 +168,12 @@ def provenance() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
     }
+
+
+def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[list[dict[str, Any]]]:
+    members = rows.to_pylist()
+    batches = [members[i : i + unit.batch] for i in range(0, len(members), unit.batch)]
+    return batches if only is None else [batch for batch in batches if any(row["key"] in only for row in batch)]
 
 
 def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.ndarray | None]:

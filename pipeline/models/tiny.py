@@ -12,9 +12,10 @@ them; neither says anything about quality at full size.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,7 +144,7 @@ def make_vae(
             raise UserError(f"the size {height}x{width} does not fit the VAE", expected=f"multiples of {COMPRESSION}")
     if steps and not images:
         raise UserError("there are no pictures to fit the VAE to", fix="give pictures")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = _new_vae()
         if steps:
@@ -170,6 +171,21 @@ def make_vae(
         "scaling_factor": float(model.config.scaling_factor),
         "psnr": psnr,
     }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread of computation: the same bits on any number of cores, and so the same recipe.
+
+    Two idle cores would be faster by a third; two busy ones slower several times, as threads wait for each other at
+    every small operation.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _new_vae() -> AutoencoderDC:

@@ -1,0 +1,44 @@
+"""`sana-pipe status`: what a cache holds and what is missing, from the cache alone, while or after it is filled."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pipeline.cache import audit
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+
+
+def run(config: Config, as_json: bool = False) -> int:
+    """Print the counts.
+
+    Returns:
+        0 if every planned unit is done, 1 if some are missing.
+
+    Raises:
+        CacheError: there is no cache, or a document of it is damaged.
+    """
+    told = audit.status(Cache(config.cache))
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        for name, source in told["sources"].items():
+            click.echo(
+                f"source {name!r}: {source['items']} items, {source['rejected']} rejected, from {source['root']}"
+            )
+        for name, store in told["stores"].items():
+            line = (
+                f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
+                f"{store['bytes'] / 1e9:.2f} GB, {store['rejects']} rejected"
+            )
+            if store["records_missing"]:
+                line += f", {store['records_missing']} records missing"
+                if store["rate"]:
+                    line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
+            click.echo(line)
+        for name, snapshot in told["snapshots"].items():
+            click.echo(f"snapshot {name}: {snapshot}")
+        click.echo(f"{told['free_bytes'] / 1e9:.1f} GB free; " + ("complete" if told["complete"] else "not complete"))
+    return 0 if told["complete"] else 1

@@ -1,0 +1,159 @@
+"""`sana-pipe verify`: reads a whole cache, names what is damaged, and with `--repair` makes just that again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import click
+
+from pipeline import launch
+from pipeline.cache import audit, layout
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.config import Config
+from pipeline.data import captions
+from pipeline.data.source import FolderSource
+from pipeline.encoding import repair, worker
+from pipeline.errors import IntegrityError, UserError
+from pipeline.models import encoders
+
+
+def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
+    """Verify, and repair if asked.
+
+    Args:
+        mend: encode damaged records again and restore their shards.
+        data: folders of the sources, where they are no longer where they were scanned (`NAME=DIR`).
+
+    Returns:
+        0 if everything is right (or was restored), else the exit code of an integrity error.
+
+    Raises:
+        CacheError: there is no cache.
+        UserError: a repair needs a source or a model that is not there.
+    """
+    cache = Cache(config.cache)
+    read = [0, 0]
+
+    def count(size: int) -> None:
+        read[0] += 1
+        read[1] += size
+
+    findings = list(audit.verify(cache, count))
+    outcomes = _repair(config, cache, findings, data) if mend and findings else {}
+    left = [f for f in findings if outcomes.get(f.path) not in ("restored", "replaced")]
+    if as_json:
+        told: dict[str, Any] = {
+            "files": read[0], "bytes": read[1], "ok": not left,
+            "findings": [{**vars(f), "outcome": outcomes.get(f.path)} for f in findings],
+        }  # fmt: skip
+        click.echo(json.dumps(told))
+        return IntegrityError.exit_code if left else 0
+    for finding in findings:
+        click.echo(f"{cache.root / finding.path}: {finding.problem}")
+        for key in finding.records[:20]:
+            click.echo(f"  record {key}")
+        if len(finding.records) > 20:
+            click.echo(f"  and {len(finding.records) - 20} more records")
+        if finding.path in outcomes:
+            click.echo(f"  {outcomes[finding.path]}")
+    click.echo(f"{read[0]} files, {read[1] / 1e9:.2f} GB read: " + (f"{len(left)} damaged" if left else "all is right"))
+    if left and not mend:
+        click.echo("fix: sana-pipe verify --repair")
+    if "replaced" in outcomes.values():
+        click.echo("this machine makes other bytes than the one before: run sana-pipe bucket for a new snapshot")
+    return IntegrityError.exit_code if left else 0
+
+
+def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: tuple[str, ...]) -> dict[str, str]:
+    """What became of each damaged path. Tables first: repairing a shard reads them."""
+    outcomes: dict[str, str] = {}
+    for finding in findings:
+        name = PurePosixPath(finding.path)
+        if name.parts[0] == "tables" and name.suffix == ".arrow":
+            done = any(
+                repair.repair_table(cache, recipe, plan.number, name.stem)
+                for recipe in audit.recipe_names(cache)
+                for plan in cache.plans(recipe)
+            )
+            outcomes[finding.path] = "restored" if done else "failed: run sana-pipe bucket for a new snapshot"
+    tools = _Encoders(config, cache, data)
+    for finding in findings:
+        if finding.unit:
+            recipe = cache.recipe(finding.recipe)
+            outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
+    for finding in findings:
+        if finding.path.startswith("snapshots/"):
+            again = list(audit.verify_snapshot(cache, cache.root / finding.path))
+            outcomes[finding.path] = "failed: restore it from a copy of the cache" if again else "restored"
+        elif finding.path not in outcomes:
+            outcomes[finding.path] = "failed: restore it from a copy of the cache"
+    return outcomes
+
+
+class _Encoders:
+    """Loads an encoder when the first damaged record asks for it, and refuses one of another recipe."""
+
+    def __init__(self, config: Config, cache: Cache, data: tuple[str, ...]):
+        self.config, self.cache = config, cache
+        self.given = dict(_pair(text) for text in data)
+        self.image: encoders.LatentEncoder | None = None
+        self.text: encoders.TextEncoder | None = None
+
+    def of(self, recipe: layout.Recipe) -> repair.Encode:
+        def encode(plan: Plan, unit: Unit, bad: Container[bytes]) -> Iterable[worker.Made]:
+            rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+            return self._made(recipe, unit, rows, bad)
+
+        return encode
+
+    def _made(self, recipe: layout.Recipe, unit: Unit, rows: Any, bad: Container[bytes]) -> Iterator[worker.Made]:
+        if not any(key in bad for key in rows.column("key").to_pylist()):
+            return
+        device = launch.resolve_device(self.config.encode.device)
+        if isinstance(recipe, layout.LatentRecipe):
+            if self.image is None:
+                _same(recipe, encoders.describe_vae(self.config.vae), "vae")
+                self.image = encoders.LatentEncoder.load(self.config.vae, device)
+            names = sorted(set(rows.column("source").to_pylist()))
+            yield from worker.image_records(
+                recipe, unit, rows, {name: self._source(name) for name in names}, self.image,
+                max_pixels=self.config.data.max_pixels, workers=self.config.encode.workers, only=bad,
+            )  # fmt: skip
+        elif isinstance(recipe, layout.TextRecipe):
+            if self.text is None:
+                instruction = captions.instruction(self.config.text)
+                _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
+                self.text = encoders.TextEncoder.load(self.config.text, instruction, device)
+            yield from worker.caption_records(recipe, unit, rows, self.text, only=bad)
+
+    def _source(self, name: str) -> FolderSource:
+        scan = self.cache.last_scan(name)
+        root = self.given.get(name) or (scan["root"] if scan else "")
+        try:
+            return FolderSource(root, self.config.data.caption_field, name)
+        except UserError as error:
+            raise UserError(
+                f"damaged latents need source {name!r}: {error.what}", fix=f"--data {name}=DIR, where it is now"
+            ) from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not equals:
+        raise UserError(f"--data {text!r} is not of the form NAME=DIR")
+    return name, folder
+
+
+def _same(recipe: layout.Recipe, found: dict[str, Any], section: str) -> None:
+    ours = {("model" if key == "id" else key): value for key, value in found.items()}
+    wrong = [
+        f"{k}: cache {recipe.values()[k]!r}, configuration {v!r}" for k, v in ours.items() if recipe.values()[k] != v
+    ]
+    if wrong:
+        raise UserError(
+            f"the damaged records were made by another {section} than the configuration names", found="; ".join(wrong),
+            fix=f"give the configuration whose {section} made this cache",
+        )  # fmt: skip

@@ -1,0 +1,194 @@
+"""`status`, `verify --repair` and `gc` on a real cache with real damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stages.bucket
+import stages.encode
+import stages.gc
+import stages.status
+import stages.verify
+from pipeline.cache import audit, index, layout
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data.loader import Loader
+from pipeline.models import encoders
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def filled(small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_path: Path) -> tuple[Config, Path]:
+    """The configuration of a small cache, and its source."""
+    return make_config(tmp_path), photos
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x04
+    path.write_bytes(data)
+
+
+def a_record(cache: Cache, kind: str, number: int = 1) -> tuple[Path, dict]:
+    recipe = cache.recipes(kind)[0].name
+    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
+    row = audit.record_rows(cache, commit)[number]
+    return cache.files.path(layout.Paths.shard(recipe, commit.shard or "")), row
+
+
+def test_a_good_cache_is_right(filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert stages.verify.run(filled[0], as_json=True) == 0
+    found = told(capsys)
+    assert found["ok"]
+    assert found["files"] > 20
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
+    kind: str, filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = filled
+    cache = Cache(config.cache)
+    path, row = a_record(cache, kind)
+    whole = path.read_bytes()
+    flip(path, row["offset"] + 5)
+    assert stages.verify.run(config, as_json=True) == 4
+    [finding] = told(capsys)["findings"]
+    assert finding["records"] == [row["key"].hex()]
+    assert finding["path"] == path.relative_to(cache.root).as_posix()
+    seen = []
+    for cls in (encoders.LatentEncoder, encoders.TextEncoder):
+        real = cls.encode
+        monkeypatch.setattr(cls, "encode", lambda self, batch, real=real: seen.append(len(batch)) or real(self, batch))
+    assert stages.verify.run(config, mend=True) == 0
+    assert "restored" in capsys.readouterr().out
+    assert len(seen) == 1, "only the damaged record's batch is encoded again"
+    assert path.read_bytes() == whole
+    assert stages.verify.run(config) == 0
+
+
+def test_a_lost_shard_and_a_lost_table_are_made_again(filled: tuple[Config, Path]) -> None:
+    config, _ = filled
+    cache = Cache(config.cache)
+    path, _ = a_record(cache, "latent")
+    whole = path.read_bytes()
+    path.unlink()
+    assert stages.verify.run(config) == 4
+    assert stages.verify.run(config, mend=True) == 0
+    assert path.read_bytes() == whole
+    segment = cache.files.document(layout.Paths.segment(cache.recipes("latent")[0].name, 0))
+    flip(cache.files.path(layout.Paths.table(segment["table"], "arrow")), 100)
+    assert stages.verify.run(config) == 4
+    assert stages.verify.run(config, mend=True) == 0
+
+
+def test_other_bytes_go_into_a_new_plan(
+    filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the encoder gives other bits than it gave, the damaged record is replaced, not mixed into the old shard."""
+    config, _ = filled
+    cache = Cache(config.cache)
+    path, row = a_record(cache, "latent")
+    flip(path, row["offset"] + 5)
+    real = encoders.LatentEncoder.encode
+    monkeypatch.setattr(
+        encoders.LatentEncoder, "encode", lambda self, images: real(self, images) ^ np.uint16(1)
+    )  # the last bit: what another GPU may do
+    assert stages.verify.run(config, mend=True) == 0
+    assert "sana-pipe bucket" in capsys.readouterr().out
+    assert stages.verify.run(config) == 0
+    stages.bucket.run(config)
+    loader = Loader(
+        Cache(config.cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0,
+        null_mask="bos", prefetch=0, threads=1, stop_step=6,
+    )  # fmt: skip
+    assert len(list(loader)) == 6
+
+
+def test_a_repair_without_its_source_says_where_to_put_it(
+    filled: tuple[Config, Path], tmp_path: Path, make_config: MakeConfig
+) -> None:
+    from pipeline.errors import UserError
+
+    config, photos = filled
+    own = tmp_path / "own" / "photos"
+    shutil.copytree(photos, own)
+    config = make_config(tmp_path / "own")
+    stages.encode.run(config, data=str(own))
+    path, row = a_record(Cache(config.cache), "latent")
+    flip(path, row["offset"])
+    moved = Path(shutil.move(own, tmp_path / "moved"))
+    with pytest.raises(UserError, match="--data photos=DIR"):
+        stages.verify.run(config, mend=True)
+    assert stages.verify.run(config, mend=True, data=(f"photos={moved}",)) == 0
+
+
+def test_every_kind_of_damage_is_found(small_cache: Path, tmp_path: Path, make_config: MakeConfig) -> None:
+    """One byte in each file of a cache in turn; the control without damage passes."""
+    silent = []
+    whole = Path(shutil.copytree(small_cache, tmp_path / "cache"))
+    config = make_config(tmp_path)
+    for path in sorted(p for p in whole.rglob("*") if p.is_file()):
+        name = path.relative_to(whole)
+        if name.parts[0] in ("reports", "tmp", "format.json"):
+            continue
+        good = path.read_bytes()
+        flip(path, len(good) // 2)
+        if not list(audit.verify(Cache(config.cache))):
+            silent.append(str(name))
+        path.write_bytes(good)
+    assert not silent
+    assert not list(audit.verify(Cache(config.cache)))
+
+
+def test_status_counts_what_is_missing(
+    filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, make_config: MakeConfig
+) -> None:
+    config, photos = filled
+    assert stages.status.run(config, as_json=True) == 0
+    whole = told(capsys)
+    assert whole["complete"]
+    assert sum(s["records"] for s in whole["stores"].values()) == 25
+    part = make_config(tmp_path / "part", "encode.unit_images=2", "encode.unit_captions=3")
+    stages.encode.run(part, data=str(photos), task_index=0, task_count=2)
+    capsys.readouterr()
+    assert stages.status.run(part, as_json=True) == 1
+    found = told(capsys)
+    missing = sum(s["records_missing"] for s in found["stores"].values())
+    made = sum(s["records"] for s in found["stores"].values())
+    assert 0 < missing < 25
+    assert made + missing == 25
+
+
+def test_gc_removes_only_what_nothing_needs(
+    filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], photos: Path
+) -> None:
+    config, _ = filled
+    root = Path(config.cache)
+    stages.encode.run(config, data=str(photos))
+    stages.gc.run(config, older_than_hours=0, as_json=True)
+    before = told(capsys)
+    assert {entry["why"] for entry in before["files"]} == {"its plan's segment stands for it"}
+    orphan = next(root.glob("shards/latent-*/*/*.tar")).with_name("0" * 32 + ".tar")
+    orphan.write_bytes(b"never committed")
+    (root / "tmp").mkdir(exist_ok=True)
+    (root / "tmp" / "dead").write_bytes(b"x")
+    stages.gc.run(config, yes=True, as_json=True)
+    assert told(capsys)["files"] == [], "young files are spared"
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    assert not orphan.exists()
+    assert not (root / "tmp" / "dead").exists()
+    assert stages.verify.run(config) == 0
+    assert stages.encode.run(config, data=str(photos))["images"] == 0
+    stages.bucket.run(config)
