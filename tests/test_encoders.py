@@ -537,6 +537,20 @@ def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path
     assert abs(psnr - fitted["psnr"]) < 0.2
 
 
+def test_a_fitted_vae_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    images = list(np.random.default_rng(2).integers(0, 256, (3, 40, 40, 3), dtype=np.uint8))
+    before, digests = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            tiny.make_vae(tmp_path / str(threads), images, steps=3, sizes=[(32, 32)])
+            assert torch.get_num_threads() == threads
+            digests.add(encoders.describe_vae(VaeConfig(id=str(tmp_path / str(threads)), subfolder=None))["weights"])
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize("size", [(64, 64), (48, 80), (80, 48), (56, 72)])
 def test_any_multiple_of_eight_goes_through_and_back(folder: Path, size: tuple[int, int]) -> None:
     config = VaeConfig(id=str(folder))

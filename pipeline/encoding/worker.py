@@ -4,7 +4,8 @@ What: `image_records` and `caption_records` encode the batches of one unit of a 
 and commits it.
 Why: a unit is the grain of everything: of resuming (a killed process loses the unit it was at), of sharing work, and of
 the bytes (batches are fixed by the plan).
-Price: threads decode the next batches while the encoder works; pictures of `DECODE_AHEAD` batches are in memory.
+Price: threads decode the next batches while the encoder works and another writes the last ones; pictures of
+`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory.
 
 A record that cannot be made (undecodable, changed since the scan, non-finite) becomes a reject with its reason; the
 rest of the unit goes on. Because a batch keeps its place when a member is missing, only that batch is smaller.
@@ -13,8 +14,10 @@ rest of the unit goes on. Because a batch keeps its place when a member is missi
 from __future__ import annotations
 
 import platform
+import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,9 +30,11 @@ from pipeline.cache.index import Commit, Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.data import captions, image
 from pipeline.data.source import FolderSource
+from pipeline.errors import UserError
 from pipeline.models.encoders import NonFiniteError
 
 DECODE_AHEAD = 2
+WRITE_BEHIND = 2
 _NOT_FINITE = "the encoder's output is not finite"
 
 
@@ -150,17 +155,29 @@ def encode(
     """
     rejects: list[Reject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
-        for records, bad in made:
+
+        def write(records: list[Record]) -> None:
             for record in records:
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
-            rejects.extend(bad)
-            progress(len(records), len(bad))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="writer") as hand:
+            waiting: deque[Future[None]] = deque()
+            for records, bad in made:
+                waiting.append(hand.submit(write, records))
+                if len(waiting) > WRITE_BEHIND:
+                    waiting.popleft().result()
+                rejects.extend(bad)
+                progress(len(records), len(bad))
+            for written in waiting:
+                written.result()
         return _commit(cache, recipe, plan, unit, writer, rejects)
 
 
 def provenance() -> dict[str, Any]:
-    """Hardware and library versions, kept with every unit: bf16 results differ between them."""
+    """Hardware, library versions and halved batches, kept with every unit: bf16 results differ between them."""
+    halved, _halved.count = _halved.count, 0
     return {
+        **({"halved_batches": halved} if halved else {}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -177,7 +194,11 @@ def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[
 
 
 def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.ndarray | None]:
-    """Encode a batch; None where the encoder gave NaN or infinity, the others encoded without those."""
+    """Encode a batch; None where the encoder gave NaN or infinity, the others encoded without those.
+
+    Where the batch does not fit into memory its halves are encoded one after the other, down to single members; the
+    unit's provenance counts how often (`halved_batches`), because bf16 bytes differ slightly between batch sizes.
+    """
     try:
         return list(encode(inputs))
     except NonFiniteError as error:
@@ -185,6 +206,26 @@ def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.nd
         rest = [one for i, one in enumerate(inputs) if i not in bad]
         good = iter(_finite(rest, encode) if rest else [])
         return [None if i in bad else next(good) for i in range(len(inputs))]
+    except (torch.OutOfMemoryError, MemoryError):
+        if len(inputs) == 1:
+            raise UserError(
+                "the encoder runs out of memory with a single item",
+                fix="use a device with more memory, or a smaller data.resolution",
+            ) from None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    _halved.count += 1
+    middle = (len(inputs) + 1) // 2
+    return _finite(inputs[:middle], encode) + _finite(inputs[middle:], encode)
+
+
+class _Halved(threading.local):
+    """Batches of the unit at hand that had to be halved; the encoder runs in the thread that commits."""
+
+    count = 0
+
+
+_halved = _Halved()
 
 
 def _ahead(

@@ -1,0 +1,178 @@
+"""What decoding, writing and committing cost beside the encoder.
+
+`orchestration_efficiency`: images/s of `encode`'s worker (decode threads, encoder, writer thread, commit) over those of
+a bare loop of the same real encoder (an `AutoencoderDC` on one thread, slower than decoding) on pictures that are
+already in memory; the other core is free for decoding. `two_process_scaling`: two processes over one, each doing its
+share of the units with an encoder that sleeps, so that only what sana-pipe does itself can be in the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.report import finish, median, table
+from pipeline.cache import layout
+from pipeline.cache.store import Cache
+from pipeline.config import EncodeConfig
+from pipeline.data import image
+from pipeline.data.source import FolderSource
+from pipeline.encoding import plan as planning
+from pipeline.encoding import scan as scanning
+from pipeline.encoding import worker
+
+SIDE, BATCH = 256, 4
+RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16)
+
+
+class Real:
+    """A random DC-AE encoder, large enough to be slower than decoding."""
+
+    def __init__(self) -> None:
+        from diffusers import AutoencoderDC
+
+        torch.manual_seed(0)
+        blocks = ("ResBlock",) * 4
+        self.model = AutoencoderDC(
+            latent_channels=16, encoder_block_types=blocks, decoder_block_types=blocks,
+            encoder_block_out_channels=(64, 64, 128, 128), decoder_block_out_channels=(16, 16, 16, 16),
+            encoder_layers_per_block=(2, 2, 2, 2), decoder_layers_per_block=(1, 1, 1, 1),
+            encoder_qkv_multiscales=((), (), (), ()), decoder_qkv_multiscales=((), (), (), ()),
+            downsample_block_type="conv", upsample_block_type="interpolate",
+        ).eval()  # fmt: skip
+
+    @torch.inference_mode()
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+        return self.model.encode(x).latent.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+class Sleeping:
+    """Takes its time without using a core."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        time.sleep(self.seconds * len(images))
+        return np.zeros((len(images), 16, SIDE // 8, SIDE // 8), np.uint16)
+
+
+def pictures(folder: Path, count: int) -> FolderSource:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        rough = Image.fromarray(rng.integers(0, 255, (12, 12, 3), np.uint8))
+        rough.resize((512, 512), Image.Resampling.BICUBIC).save(folder / f"{i:05d}.jpg", quality=92)
+        (folder / f"{i:05d}.txt").write_text(f"picture {i}")
+    return FolderSource(folder, "text", "pictures")
+
+
+def prepare(root: Path, source: FolderSource) -> tuple[Cache, list]:  # type: ignore[type-arg]
+    cache = Cache(root, create=True)
+    scan = scanning.scan(
+        source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done: None
+    )
+    work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
+    config = EncodeConfig(image_batch=BATCH, unit_images=4 * BATCH)
+    return cache, planning.plan_images(cache, RECIPE, work, config)
+
+
+def encode(cache: Cache, plans: list, source: FolderSource, encoder, task: int = 0, tasks: int = 1) -> int:  # type: ignore[no-untyped-def, type-arg]
+    done = 0
+    for plan, unit in worker.share(worker.missing_units(cache, plans), task, tasks):
+        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        made = worker.image_records(RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2)
+        done += worker.encode(cache, RECIPE, plan, unit, made, lambda good, bad: None).records
+    return done
+
+
+def child(root: str, folder: str, seconds: str, task: str, tasks: str) -> None:
+    """One of the processes of `two_process_scaling`: waits for a line, then works."""
+    source = FolderSource(Path(folder), "text", "pictures")
+    cache = Cache(root)
+    plans = cache.plans(RECIPE.name)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    encode(cache, plans, source, Sleeping(float(seconds)), int(task), int(tasks))
+
+
+def processes(work: Path, source: FolderSource, seconds: float, tasks: int) -> float:
+    """Seconds that `tasks` processes take, starts not counted."""
+    with tempfile.TemporaryDirectory(dir=work) as root:
+        cache, _ = prepare(Path(root) / "cache", source)
+        command = [sys.executable, "-m", "benchmarks.encode_pipeline", "--child", str(cache.root), str(source.root)]
+        started = [
+            subprocess.Popen(
+                [*command, str(seconds), str(task), str(tasks)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for task in range(tasks)
+        ]
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        began = time.perf_counter()
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in started:
+            if process.wait():
+                raise RuntimeError("a benchmark process failed")
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        return child(*given.child)
+    count, rounds = (48, 3) if given.quick else (160, 5)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        source = pictures(work / "pictures", count)
+        ready = [image.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE)) for i in range(count)]
+        encoder = Real()
+        encoder.encode(np.stack(ready[:BATCH]))
+        bare, piped = [], []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for start in range(0, count, BATCH):
+                encoder.encode(np.stack(ready[start : start + BATCH]))
+            bare.append(count / (time.perf_counter() - began))
+            with tempfile.TemporaryDirectory(dir=work) as root:
+                cache, plans = prepare(Path(root) / "cache", source)
+                began = time.perf_counter()
+                done = encode(cache, plans, source, encoder)
+                piped.append(done / (time.perf_counter() - began))
+        one, two = [], []
+        for _ in range(rounds):
+            one.append(processes(work, source, 0.03, 1))
+            two.append(processes(work, source, 0.03, 2))
+    efficiency = median([p / b for p, b in zip(piped, bare, strict=True)])
+    scaling = median([a / b for a, b in zip(one, two, strict=True)])
+    table(
+        ["what", "images/s"],
+        [["bare encoder loop", median(bare)], ["worker", median(piped)],
+         ["1 process, sleeping encoder", count / median(one)], ["2 processes", count / median(two)]],
+    )  # fmt: skip
+    finish({"orchestration_efficiency": efficiency, "two_process_scaling": scaling})
+    return None
+
+
+if __name__ == "__main__":
+    main()
