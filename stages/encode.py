@@ -69,7 +69,7 @@ def run(
         {
             "source": name, "root": source.location, "table": cache.put_table(scan), "latent": latent.name,
             "text": text.name, "buckets": [list(b) for b in table],
-            **({"format": source.format} if source.format != "folder" else {}),
+            **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )  # fmt: skip
     rejected = [Reject("", row["item"], row["reject"]) for row in scan.to_pylist() if row["reject"] is not None]

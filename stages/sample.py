@@ -355,7 +355,7 @@ class _Photos:
         if scan is None:
             return None
         try:
-            source = open_source(scan["root"], self.config.data, name, scan.get("format", "folder"))
+            source = open_source(scan["root"], self.config.data, name, scan.get("source_format", "folder"))
         except UserError:  # not there any more, or out of reach
             return None
         source.recall(places(self.cache.table(scan["table"])))

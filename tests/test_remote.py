@@ -202,7 +202,7 @@ def test_missing_things_are_told(ranged_server: Server) -> None:
     (found,) = opened(f"{ranged_server.url}/tars/gone.tar").items()
     assert isinstance(found, Reject)
     assert "does not exist" in found.reason
-    with pytest.raises(UserError, match="holds no picture|cannot be listed"):
+    with pytest.raises(UserError, match=r"holds no picture|cannot be listed"):
         list(opened(f"{ranged_server.url}/gone").items())
     with pytest.raises(UserError, match="cannot be opened"):
         opened("nonsense://x/y.tar")
@@ -223,7 +223,8 @@ def s3(data: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
-            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"), ("AWS_EC2_METADATA_DISABLED", "true"),
+            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_EC2_METADATA_DISABLED", "true"),
         ):  # fmt: skip
             patch.setenv(name, value)
         fs = fsspec.filesystem("s3")

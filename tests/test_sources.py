@@ -361,9 +361,7 @@ def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "t.parquet")
     source = opened(tmp_path / "t.parquet", caption_field="caption")
     items, rejects = listed(source)
-    assert {key: item.captions for key, item in items.items()} == {
-        "t.parquet/000000000": (("one", 0.5), ("two", 0.5))
-    }
+    assert {key: item.captions for key, item in items.items()} == {"t.parquet/000000000": (("one", 0.5), ("two", 0.5))}
     assert "thumb" not in items["t.parquet/000000000"].meta
     assert rejects == {
         "t.parquet/000000001": "has no picture", "t.parquet/000000002": "has an empty 'caption'",
@@ -435,7 +433,8 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     assert source.read("p/b c.png") == b"b c.png"
     assert len(rejects) == 4
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
-        "the name is absolute", "the name climbs with '..'", "is a URL, not a name within the data", "has an empty 'text'"
+        "the name is absolute", "the name climbs with '..'", "is a URL, not a name within the data",
+        "has an empty 'text'",
     }  # fmt: skip
 
 
@@ -514,7 +513,7 @@ def test_detection_and_force(tmp_path: Path) -> None:
         opened(tmp_path / "absent" / "{0..3}.tar")
     with pytest.raises(UserError, match="matches no file"):
         opened(folder / "*.csv")
-    with pytest.raises(UserError, match="holds no .csv"):
+    with pytest.raises(UserError, match=r"holds no \.csv"):
         opened(folder, "csv")
     with pytest.raises(UserError, match="is no format"):
         opened(folder, "zip")

@@ -23,7 +23,7 @@ class Unreadable(OSError):
 
 
 class Store(ABC):
-    """Files under a root. What reads raises `Unreadable` for a name that may not be used or a file that is not there."""
+    """Files under a root. Reading a name that may not be used, or that is not there, raises `Unreadable`."""
 
     location: str
     """The root, for messages and for finding it again."""
