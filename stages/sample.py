@@ -29,10 +29,9 @@ from pipeline.cache.snapshot import Sample, Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump
 from pipeline.data import image
-from pipeline.data.detect import open_source
 from pipeline.data.loader import bf16
 from pipeline.data.source import Source, Unreadable
-from pipeline.encoding.scan import places
+from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import resolve_device
 from pipeline.models.sampler import draw_noise
@@ -351,15 +350,10 @@ class _Photos:
         return Image.fromarray(pixels)
 
     def _open(self, name: str) -> Source | None:
-        scan = self.cache.last_scan(name)
-        if scan is None:
-            return None
         try:
-            source = open_source(scan["root"], self.config.data, name, scan.get("source_format", "folder"))
+            return reopen(self.cache, name, self.config.data)
         except UserError:  # not there any more, or out of reach
             return None
-        source.recall(places(self.cache.table(scan["table"])))
-        return source
 
 
 def _say(line: str) -> None:

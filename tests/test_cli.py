@@ -84,7 +84,14 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     assert options == {
         "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None
     }  # fmt: skip
-    assert named == {"data": "pics", "source_name": "n", "rehash": True, "task_index": 1, "task_count": 4}
+    assert named == {
+        "data": "pics",
+        "source_name": "n",
+        "rehash": True,
+        "task_index": 1,
+        "task_count": 4,
+        "format": None,
+    }
 
 
 def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:

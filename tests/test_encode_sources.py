@@ -15,10 +15,12 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
+from pipeline.cache import layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
+from pipeline.errors import UserError
 from pipeline.models import encoders
 
 MakeConfig = Callable[..., Config]
@@ -174,3 +176,23 @@ def test_a_member_that_changed_since_the_scan_is_told_and_mended(
     assert done["rejects"] == COUNT
     monkeypatch.undo()
     assert stages.encode.run(config, data=str(tars))["images"] == COUNT
+
+
+def test_a_source_is_opened_again_for_reading_without_listing(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    for data in ("folder", "tars", "set.parquet", "list.jsonl"):
+        config = make_config(tmp_path / data)
+        stages.encode.run(config, data=str(pictures / data), source_name="own")
+        cache = Cache(config.cache)
+        source = scanning.reopen(cache, "own", config.data)
+        body = cache.last_scan("own")
+        assert body is not None
+        rows = cache.table(body["table"]).to_pylist()
+        assert len(rows) == COUNT
+        for row in rows:
+            assert layout.digest(source.read(row["item"])) == row["digest"]
+    with pytest.raises(UserError, match="does not exist"):
+        scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="no source"):
+        scanning.reopen(cache, "other", config.data)

@@ -95,6 +95,32 @@ def open_source(data: str, config: DataConfig, name: str | None = None, format: 
     )
 
 
+def reopen(location: str, format: str, parts: Iterable[str], config: DataConfig, name: str) -> Source:
+    """A source that was listed before, for reading: nothing is looked for.
+
+    Args:
+        location, format, name: as the source said of itself.
+        parts: the names of its parts.
+
+    Raises:
+        UserError: it is not there any more.
+    """
+    rule = CaptionRule.of(config)
+    if is_url(location):
+        store: Store = Remote(location)
+    elif format == "folder":
+        return FolderSource(Path(location), rule, name)
+    else:
+        store = _disk(location, location)
+    if format == "folder":
+        return FolderSource(store, rule, name)
+    if format in ("webdataset", "wids"):
+        return TarSource(store, parts, rule, name, format)
+    if format == "parquet":
+        return ParquetSource(store, parts, rule, name, image_field=config.image_field, image_root=config.image_root)
+    return ListingSource(store, (), rule, name, format=format)
+
+
 def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
     """The store, the files that are meant (None: all of the folder), and what to call them."""
     remote = is_url(data) and not data.startswith("file://")

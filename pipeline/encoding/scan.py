@@ -21,7 +21,8 @@ import pyarrow.compute
 
 from pipeline.cache import layout
 from pipeline.cache.store import Cache
-from pipeline.data import image
+from pipeline.config import DataConfig
+from pipeline.data import detect, image
 from pipeline.data.source import Item, Reject, Source
 from pipeline.errors import UserError
 
@@ -108,6 +109,26 @@ def scan(
     _same_set(cache, name, source, table)
     source.recall(places(table))
     return table
+
+
+def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:
+    """The source of the last scan, ready to read its items.
+
+    Args:
+        location: where it is now; default: where it was.
+
+    Raises:
+        UserError: no such source was scanned, or it is not there any more.
+    """
+    scan = cache.last_scan(name)
+    if scan is None:
+        raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
+    table = cache.table(scan["table"])
+    found = list(places(table))
+    parts = sorted({part for _, part, _ in found})
+    source = detect.reopen(location or scan["root"], scan.get("source_format", "folder"), parts, config, name)
+    source.recall(found)
+    return source
 
 
 def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
