@@ -3,7 +3,7 @@
 What: a few operations on names relative to a root, with forward slashes; `Disk` is a local folder.
 Why: a source that reads tars or tables needs `stat`, ranges and a seekable file, and nothing else of the place where
 they lie. Every name is checked before it is used, so that no source has to.
-Price: on a disk each read resolves the name's links again (some 20 us).
+Price: on a disk each read resolves the name's links again; with opening, a read costs some 60 us.
 """
 
 from __future__ import annotations

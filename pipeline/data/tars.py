@@ -14,7 +14,7 @@ sample ids, but nothing is encoded again, since records are found by content.
 Refused by name: members of one sample that do not stand together (a sequential reader would see two samples; joining
 them here would train on what others do not see), names that stand twice, links and other specials, names that are
 absolute or climb, a tar that ends early, is compressed, or goes on behind its end.
-Price: a tar's headers and captions are read whenever its size, its time (ETag) or the caption rule has changed: 30 us a
+Price: a tar's headers and captions are read whenever its size, its time (ETag) or the caption rule has changed: 50 us a
 member on a disk. All places are held in memory, some 150 bytes an item.
 """
 
