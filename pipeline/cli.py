@@ -69,7 +69,18 @@ def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
 
 @cli.command()
 @_configured
-@click.option("--data", required=True, metavar="DIR", help="Folder of pictures with captions beside them.")
+@click.option(
+    "--data",
+    required=True,
+    metavar="PATH|URL",
+    help="A folder of pictures, tars, parquet files or a listing (.jsonl, .csv), or a pattern such as "
+    "'s3://bucket/shard-{0000..0099}.tar'.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(["folder", "webdataset", "wids", "parquet", "jsonl", "csv"]),
+    help="What --data is. Default: seen from what is there.",
+)
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
@@ -78,6 +89,7 @@ def encode(
     config_path: str | None,
     overrides: tuple[str, ...],
     data: str,
+    format: str | None,
     source_name: str | None,
     rehash: bool,
     task_index: int | None,
@@ -92,7 +104,13 @@ def encode(
     from stages import encode as stage
 
     return stage.run(
-        config, data=data, source_name=source_name, rehash=rehash, task_index=task_index, task_count=task_count
+        config,
+        data=data,
+        source_name=source_name,
+        rehash=rehash,
+        task_index=task_index,
+        task_count=task_count,
+        format=format,
     )
 
 

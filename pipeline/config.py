@@ -71,11 +71,25 @@ class TextConfig(Weights):
 
 
 class DataConfig(_Section):
-    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`."""
+    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`.
+
+    Captions: `caption_field` is the column that holds them. Several columns with their shares go into
+    `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
+    `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
+    `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
+    `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
+    `image_root` is what these names are relative to (null: the table's own folder).
+    """
 
     resolution: Positive = 1024
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     caption_field: str = "text"
+    caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    caption_scores: dict[str, str] = {}
+    score_threshold: Annotated[float, Field(ge=0)] = 25.0
+    score_power: Annotated[float, Field(ge=0)] = 10.0
+    image_field: str | None = None
+    image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     max_pixels: Positive = 200_000_000
 

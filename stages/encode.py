@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,7 +20,8 @@ from pipeline.cache.index import Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
-from pipeline.data.source import FolderSource
+from pipeline.data.detect import open_source
+from pipeline.data.source import Source
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import worker
@@ -32,13 +32,14 @@ from pipeline.models import encoders
 
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
-    task_index: int | None = None, task_count: int | None = None,
+    task_index: int | None = None, task_count: int | None = None, format: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
     Args:
-        data: a folder of pictures.
+        data: a folder, tars, tables or a listing; see `pipeline.data.detect`.
         source_name: the source's name in the cache; default: the folder's name.
+        format: what `data` is; default: seen from what is there.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
 
@@ -49,9 +50,8 @@ def run(
         UserError: see the messages.
     """
     task, tasks = _tasks(task_index, task_count)
-    root = Path(data)
-    name = source_name or root.resolve().name
-    source = FolderSource(root, config.data.caption_field, name)
+    source = open_source(data, config.data, source_name, format)
+    name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
     cache = Cache(config.cache, create=True)
@@ -67,13 +67,16 @@ def run(
     cache.add_scan(
         name,
         {
-            "source": name, "root": str(root.resolve()), "table": cache.put_table(scan), "latent": latent.name,
+            "source": name, "root": source.location, "table": cache.put_table(scan), "latent": latent.name,
             "text": text.name, "buckets": [list(b) for b in table],
+            **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )  # fmt: skip
     rejected = [Reject("", row["item"], row["reject"]) for row in scan.to_pylist() if row["reject"] is not None]
     usable = scan.num_rows - len(rejected)
     click.echo(f"source {name!r}: {scan.num_rows} items, {usable} usable, {len(rejected)} rejected by the scan")
+    if source.ignored:
+        click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
     _check_rejects(config, cache, name, scan.num_rows, rejected)
 
     images = planning.image_work(scan, name, latent, table)
@@ -143,7 +146,7 @@ def _captions(
 
 def _images(
     config: Config, cache: Cache, recipe: layout.LatentRecipe, todo: list[tuple[Plan, Unit]],
-    sources: dict[str, FolderSource], task: int, tasks: int,
+    sources: dict[str, Source], task: int, tasks: int,
 ) -> tuple[int, int]:  # fmt: skip
     mine = worker.share(todo, task, tasks)
     units = []

@@ -30,7 +30,8 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, dump
 from pipeline.data import image
 from pipeline.data.loader import bf16
-from pipeline.data.source import FolderSource, Unreadable
+from pipeline.data.source import Source, Unreadable
+from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import resolve_device
 from pipeline.models.sampler import draw_noise
@@ -330,15 +331,13 @@ class _Photos:
 
     def __init__(self, config: Config, cache: Cache):
         self.config, self.cache = config, cache
-        self.sources: dict[str, FolderSource | None] = {}
+        self.sources: dict[str, Source | None] = {}
 
     def of(self, one: Drawn) -> Any:
         from PIL import Image
 
         if one.source not in self.sources:
-            scan = self.cache.last_scan(one.source)
-            there = scan is not None and Path(scan["root"]).is_dir()
-            self.sources[one.source] = FolderSource(scan["root"], self.config.data.caption_field) if there else None  # type: ignore[index]
+            self.sources[one.source] = self._open(one.source)
         source = self.sources[one.source]
         if source is None:
             return None
@@ -349,6 +348,12 @@ class _Photos:
         except (Unreadable, image.ImageReject):  # moved or changed since; the sheet says so
             return None
         return Image.fromarray(pixels)
+
+    def _open(self, name: str) -> Source | None:
+        try:
+            return reopen(self.cache, name, self.config.data)
+        except UserError:  # not there any more, or out of reach
+            return None
 
 
 def _say(line: str) -> None:

@@ -14,8 +14,9 @@ from pipeline.cache import audit, layout
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import captions
-from pipeline.data.source import FolderSource
+from pipeline.data.source import Source
 from pipeline.encoding import repair, worker
+from pipeline.encoding.scan import reopen
 from pipeline.errors import IntegrityError, UserError
 from pipeline.models import encoders
 
@@ -129,11 +130,9 @@ class _Encoders:
                 self.text = encoders.TextEncoder.load(self.config.text, instruction, device)
             yield from worker.caption_records(recipe, unit, rows, self.text, only=bad)
 
-    def _source(self, name: str) -> FolderSource:
-        scan = self.cache.last_scan(name)
-        root = self.given.get(name) or (scan["root"] if scan else "")
+    def _source(self, name: str) -> Source:
         try:
-            return FolderSource(root, self.config.data.caption_field, name)
+            return reopen(self.cache, name, self.config.data, self.given.get(name))
         except UserError as error:
             raise UserError(
                 f"damaged latents need source {name!r}: {error.what}", fix=f"--data {name}=DIR, where it is now"

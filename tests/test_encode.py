@@ -17,6 +17,7 @@ import stages.encode
 from pipeline.cache import index, layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
+from pipeline.data.source import FolderSource
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.models import encoders
 
@@ -309,8 +310,8 @@ def test_a_cache_moves_and_its_sources_may_be_away(
 def test_a_later_scan_without_new_bytes_is_quick(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages.encode.run(start, data=str(source))
     reads = []
-    real = stages.encode.FolderSource.read
-    monkeypatch.setattr(stages.encode.FolderSource, "read", lambda self, key: reads.append(key) or real(self, key))
+    real = FolderSource.read
+    monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key) or real(self, key))
     began = time.monotonic()
     stages.encode.run(start, data=str(source))
     assert not reads, "unchanged files were read again"

@@ -191,7 +191,7 @@ MISTAKES = [
     ({"file_name": "a.png"}, "has no 'text'"),
     ({"file_name": "a.png", "text": None}, "empty"),
     ({"file_name": "a.png", "text": " \n"}, "empty"),
-    ({"file_name": "a.png", "text": ["x"]}, "not text"),
+    ({"file_name": "a.png", "text": [["x"]]}, "not text"),
     ('{"file_name": "a.png", "text": NaN}\n', "empty"),
     ('{"file_name": "a.png", "text": "\\ud83d"}\n', "half a character"),
     ('{"file_name": "\\udc80.png", "text": "x"}\n', "half a character"),

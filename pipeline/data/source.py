@@ -1,7 +1,8 @@
 """Where pictures and captions come from: a `Source` lists items and reads their bytes.
 
-What: the interface, and the first implementation, a folder of image files with captions in `.txt` files beside them
-or in `metadata.jsonl` / `metadata.csv` (Hugging Face's imagefolder).
+What: the interface, and the first implementation, a folder of image files with captions in `.txt` or `.json` files
+beside them or in `metadata.jsonl` / `metadata.csv` (Hugging Face's imagefolder). Archives are in `tars`, tables and
+listings in `tables`; `detect` opens whatever `--data` names.
 Why an interface this small: whoever scans needs the keys in a fixed order with their captions, something that tells
 whether the bytes have changed, and the bytes. Archives, tables and object stores can answer these as well as a disk.
 Price: a listing holds all keys and the captions of the metadata files in memory (some 200 bytes a picture).
@@ -17,29 +18,22 @@ import io
 import json
 import os
 import posixpath
-import stat as stat_module
-import unicodedata
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.candidates import Candidate, CaptionRule
+from pipeline.data.names import EXTENSIONS, brief, broken, extension, hostile, said, shown, stem
+from pipeline.data.store import Disk, Store, Unreadable
 from pipeline.errors import UserError
 
-# Formats that `image` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
-EXTENSIONS = frozenset(
-    {
-        "jpg", "jpeg", "jpe", "jfif", "jif", "mpo", "png", "apng", "webp", "bmp", "dib", "gif", "tif", "tiff",
-        "avif", "avifs", "jp2", "j2k", "j2c", "jpc", "jpf", "jpx", "jpm", "ppm", "pgm", "pbm", "pnm", "pfm", "qoi",
-        "tga", "icb", "vda", "vst", "ico", "heic", "heif", "hif", "jxl", "psd", "dds", "exr", "hdr", "eps", "svg",
-        "pcx", "sgi", "dng", "cr2", "cr3", "nef", "arw", "raf", "orf", "rw2",
-    }
-)  # fmt: skip
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
 MAX_CAPTION_BYTES = 1 << 20
+_TOGETHER = 256  # pictures whose caption files are asked for at once (an object store answers them side by side)
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,24 @@ class Item:
     key: its name within the source; forward slashes, unique, stable when the source moves.
     captions: (text, weight) candidates, at least one; weights are relative.
     meta: what else the source knows, JSON values by column name.
+    where: where its bytes are inside its part, in the source's own words; None where the key says it all.
     """
 
     key: str
     captions: tuple[tuple[str, float], ...]
     meta: dict[str, Any] = field(default_factory=dict)
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a source that is listed on its own: an archive, a table.
+
+    stamp: equal stamps mean that listing it again gives the same; None if only listing it can tell.
+    """
+
+    name: str
+    stamp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,32 @@ class Reject:
     reason: str
 
 
-class Unreadable(OSError):
-    """The bytes of one item cannot be had; the message is the plain reason."""
-
-
 class Source(ABC):
     """A listing of items and access to their bytes."""
 
     name: str
     """With the key it identifies a sample, so it must not change when the source is moved."""
 
+    format: str = "folder"
+    """What `--format` calls it."""
+
+    location: str
+    """Where it lies, as `--data` would name it, absolute."""
+
     ignored: int = 0
     """Files that the last listing passed over because they are no pictures (nor captions of one)."""
+
+    def parts(self) -> list[Part]:
+        """What `items` consists of, in its order. A part whose stamp has not changed need not be listed again, if
+        `recall` is told what was found in it."""
+        return [Part("")]
+
+    def part(self, name: str) -> Iterator[Item | Reject]:
+        """The items of one part, in ascending order of their keys."""
+        return self.items()
+
+    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
+        """Learn (key, part, where) from an earlier listing: `stat` and `read` then work without another."""
 
     @abstractmethod
     def items(self) -> Iterator[Item | Reject]:
@@ -88,7 +109,7 @@ class Source(ABC):
 
     @abstractmethod
     def stat(self, key: str) -> tuple[int, int]:
-        """(size in bytes, modification time in ns): equal values mean unchanged bytes.
+        """(size in bytes, modification time in ns or a number made from an ETag): equal values mean unchanged bytes.
 
         Raises:
             Unreadable: there is no such item any more, or its key is not one of this source.
@@ -107,45 +128,53 @@ class FolderSource(Source):
     """A folder of pictures, searched recursively.
 
     Captions of `dir/X.jpg`: the text of `dir/X.txt` (UTF-8, all of it, surrounding whitespace removed; NVlabs' loader
-    takes the first line only), and the `caption_field` of every row that names the file in a `metadata.jsonl` or
-    `metadata.csv` (`file_name` is relative to the metadata file's folder, which may be a subfolder). Captions that
-    differ are all kept as candidates with equal weights. The other columns of a row become the item's `meta` (where
-    several rows name one file, the first one that has the column counts).
+    takes the first line only), the caption columns of the JSON object in `dir/X.json`, and those of every row that
+    names the file in a `metadata.jsonl` or `metadata.csv` (`file_name` is relative to the metadata file's folder, which
+    may be a subfolder). Captions that differ are all kept as candidates, weighted as `candidates` says. The other
+    columns become the item's `meta` (where several say something, the first one counts; JSON files before rows).
 
     Hidden files and folders and files that are no pictures are ignored and counted. Links are followed to files inside
     the root only; linked folders are not entered. Names are taken as they are: no Unicode or case folding, except that
     extensions may be in any case.
 
     Args:
-        root: the folder.
-        caption_field: the column of the metadata files that holds the caption.
+        root: the folder, or another store.
+        rule: which captions; or the one column of the metadata files that holds them.
         name: the source's name in sample identities.
 
     Raises:
         UserError: the root does not exist or is no folder.
     """
 
-    def __init__(self, root: Path | str, caption_field: str, name: str = "folder"):
-        self.root = Path(root)
-        self.caption_field = caption_field
+    def __init__(self, root: Path | str | Store, rule: CaptionRule | str, name: str = "folder"):
+        if not isinstance(root, Store):
+            if not Path(root).is_dir():
+                raise UserError(
+                    f"the data folder {str(root)!r} "
+                    + ("is not a folder" if Path(root).exists() else "does not exist"),
+                    expected="a folder of pictures with captions in .txt files or a metadata.jsonl / metadata.csv",
+                    fix="sana-pipe encode --data DIR",
+                )
+            root = Disk(root)
+        self.store = root
+        self.location = root.location
+        self.rule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
         self.ignored_kinds: Counter[str] = Counter()
-        if not self.root.is_dir():
-            raise UserError(
-                f"the data folder {str(root)!r} " + ("is not a folder" if self.root.exists() else "does not exist"),
-                expected="a folder of pictures with captions in .txt files or a metadata.jsonl / metadata.csv",
-                fix="sana-pipe encode --data DIR",
-            )
-        self._real_root = os.path.realpath(self.root)
+
+    @property
+    def _shown_root(self) -> str:
+        return str(self.store.root) if isinstance(self.store, Disk) else self.store.location
 
     def items(self) -> Iterator[Item | Reject]:
+        self.store.refresh()
         listing = self._list()
         self.ignored_kinds = listing.ignored
         self.ignored = listing.ignored.total()
         if not listing.pictures and not listing.refused_pictures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(listing.ignored.items()))
             raise UserError(
-                f"the data folder {str(self.root)!r} holds no picture",
+                f"the data folder {self._shown_root!r} holds no picture",
                 expected="files that end in .jpg, .png, .webp, .tif, ... (in subfolders, too)",
                 found=kinds or "an empty folder",
                 fix="sana-pipe encode --data DIR with the folder that holds the pictures",
@@ -154,74 +183,53 @@ class FolderSource(Source):
         rejects = listing.rejects
         for metadata in sorted(listing.metadata):
             rejects.extend(self._read_metadata(metadata, listing, told))
-        return self._join(listing, rejects, told)
+        stems = {stem(key) for key in listing.pictures}
+        for kind, files in (("txt", listing.texts), ("json", listing.objects)):
+            orphans = sum(len(keys) for one, keys in files.items() if one not in stems)
+            if orphans:
+                listing.ignored[f".{kind} file without a picture"] += orphans
+        self.ignored = listing.ignored.total()
+        return self._generate(listing, rejects, told)
 
     def path(self, key: str) -> Path:
-        """Where the item is.
+        """Where the item is on this disk.
 
         Raises:
             Unreadable: the key is absolute, climbs or leaves the root through a link.
         """
-        problem = _hostile(key)
-        if problem:
-            raise Unreadable(f"{_shown(key)}: {problem}")
-        path = os.path.join(self.root, *key.split("/"))
-        if not self._inside(path):
-            raise Unreadable(f"{_shown(key)}: a link leads out of the source folder")
-        return Path(path)
+        if not isinstance(self.store, Disk):
+            raise Unreadable(f"{shown(key)}: is not on this disk")
+        return self.store.path(key)
 
     def stat(self, key: str) -> tuple[int, int]:
-        path = self.path(key)
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError) as error:
-            raise Unreadable(f"{_shown(key)}: {_said(error)}") from None
-        if not stat_module.S_ISREG(found.st_mode):
-            raise Unreadable(f"{_shown(key)}: is not a regular file")
-        return found.st_size, found.st_mtime_ns
+        return self.store.stat(key)
 
     def read(self, key: str) -> bytes:
-        return self._read(key, self.path(key))
-
-    def _read(self, key: str, path: Path | str, limit: int | None = None) -> bytes:
-        """The file, or at most `limit` + 1 of its bytes. Where it lies has been checked."""
-        try:
-            # Not blocking: opening a pipe that nobody writes to would hang the run.
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-            with open(handle, "rb") as stream:
-                if not stat_module.S_ISREG(os.fstat(handle).st_mode):
-                    raise Unreadable(f"{_shown(key)}: is not a regular file")
-                return stream.read() if limit is None else stream.read(limit + 1)
-        except Unreadable:
-            raise
-        except (OSError, ValueError) as error:
-            raise Unreadable(f"{_shown(key)}: {_said(error)}") from None
-
-    def _inside(self, path: str) -> bool:
-        try:
-            return os.path.commonpath((self._real_root, os.path.realpath(path))) == self._real_root
-        except (OSError, ValueError):
-            return False
+        return self.store.read(key)
 
     def _list(self) -> _Listing:
         listing = _Listing()
+        if not isinstance(self.store, Disk):
+            for key in self.store.find():
+                problem = hostile(key)
+                self._sort_name(key, listing, problem)
+            return listing
         folders = [""]
         while folders:
             folder = folders.pop()
             try:
-                with os.scandir(os.path.join(self.root, folder)) as entries:
+                with os.scandir(os.path.join(self.store.root, folder)) as entries:
                     found = list(entries)
             except OSError as error:
-                listing.rejects.append(Reject(_shown(folder) or ".", f"the folder cannot be read: {_said(error)}"))
+                listing.rejects.append(Reject(shown(folder) or ".", f"the folder cannot be read: {said(error)}"))
                 continue
             for entry in found:
-                self._sort_in(entry, folder, listing, folders)
+                self._sort_in(entry, folder, listing, folders, self.store)
         return listing
 
-    def _sort_in(self, entry: os.DirEntry[str], folder: str, listing: _Listing, folders: list[str]) -> None:
+    def _sort_in(self, entry: os.DirEntry[str], folder: str, listing: _Listing, folders: list[str], disk: Disk) -> None:
         name = entry.name
         key = f"{folder}/{name}" if folder else name
-        extension = _extension(name)
         if name.startswith("."):
             listing.ignored["hidden"] += 1
             return
@@ -233,19 +241,17 @@ class FolderSource(Source):
         if is_folder:
             if link:
                 listing.rejects.append(
-                    Reject(_shown(key), "is a linked folder; move or mount its pictures under the root")
+                    Reject(shown(key), "is a linked folder; move or mount its pictures under the root")
                 )
             else:
                 folders.append(key)
             return
-        lowered = name.lower()
-        is_metadata = lowered in METADATA_NAMES
-        if not (is_metadata or extension in EXTENSIONS or extension == "txt"):
-            listing.ignored[f".{_shown(extension)} file" if extension else "file without an extension"] += 1
+        if not _is_data(name):
+            self._sort_name(key, listing, None)
             return
-        problem = _hostile(key)
+        problem = hostile(key)
         if problem is None and link:
-            problem = None if self._inside(entry.path) else "a link leads out of the source folder"
+            problem = None if disk.inside(entry.path) else "a link leads out of the source folder"
             if problem is None and not os.path.exists(entry.path):
                 problem = "is a broken link"
         if problem is None:
@@ -253,138 +259,170 @@ class FolderSource(Source):
                 if not entry.is_file():
                     problem = "is not a regular file"
             except OSError as error:
-                problem = _said(error)
-        if problem is not None:
-            listing.rejects.append(Reject(_shown(key), problem))
-            listing.refused_pictures += extension in EXTENSIONS
-        elif is_metadata:
+                problem = said(error)
+        self._sort_name(key, listing, problem)
+
+    def _sort_name(self, key: str, listing: _Listing, problem: str | None) -> None:
+        """Enter a file; `problem` is why it must not be used."""
+        kind, name = extension(key), posixpath.basename(key)
+        if not _is_data(name):
+            listing.ignored[f".{shown(kind)} file" if kind else "file without an extension"] += 1
+        elif kind == "txt" and self.rule.text_weight is None:
+            listing.ignored[".txt file (data.caption_weights does not list txt)"] += 1
+        elif problem is not None:
+            listing.rejects.append(Reject(shown(key), problem))
+            listing.refused_pictures += kind in EXTENSIONS
+        elif name.lower() in METADATA_NAMES:
             listing.metadata.append(key)
-        elif extension == "txt":
-            listing.texts.setdefault(_stem(key), []).append(key)
+        elif kind == "txt":
+            listing.texts.setdefault(stem(key), []).append(key)
+        elif kind == "json":
+            listing.objects.setdefault(stem(key), []).append(key)
         else:
             listing.pictures.add(key)
 
-    def _join(self, listing: _Listing, rejects: list[Reject], told: dict[str, _Told]) -> Iterator[Item | Reject]:
-        stems = {_stem(key) for key in listing.pictures}
-        orphans = sum(len(keys) for stem, keys in listing.texts.items() if stem not in stems)
-        if orphans:
-            listing.ignored[".txt file without a picture"] += orphans
-            self.ignored = listing.ignored.total()
-        return self._generate(listing, rejects, told)
-
     def _generate(self, listing: _Listing, rejects: list[Reject], told: dict[str, _Told]) -> Iterator[Item | Reject]:
         yield from sorted(rejects, key=lambda reject: reject.key)
-        for key in sorted(listing.pictures):
-            captions: list[str] = []
-            problems: list[Reject] = []
-            for text in sorted(listing.texts.get(_stem(key), ())):
-                outcome = self._sidecar(text)
-                if isinstance(outcome, Reject):
-                    problems.append(outcome)
-                elif outcome not in captions:
-                    captions.append(outcome)
-            row = told.get(key)
-            if row is not None:
-                captions.extend(caption for caption in row.captions if caption not in captions)
-            if captions:
-                yield from problems
-                yield Item(key, tuple((caption, 1.0) for caption in captions), row.meta if row is not None else {})
-            elif problems or (row is not None and row.problems):
-                reasons = [f"{p.key} {p.reason}" for p in problems] + (row.problems if row is not None else [])
-                yield Reject(key, "has no usable caption: " + "; ".join(reasons))
-            else:
-                stem = posixpath.basename(_stem(key))
-                yield Reject(key, f"has no caption: no {stem}.txt beside it and no metadata row that names it")
+        keys = sorted(listing.pictures)
+        for start in range(0, len(keys), _TOGETHER):
+            some = keys[start : start + _TOGETHER]
+            beside = {
+                key: sorted(listing.texts.get(stem(key), ())) + sorted(listing.objects.get(stem(key), ()))
+                for key in some
+            }
+            names = sorted({name for files in beside.values() for name in files})
+            data = dict(zip(names, self.store.read_many(names, MAX_CAPTION_BYTES), strict=True))
+            for key in some:
+                yield from self._item(key, {name: data[name] for name in beside[key]}, told.get(key))
 
-    def _sidecar(self, key: str) -> str | Reject:
-        try:
-            data = self._read(key, os.path.join(self.root, key), MAX_CAPTION_BYTES)
-        except Unreadable as error:
-            return Reject(key, f"cannot be read: {str(error).removeprefix(_shown(key) + ': ')}")
-        if len(data) > MAX_CAPTION_BYTES:
-            return Reject(key, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
-        try:
-            caption = data.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            return Reject(key, f"is not UTF-8 (byte {error.start})")
-        return caption or Reject(key, "is empty")
+    def _item(self, key: str, beside: dict[str, bytes | Unreadable], row: _Told | None) -> Iterator[Item | Reject]:
+        candidates: list[Candidate] = []
+        problems: list[Reject] = []
+        without: list[str] = []
+        meta: dict[str, Any] = {}
+        for name, data in beside.items():
+            outcome = sidecar(name, data)
+            if isinstance(outcome, str):
+                problem = None if outcome else Reject(name, "is empty")
+                candidates += [Candidate(outcome, self.rule.text_weight or 1.0)] if outcome else []
+            elif isinstance(outcome, Reject):
+                problem = outcome
+            else:
+                found = self.rule.read(outcome)
+                candidates += found.candidates
+                meta = {**{c: v for c, v in outcome.items() if c not in self.rule.columns}, **meta}
+                reason = "; ".join(found.problems)
+                problem = None
+                if any(column in outcome for column in self.rule.columns):
+                    problem = Reject(name, reason) if reason else None
+                elif reason:  # a JSON file without captions may be there for what else it says
+                    without.append(f"{name} {reason}")
+            if problem is not None:
+                problems.append(problem)
+        if row is not None:
+            candidates += row.candidates
+            meta = {**row.meta, **meta}
+        captions, dropped = self.rule.settle(candidates)
+        if dropped:
+            self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
+            self.ignored = self.ignored_kinds.total()
+        if captions:
+            yield from problems
+            yield Item(key, captions, meta)
+        elif problems or without or (row is not None and row.problems):
+            reasons = [f"{p.key} {p.reason}" for p in problems] + without + (row.problems if row is not None else [])
+            yield Reject(key, "has no usable caption: " + "; ".join(reasons))
+        else:
+            own = posixpath.basename(stem(key))
+            yield Reject(key, f"has no caption: no {own}.txt beside it and no metadata row that names it")
 
     def _read_metadata(self, metadata: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
         """Enters the rows of one metadata file into `told`; returns what could not be used of it."""
+        rows, columns, rejects = self._rows(metadata)
+        if columns and FILE_COLUMN not in columns:
+            file = f"{self._shown_root.rstrip('/')}/{metadata}"
+            raise UserError(
+                f"{file} has no column {FILE_COLUMN!r}",
+                expected=f"the columns {FILE_COLUMN!r} and {self._wanted()}",
+                found="the columns " + ", ".join(repr(shown(column)) for column in columns),
+                fix=f"rename the column that names the pictures to {FILE_COLUMN!r} in {file}",
+            )
+        self._check_columns(metadata, columns, FILE_COLUMN, ", or remove {file} if the captions are in .txt files")
+        folder = posixpath.dirname(metadata)
+        for line, row in rows:
+            where = f"{metadata}:{line}"
+            named = self._named(where, row, FILE_COLUMN, rejects)
+            if named is None:
+                continue
+            key = posixpath.normpath(posixpath.join(folder, named))
+            if key not in listing.pictures:
+                there = isinstance(self.store, Disk) and os.path.lexists(os.path.join(self.store.root, key))
+                known = "is not usable" if there else "does not exist"
+                rejects.append(
+                    Reject(where, f"names {named!r}, which {known} as a picture under {posixpath.dirname(key) or '.'}")
+                )
+                continue
+            self._enter(where, row, FILE_COLUMN, told.setdefault(key, _Told()), rejects)
+        return rejects
+
+    def _rows(self, metadata: str) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, None], list[Reject]]:
+        """(line, row) of a JSONL or CSV file, its columns, and what is no row."""
+        columns: dict[str, None] = {}
         try:
-            data = self.read(metadata)
+            data = self.store.read(metadata)
         except Unreadable as error:
-            return [Reject(metadata, f"cannot be read: {str(error).removeprefix(_shown(metadata) + ': ')}")]
+            return [], columns, [Reject(metadata, f"cannot be read: {str(error).removeprefix(shown(metadata) + ': ')}")]
         rejects: list[Reject] = []
         rows: list[tuple[int, dict[str, Any]]] = []
-        columns: dict[str, None] = {}
         parse = _csv_rows if metadata.lower().endswith(".csv") else _jsonl_rows
         for line, row in parse(data, columns):
             if isinstance(row, str):
                 rejects.append(Reject(f"{metadata}:{line}", row))
             else:
                 rows.append((line, row))
-        missing = [column for column in (FILE_COLUMN, self.caption_field) if columns and column not in columns]
-        if missing:
-            file = os.path.join(self.root, metadata)
-            others = [_shown(column) for column in columns if column != FILE_COLUMN]
-            fix = f"rename the column that names the pictures to {FILE_COLUMN!r} in {file}"
-            if FILE_COLUMN not in missing:
-                fix = f"--set data.caption_field={others[0]}" if others else f"add a caption column to {file}"
-                fix += f", or remove {file} if the captions are in .txt files"
-            raise UserError(
-                f"{file} has no column {missing[0]!r}",
-                expected=f"the columns {FILE_COLUMN!r} and {self.caption_field!r} (data.caption_field)",
-                found="the columns " + ", ".join(repr(_shown(column)) for column in columns),
-                fix=fix,
-            )
         if not rows and not rejects:
             rejects.append(Reject(metadata, "holds no row"))
-        for line, row in rows:
-            self._enter(metadata, line, row, listing, told, rejects)
-        return rejects
+        return rows, columns, rejects
 
-    def _enter(
-        self,
-        metadata: str,
-        line: int,
-        row: dict[str, Any],
-        listing: _Listing,
-        told: dict[str, _Told],
-        rejects: list[Reject],
-    ) -> None:
-        where = f"{metadata}:{line}"
-        named = row.get(FILE_COLUMN)
+    def _wanted(self) -> str:
+        return " or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})"
+
+    def _check_columns(self, metadata: str, columns: dict[str, None], file_column: str, otherwise: str) -> None:
+        """Raises a UserError if no caption column is there."""
+        if not columns or any(column in columns for column in self.rule.columns) or not self.rule.columns:
+            return
+        file = f"{self._shown_root.rstrip('/')}/{metadata}"
+        others = [shown(column) for column in columns if column != file_column]
+        fix = f"--set data.caption_field={others[0]}" if others else f"add a caption column to {file}"
+        raise UserError(
+            f"{file} has no column {self.rule.columns[0]!r}",
+            expected=f"the columns {file_column!r} and {self._wanted()}",
+            found="the columns " + ", ".join(repr(shown(column)) for column in columns),
+            fix=fix + otherwise.format(file=file),
+        )
+
+    def _named(self, where: str, row: dict[str, Any], column: str, rejects: list[Reject]) -> str | None:
+        """The file that a row names, if it may be used."""
+        named = row.get(column)
         if not isinstance(named, str) or not named:
-            rejects.append(Reject(where, f"names no file ({FILE_COLUMN} is {_brief(named)})"))
-            return
-        problem = _hostile(named)
+            rejects.append(Reject(where, f"names no file ({column} is {brief(named)})"))
+            return None
+        problem = hostile(named)
         if problem is not None:
-            rejects.append(Reject(where, f"names {_shown(named)!r}: {problem}"))
-            return
-        key = posixpath.normpath(posixpath.join(posixpath.dirname(metadata), named))
-        if key not in listing.pictures:
-            known = "is not usable" if os.path.lexists(os.path.join(self.root, key)) else "does not exist"
-            rejects.append(
-                Reject(where, f"names {named!r}, which {known} as a picture under {posixpath.dirname(key) or '.'}")
-            )
-            return
-        entry = told.setdefault(key, _Told())
-        for column, value in row.items():
-            if column not in (FILE_COLUMN, self.caption_field):
-                entry.meta.setdefault(column, value)
-        caption = row.get(self.caption_field)
-        reason = None
-        if caption is None or (isinstance(caption, str) and not caption.strip()):
-            present = self.caption_field in row
-            reason = f"has an empty {self.caption_field!r}" if present else f"has no {self.caption_field!r}"
-        elif not isinstance(caption, str):
-            reason = f"has {_brief(caption)} for {self.caption_field!r}, which is not text"
-        if reason is not None:
+            rejects.append(Reject(where, f"names {shown(named)!r}: {problem}"))
+            return None
+        return named
+
+    def _enter(self, where: str, row: dict[str, Any], column: str, entry: _Told, rejects: list[Reject]) -> None:
+        """Add what a row says about its picture."""
+        for other, value in row.items():
+            if other != column and other not in self.rule.columns:
+                entry.meta.setdefault(other, value)
+        found = self.rule.read(row)
+        entry.candidates += found.candidates
+        for reason in found.problems:
             entry.problems.append(f"{where} {reason}")
             rejects.append(Reject(where, reason))
-        elif isinstance(caption, str):
-            entry.captions.append(caption.strip())
 
 
 @dataclass
@@ -393,6 +431,7 @@ class _Listing:
 
     pictures: set[str] = field(default_factory=set)
     texts: dict[str, list[str]] = field(default_factory=dict)  # by stem: x.txt and x.TXT may both exist
+    objects: dict[str, list[str]] = field(default_factory=dict)  # the same of .json
     metadata: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     refused_pictures: int = 0
@@ -403,54 +442,41 @@ class _Listing:
 class _Told:
     """What the metadata files say about one picture."""
 
-    captions: list[str] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def _extension(name: str) -> str:
-    return posixpath.splitext(name)[1][1:].lower()
+def sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | Reject:
+    """What a .txt or .json file beside a picture says: its text, or its object."""
+    if isinstance(data, Unreadable):
+        return Reject(name, f"cannot be read: {str(data).removeprefix(shown(name) + ': ')}")
+    if len(data) > MAX_CAPTION_BYTES:
+        return Reject(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Reject(name, f"is not UTF-8 (byte {error.start})")
+    if extension(name) != "json":
+        return text.strip()
+    value = parse_json(text)
+    return value if isinstance(value, dict) else Reject(name, value)
 
 
-def _stem(key: str) -> str:
-    return posixpath.splitext(key)[0]
+def parse_json(text: str) -> dict[str, Any] | str:
+    """A JSON object, or the reason why the text is none."""
+    try:
+        value = json.loads(text, parse_constant=_null)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    if "\\ud" in text.lower() and broken(json.dumps(value, ensure_ascii=False)):
+        return "has an escape that stands for half a character, which is not valid Unicode"
+    return value if isinstance(value, dict) else f"is not a JSON object but {brief(value)}"
 
 
-def _broken(text: str) -> bool:
-    """Holds surrogates: from a name or a text that is not UTF-8, or an escape that stands for half a character."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _hostile(name: str) -> str | None:
-    """Why a relative name must not be used as one, or None."""
-    if _broken(name):
-        return "the name is not valid UTF-8"
-    if any(unicodedata.category(character) == "Cc" for character in name):
-        return "the name has control characters"
-    if "\\" in name:
-        return "the name has a backslash"
-    if name.startswith("/") or not name:
-        return "the name is absolute" if name else "the name is empty"
-    if ".." in name.split("/"):
-        return "the name climbs with '..'"
-    return None
-
-
-def _shown(name: str) -> str:
-    """The name for tables and terminals: control characters, surrogates and invisible marks escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in name
-    )
-
-
-def _brief(value: Any) -> str:
-    text = _shown(repr(value))
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _said(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+def _is_data(name: str) -> bool:
+    kind = extension(name)
+    return kind in EXTENSIONS or kind in ("txt", "json") or name.lower() in METADATA_NAMES
 
 
 def _jsonl_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -459,19 +485,13 @@ def _jsonl_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, di
         if not raw.strip():
             continue
         try:
-            row = json.loads(raw.decode("utf-8"), parse_constant=_null)
+            row = parse_json(raw.decode("utf-8"))
         except UnicodeDecodeError:
             yield line, "is not UTF-8"
-        except (ValueError, RecursionError) as error:
-            yield line, f"is not JSON: {error}"
-        else:
-            if b"\\ud" in raw.lower() and _broken(json.dumps(row, ensure_ascii=False)):
-                yield line, "has an escape that stands for half a character, which is not valid Unicode"
-            elif isinstance(row, dict):
-                columns.update(dict.fromkeys(row))
-                yield line, row
-            else:
-                yield line, f"is not a JSON object but {_brief(row)}"
+            continue
+        if isinstance(row, dict):
+            columns.update(dict.fromkeys(row))
+        yield line, row
 
 
 def _null(name: str) -> None:
@@ -497,12 +517,12 @@ def _csv_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, dict
         if header is None:
             header = fields
             columns.update(dict.fromkeys(header))
-            twice = sorted({_shown(name) for name in header if header.count(name) > 1})
+            twice = sorted({shown(name) for name in header if header.count(name) > 1})
             if twice:
                 yield reader.line_num, f"the header has a column twice ({', '.join(twice)}); the last one counts"
         elif len(fields) != len(header):
             yield reader.line_num, f"has {len(fields)} fields, the header has {len(header)}"
-        elif any(map(_broken, fields)):
+        elif any(map(broken, fields)):
             yield reader.line_num, "is not UTF-8"
         else:
             yield reader.line_num, dict(zip(header, fields, strict=True))

@@ -1,0 +1,198 @@
+"""The same pictures and captions from a folder, tars, parquet and a listing make the same records; scans are reused."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import stages.bucket
+import stages.encode
+from pipeline.cache import layout
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data.tars import TarSource
+from pipeline.encoding import scan as scanning
+from pipeline.errors import UserError
+from pipeline.models import encoders
+
+MakeConfig = Callable[..., Config]
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """folder/, tars/, set.parquet, list.jsonl."""
+    root = tmp_path_factory.mktemp("pictures")
+    (root / "folder").mkdir()
+    (root / "tars").mkdir()
+    rows = []
+    for n in range(COUNT):
+        pixels = np.random.default_rng(n).integers(0, 255, (8, 8, 3), np.uint8)
+        path = root / "folder" / f"{n}.{'png' if n % 2 else 'webp'}"
+        Image.fromarray(pixels).resize((90, 70) if n % 3 else (60, 80), Image.Resampling.BICUBIC).save(path)
+        path.with_suffix(".txt").write_text(f"Random picture number {n}")
+        rows.append({"file_name": f"folder/{path.name}", "text": f"Random picture number {n}"})
+    for shard in range(2):
+        with tarfile.open(root / "tars" / f"{shard}.tar", "w") as tar:
+            for n in range(shard * COUNT // 2, (shard + 1) * COUNT // 2):
+                for path in sorted((root / "folder").glob(f"{n}.*")):
+                    tar.add(path, path.name)
+    (root / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = [{"bytes": (root / row["file_name"]).read_bytes(), "path": row["file_name"]} for row in rows]
+    table = pa.table({"image": images, "text": [row["text"] for row in rows]})
+    pq.write_table(table, root / "set.parquet", row_group_size=3)
+    return root
+
+
+def members(cache: Path) -> dict[str, bytes]:
+    """Every record and caption, by its name in a shard."""
+    found: dict[str, bytes] = {}
+    for path in sorted((cache / "shards").rglob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if not member.name.startswith("__"):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    assert member.name not in found
+                    found[member.name] = file.read()
+    return found
+
+
+def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    truth: dict[str, bytes] = {}
+    for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl"):
+        config = make_config(tmp_path / data.partition(".")[0].partition("/")[0])
+        done = stages.encode.run(config, data=str(pictures / data))
+        assert (done["images"], done["captions"], done["rejects"]) == (COUNT, COUNT + 1, 0)
+        found = members(Path(config.cache))
+        assert len(found) == COUNT + 2 * (COUNT + 1)
+        truth = truth or found
+        assert found == truth, data
+        stages.bucket.run(config)
+        assert len(Cache(config.cache).open_snapshot()) == COUNT
+        again = stages.encode.run(config, data=str(pictures / data))
+        assert (again["images"], again["captions"]) == (0, 0)
+        assert len(Cache(config.cache).files.numbers("sources/" + Cache(config.cache).sources()[0])) == 1
+
+
+def test_the_same_pictures_elsewhere_are_not_encoded_again(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, data=str(pictures / "folder"))
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a model was loaded although there is nothing to encode")
+
+    monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
+    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    for data in ("tars", "set.parquet", "list.jsonl"):
+        assert stages.encode.run(config, data=str(pictures / data), source_name=data[:4])["images"] == 0
+    stages.bucket.run(config)
+    assert len(Cache(config.cache).open_snapshot()) == 4 * COUNT
+
+
+def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
+    config = make_config(tmp_path)
+    stages.encode.run(config, data=str(tars))
+    shutil.rmtree(Path(config.cache) / "shards")  # the records are lost, the scan is not: another recipe, in effect
+    for folder in ("plans", "units", "segments"):
+        shutil.rmtree(Path(config.cache) / folder)
+    listed: list[str] = []
+    real = TarSource.part
+    monkeypatch.setattr(TarSource, "part", lambda self, name: listed.append(name) or real(self, name))
+    assert stages.encode.run(config, data=str(tars))["images"] == COUNT
+    assert not listed
+    # one tar changes: that one alone is listed, and only what is new in it is encoded
+    with tarfile.open(tars / "1.tar", "a") as tar:
+        Image.new("RGB", (70, 70), "red").save(tmp_path / "new.png")
+        tar.add(tmp_path / "new.png", "new.png")
+        (tmp_path / "new.txt").write_text("all red")
+        tar.add(tmp_path / "new.txt", "new.txt")
+    done = stages.encode.run(config, data=str(tars))
+    assert (done["images"], done["captions"], listed) == (1, 1, ["1.tar"])
+    # another rule for captions lists all of them again, and reads no picture
+    monkeypatch.setattr(TarSource, "read", lambda self, key: 1 / 0)
+    other = config.model_copy(update={"data": config.data.model_copy(update={"score_threshold": 1.0})})
+    listed.clear()
+    assert stages.encode.run(other, data=str(tars))["images"] == 0
+    assert listed == ["0.tar", "1.tar"]
+
+
+def test_a_scan_of_an_earlier_version_is_read(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, data=str(pictures / "folder"))
+    cache = Cache(config.cache)
+    body = cache.last_scan("folder")
+    assert body is not None
+    old = cache.table(body["table"]).drop_columns(["part", "stamp", "where"])
+    kept = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
+    cache.add_scan("folder", {**kept, "table": cache.put_table(old)})
+    assert list(scanning.places(old)) == []
+    reads: list[str] = []
+    from pipeline.data.source import FolderSource
+
+    monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key))
+    assert stages.encode.run(config, data=str(pictures / "folder"))["images"] == 0
+    assert not reads
+    stages.bucket.run(config)
+    assert len(cache.open_snapshot()) == COUNT
+
+
+def test_a_member_that_changed_since_the_scan_is_told_and_mended(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
+    config = make_config(tmp_path)
+    real = stages.encode.planning.plan_images
+
+    def swap(*args: object) -> object:
+        plans = real(*args)  # type: ignore[arg-type]
+        first = (tars / "0.tar").read_bytes()
+        (tars / "0.tar").write_bytes((tars / "1.tar").read_bytes())
+        (tars / "1.tar").write_bytes(first)
+        return plans
+
+    monkeypatch.setattr(stages.encode.planning, "plan_images", swap)
+    done = stages.encode.run(config, data=str(tars))
+    assert done["images"] == 0
+    assert done["rejects"] == COUNT
+    monkeypatch.undo()
+    assert stages.encode.run(config, data=str(tars))["images"] == COUNT
+
+
+def test_a_source_is_opened_again_for_reading_without_listing(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    for data in ("folder", "tars", "set.parquet", "list.jsonl"):
+        config = make_config(tmp_path / data)
+        stages.encode.run(config, data=str(pictures / data), source_name="own")
+        cache = Cache(config.cache)
+        source = scanning.reopen(cache, "own", config.data)
+        body = cache.last_scan("own")
+        assert body is not None
+        rows = cache.table(body["table"]).to_pylist()
+        assert len(rows) == COUNT
+        for row in rows:
+            assert layout.digest(source.read(row["item"])) == row["digest"]
+    with pytest.raises(UserError, match="does not exist"):
+        scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="no source"):
+        scanning.reopen(cache, "other", config.data)

@@ -1,0 +1,521 @@
+"""Tars, parquet, listings and JSON sidecars: what is listed, what is refused by name, and bytes at random."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+
+from pipeline.config import DataConfig
+from pipeline.data import tables
+from pipeline.data.detect import open_source
+from pipeline.data.source import Item, Source, Unreadable
+from pipeline.errors import UserError
+
+Rows = list[tuple[str, bytes | str | dict[str, Any]]]
+
+
+def make_tar(path: Path, members: Rows, format: int = tarfile.USTAR_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members:
+            data = json.dumps(content).encode() if isinstance(content, dict) else content
+            data = data.encode() if isinstance(data, str) else data
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def opened(data: object, format: str | None = None, **config: Any) -> Source:
+    return open_source(str(data), DataConfig(**config), None, format)
+
+
+def listed(source: Source) -> tuple[dict[str, Item], dict[str, str]]:
+    items: dict[str, Item] = {}
+    rejects: dict[str, str] = {}
+    keys = []
+    for entry in source.items():
+        if isinstance(entry, Item):
+            assert entry.key not in items
+            items[entry.key] = entry
+            keys.append(entry.key)
+        else:
+            assert entry.reason
+            rejects[entry.key] = f"{rejects[entry.key]}; {entry.reason}" if entry.key in rejects else entry.reason
+    assert keys == sorted(keys)
+    return items, rejects
+
+
+def texts(item: Item) -> list[str]:
+    return [text for text, _ in item.captions]
+
+
+# --- tars ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tar_written_by_webdataset(tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as sink:
+        for n in range(5):
+            sink.write({"__key__": f"sub/{n:03d}", "jpg": b"picture %d" % n, "txt": f"caption {n}"})
+    source = opened(tmp_path)
+    items, rejects = listed(source)
+    assert not rejects
+    assert list(items) == [f"a.tar/sub/{n:03d}.jpg" for n in range(5)]
+    assert [texts(item) for item in items.values()] == [[f"caption {n}"] for n in range(5)]
+    for n, key in enumerate(items):
+        assert source.read(key) == b"picture %d" % n
+        assert source.stat(key) == (9, os.stat(tmp_path / "a.tar").st_mtime_ns)
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_and_foreign_names(tmp_path: Path, format: int) -> None:
+    long = "d" * 90 + "/" + "x" * 90
+    names = [long, "été 雪"] if format != tarfile.USTAR_FORMAT else [long]
+    make_tar(tmp_path / "a.tar", [m for n in names for m in ((f"./{n}.png", n), (f"./{n}.txt", "said"))], format)
+    source = opened(tmp_path / "a.tar")
+    items, rejects = listed(source)
+    assert not rejects
+    assert set(items) == {f"a.tar/{name}.png" for name in names}
+    assert all(source.read(f"a.tar/{name}.png") == name.encode() for name in names)
+
+
+def test_pictures_json_and_text_of_one_sample(tmp_path: Path) -> None:
+    make_tar(
+        tmp_path / "a.tar",
+        [
+            ("1.JPG", b"j"), ("1.webp", b"w"), ("1.seg.png", b"s"), ("1.json", {"text": "object", "id": 7}),
+            ("1.txt", " file\n"), ("__meta__/x.jpg", b"no"), ("README", "no"), ("2.txt", "no picture"),
+        ],
+    )  # fmt: skip
+    source = opened(tmp_path / "a.tar")
+    items, rejects = listed(source)
+    assert not rejects
+    assert {key: texts(item) for key, item in items.items()} == {
+        "a.tar/1.JPG": ["file", "object"], "a.tar/1.webp": ["file", "object"],
+    }  # fmt: skip
+    assert items["a.tar/1.JPG"].meta == {"id": 7}
+    assert source.ignored == 4
+
+
+def test_equal_names_in_two_tars_are_two_items(tmp_path: Path) -> None:
+    for shard in ("s-0", "s-1"):
+        make_tar(tmp_path / f"{shard}.tar", [("0.jpg", shard), ("0.txt", shard)])
+    source = opened(tmp_path / "s-{0..1}.tar")
+    items, rejects = listed(source)
+    assert {key: source.read(key) for key in items} == {"s-0.tar/0.jpg": b"s-0", "s-1.tar/0.jpg": b"s-1"}
+    assert not rejects
+    assert list(listed(opened(tmp_path / "s-*.tar"))[0]) == list(items)
+
+
+def test_members_that_do_not_stand_together_are_refused_never_joined(tmp_path: Path) -> None:
+    whole: Rows = [("a.jpg", b"A"), ("a.txt", "a"), ("b.jpg", b"B"), ("b.txt", "b"), ("c.jpg", b"C"), ("c.txt", "c")]
+    items, rejects = listed(opened(make_tar(tmp_path / "x.tar", whole)))
+    assert len(items) == 3
+    assert not rejects
+    split = [whole[0], whole[2], whole[3], whole[1], *whole[4:]]
+    items, rejects = listed(opened(make_tar(tmp_path / "x.tar", split)))
+    assert set(items) == {"x.tar/b.jpg", "x.tar/c.jpg"}
+    assert set(rejects) == {"x.tar/a"}
+    assert "do not stand together" in rejects["x.tar/a"]
+
+
+def test_every_shuffle_gives_whole_samples_or_rejects(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    members: Rows = [(f"{n}.{kind}", f"{n}") for n in range(6) for kind in ("png", "txt", "json")]
+    members = [(name, {"text": name[0]} if name.endswith("json") else content) for name, content in members]
+    refused = 0
+    for _ in range(30):
+        some = members[:]
+        for _ in range(3):
+            i, j = chance.randrange(len(some)), chance.randrange(len(some))
+            some[i], some[j] = some[j], some[i]
+        source = opened(make_tar(tmp_path / "x.tar", some))
+        items, rejects = listed(source)
+        for key, item in items.items():
+            assert source.read(key).decode() == texts(item)[0] == key[len("x.tar/")]
+        assert len(items) + len(rejects) == 6
+        refused += len(rejects)
+    assert refused
+
+
+HOSTILE: list[tuple[str, str]] = [
+    ("/etc/passwd.jpg", "absolute"), ("../up.jpg", "climbs"), ("a/../../b.jpg", "climbs"), ("a\\b.jpg", "backslash"),
+    ("bell\a.jpg", "control"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "reason"), HOSTILE)
+def test_hostile_member_names_are_refused_by_name(tmp_path: Path, name: str, reason: str) -> None:
+    make_tar(tmp_path / "x.tar", [(name, b"bad"), ("good.jpg", b"good"), ("good.txt", "good")])
+    source = opened(tmp_path / "x.tar")
+    items, rejects = listed(source)
+    assert set(items) == {"x.tar/good.jpg"}
+    (key,) = rejects
+    assert reason in rejects[key]
+    with pytest.raises(Unreadable):
+        source.read(f"x.tar/{name}")
+
+
+def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name, kind in (("l.jpg", tarfile.SYMTYPE), ("h.jpg", tarfile.LNKTYPE), ("p.jpg", tarfile.FIFOTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        for name in ("d.jpg", "d.txt", "d.jpg", "t.txt", "ok.jpg", "ok.txt"):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"x"))
+        info = tarfile.TarInfo("t.jpg")
+        info.type, info.linkname = tarfile.SYMTYPE, "ok.jpg"
+        tar.addfile(info)
+    items, rejects = listed(opened(tmp_path / "x.tar"))
+    assert set(items) == {"x.tar/ok.jpg"}
+    assert rejects == {
+        "x.tar/l.jpg": "is a link", "x.tar/h.jpg": "is a link", "x.tar/p.jpg": "is not a regular file",
+        "x.tar/t.jpg": "is a link", "x.tar/d": "has two members .jpg",
+    }  # fmt: skip
+
+
+def _cut(data: bytes) -> bytes:
+    return data[:2000]
+
+
+def _header(data: bytes) -> bytes:
+    return data[:1024] + b"garbage" * 10 + data[1094:]
+
+
+def _appended(data: bytes) -> bytes:
+    return data + data
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(_cut, "cut|no whole tar|without an end"), (_header, "is damaged"), (_appended, "another tar behind its end")],
+)
+def test_a_damaged_tar_is_told_and_the_rest_is_used(
+    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    path = make_tar(tmp_path / "x.tar", [(f"{n}.{k}", b"x" * 300) for n in range(3) for k in ("txt", "jpg")])
+    items, rejects = listed(opened(path))
+    assert len(items) == 3
+    assert not rejects
+    path.write_bytes(damage(path.read_bytes()))
+    items, rejects = listed(opened(path))
+    assert len(items) == {_cut: 1, _header: 0, _appended: 3}[damage]
+    assert re.search(reason, "; ".join(rejects.values()))
+    assert any(key == "x.tar" for key in rejects)
+
+
+def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
+    import gzip
+
+    make_tar(tmp_path / "d" / "a.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    (tmp_path / "d" / "empty.tar").write_bytes(b"")
+    make_tar(tmp_path / "d" / "none.tar", [])
+    (tmp_path / "d" / "z.tar").write_bytes(gzip.compress((tmp_path / "d" / "a.tar").read_bytes()))
+    items, rejects = listed(opened(tmp_path / "d"))
+    assert set(items) == {"a.tar/1.jpg"}
+    assert rejects["empty.tar"] == "is empty"
+    assert rejects["none.tar"] == "holds no picture"
+    assert "compressed (gzip)" in rejects["z.tar"]
+    (tmp_path / "d" / "z.tar").rename(tmp_path / "z.tar.gz")
+    with pytest.raises(UserError, match="compressed"):
+        opened(tmp_path / "z.tar.gz")
+
+
+def test_a_missing_tar_of_a_pattern_is_a_reject(tmp_path: Path) -> None:
+    make_tar(tmp_path / "0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    items, rejects = listed(opened(tmp_path / "{0..1}.tar"))
+    assert len(items) == 1
+    assert "unreadable" in rejects["1.tar"]
+
+
+def test_no_caption_at_all_names_the_columns_there_are(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "x.tar", [("1.jpg", b"x"), ("1.json", {"prompt": "a", "width": 3})])
+    with pytest.raises(UserError, match="'prompt'"):
+        listed(opened(path))
+    items, _ = listed(opened(path, caption_field="prompt"))
+    assert texts(items["x.tar/1.jpg"]) == ["a"]
+
+
+def test_bytes_by_place_without_listing(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "x.tar", [(f"{n}.{k}", f"{n}{k}") for n in range(20) for k in ("jpg", "txt")])
+    first = opened(path)
+    places = [(item.key, "x.tar", item.where) for item in first.items() if isinstance(item, Item)]
+    later = opened(path)
+    with pytest.raises(Unreadable, match="none of the tars"):
+        later.read("x.tar/3.jpg")
+    later.recall((key, part, where or "") for key, part, where in places)
+    random.Random(0).shuffle(places)
+    assert all(later.read(key) == key[6:].replace(".", "").encode() for key, _, _ in places)
+    assert all(later.stat(key) == first.stat(key) for key, _, _ in places)
+    os.truncate(path, 1000)
+    with pytest.raises(Unreadable, match="cut or changed"):
+        later.read("x.tar/9.jpg")
+
+
+# --- NVlabs' layout ------------------------------------------------------------------------------------------------
+
+
+def nvlabs(root: Path) -> Path:
+    make_tar(
+        root / "0000.tar",
+        [m for n in range(3) for m in ((f"{n}.png", f"picture {n}"),
+         (f"{n}.json", {"prompt": f"prompt {n}", "height": 64, "width": 64}))],
+    )  # fmt: skip
+    (root / "wids-meta.json").write_text(
+        json.dumps({"wids_version": 1, "shardlist": [{"url": "0000.tar", "nsamples": 3}]})
+    )
+    (root / "0000_VILA.json").write_text(json.dumps({str(n): {"VILA": f"vila {n}"} for n in range(3)}))
+    (root / "0000_InternVL.json").write_text(json.dumps({"0": {"InternVL": "intern 0"}}))
+    (root / "0000_stats.json").write_text(json.dumps({"count": 3}))
+    return root
+
+
+def test_nvlabs_layout_without_scores_uses_the_prompt(tmp_path: Path) -> None:
+    source = opened(nvlabs(tmp_path))
+    assert source.format == "wids"
+    items, rejects = listed(source)
+    assert not rejects
+    assert items["0000.tar/1.png"].captions == (("prompt 1", 1.0),)
+    assert source.read("0000.tar/1.png") == b"picture 1"
+
+
+def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
+    scores = {
+        "0": {"prompt": 24.0, "VILA": 30.0, "InternVL": 27.0},  # one below the threshold
+        "1": {"prompt": 10.0, "VILA": 12.0},  # none passes: the best one
+        # 2 has no scores: plain shares
+    }
+    (nvlabs(tmp_path) / "0000_clip.json").write_text(json.dumps(scores))
+    weights = {"prompt": 1.0, "VILA": 1.0, "InternVL": 1.0}
+    source = opened(tmp_path, caption_weights=weights)
+    items, rejects = listed(source)
+    assert not rejects
+    zero = dict(items["0000.tar/0.png"].captions)
+    assert set(zero) == {"vila 0", "intern 0"}
+    assert zero["intern 0"] / zero["vila 0"] == pytest.approx((27 / 30) ** 10)
+    assert texts(items["0000.tar/1.png"]) == ["vila 1"]
+    assert set(items["0000.tar/2.png"].captions) == {("prompt 2", 1.0), ("vila 2", 1.0)}
+    assert source.ignored >= 2
+    before = [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()]
+    (tmp_path / "0000_clip.json").write_text("{}")
+    assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
+
+
+def test_wids_index_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "wids-meta.json").write_text('{"shards": []}')
+    with pytest.raises(UserError, match="no index of tars"):
+        opened(tmp_path)
+
+
+# --- parquet -------------------------------------------------------------------------------------------------------
+
+
+def hf_table(count: int = 10) -> pa.Table:
+    return pa.table(
+        {
+            "image": pa.array(
+                [{"bytes": b"picture %d" % n, "path": f"{n}.jpg"} for n in range(count)],
+                pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+            ),
+            "text": [f"caption {n}" for n in range(count)],
+            "label": list(range(count)),
+        }
+    )
+
+
+def test_parquet_with_image_structs(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    pq.write_table(hf_table(), tmp_path / "data" / "train-00000-of-00001.parquet", row_group_size=3)
+    source = opened(tmp_path)
+    items, rejects = listed(source)
+    assert not rejects
+    key = "data/train-00000-of-00001.parquet/000000004"
+    assert items[key].captions == (("caption 4", 1.0),)
+    assert items[key].meta == {"label": 4, "path": "4.jpg"}
+    later = opened(tmp_path)
+    later.recall((key, "data/train-00000-of-00001.parquet", item.where or "") for key, item in items.items())
+    for key in random.Random(0).sample(sorted(items), len(items)):
+        assert later.read(key) == b"picture %d" % int(key[-9:])
+        assert later.stat(key) == source.stat(key)
+
+
+def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
+    table = pa.table(
+        {"jpg": [b"a", None, b"c", b""], "thumb": [b"t"] * 4, "caption": [["one", "two"], ["x"], [], ["y"]]}
+    )
+    pq.write_table(table, tmp_path / "t.parquet")
+    source = opened(tmp_path / "t.parquet", caption_field="caption")
+    items, rejects = listed(source)
+    assert {key: item.captions for key, item in items.items()} == {"t.parquet/000000000": (("one", 0.5), ("two", 0.5))}
+    assert "thumb" not in items["t.parquet/000000000"].meta
+    assert rejects == {
+        "t.parquet/000000001": "has no picture", "t.parquet/000000002": "has an empty 'caption'",
+        "t.parquet/000000003": "has no picture",
+    }  # fmt: skip
+
+
+def test_parquet_of_names_reads_files_and_refuses_hostile_ones(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"A")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "pictures" / "out.png").symlink_to(tmp_path / "secret.png")
+    names = ["a.png", "/etc/passwd", "../secret.png", "http://x/y.png", "out.png", "gone.png"]
+    pq.write_table(pa.table({"file_name": names, "text": ["said"] * 6}), tmp_path / "pictures" / "t.parquet")
+    source = opened(tmp_path / "pictures", format="parquet")
+    items, rejects = listed(source)
+    assert source.read("t.parquet/000000000") == b"A"
+    assert set(rejects) == {f"t.parquet/{n:09d}" for n in (1, 2, 3)}
+    for key, reason in (("t.parquet/000000004", "leads out"), ("t.parquet/000000005", "No such file")):
+        assert key in items
+        with pytest.raises(Unreadable, match=reason):
+            source.stat(key)
+    assert source.parts()[0].stamp is None, "its pictures may change without it"
+
+
+def test_parquet_mistakes_are_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(hf_table().drop_columns("text"), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"data\.caption_field=label"):
+        listed(opened(tmp_path / "a.parquet"))
+    pq.write_table(hf_table().drop_columns("image"), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"data\.image_field"):
+        listed(opened(tmp_path / "a.parquet"))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
+    assert "no parquet file" in listed(opened(tmp_path / "a.parquet"))[1]["a.parquet"]
+    pq.write_table(hf_table(), tmp_path / "a.parquet")
+    monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 10)
+    with pytest.raises(UserError, match="row_group_size"):
+        listed(opened(tmp_path / "a.parquet"))
+
+
+def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "GROUP_BYTES", 1)
+    pq.write_table(hf_table(12), tmp_path / "a.parquet", row_group_size=2)
+    source = opened(tmp_path / "a.parquet")
+    keys = list(listed(source)[0])
+    assert [source.read(key) for key in reversed(keys)] == [b"picture %d" % n for n in reversed(range(12))]
+    assert isinstance(source, tables.ParquetSource)
+    assert len(source._groups) == 1
+
+
+# --- listings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_listings(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "p").mkdir()
+    for name in ("a.png", "b c.png"):
+        (tmp_path / "p" / name).write_bytes(name.encode())
+    rows = [("p/a.png", "one"), ("p/a.png", "two"), ("p/b c.png", "three"), ("/abs.png", "x"), ("p/../../up.png", "x"),
+            ("https://x/y.png", "x"), ("p/a.png", "")]  # fmt: skip
+    if kind == "jsonl":
+        text = "".join(json.dumps({"image": name, "text": said}) + "\n" for name, said in rows)
+    else:
+        text = "image,text\n" + "".join(f"{name},{said}\n" for name, said in rows)
+    (tmp_path / f"list.{kind}").write_text(text)
+    source = opened(tmp_path / f"list.{kind}")
+    items, rejects = listed(source)
+    assert {key: texts(item) for key, item in items.items()} == {"p/a.png": ["one", "two"], "p/b c.png": ["three"]}
+    assert source.read("p/b c.png") == b"b c.png"
+    assert len(rejects) == 4
+    assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
+        "the name is absolute", "the name climbs with '..'", "is a URL, not a name within the data",
+        "has an empty 'text'",
+    }  # fmt: skip
+
+
+def test_a_listing_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"A")
+    (tmp_path / "l.jsonl").write_text('{"src": "a.png", "text": "x"}\n')
+    with pytest.raises(UserError, match=r"data\.image_field"):
+        listed(opened(tmp_path / "l.jsonl"))
+    items, _ = listed(opened(tmp_path / "l.jsonl", image_field="src"))
+    assert set(items) == {"a.png"}
+    items, _ = listed(opened(tmp_path / "l.jsonl", image_field="src", image_root="sub"))
+    assert set(items) == {"sub/a.png"}
+
+
+# --- folders with JSON ---------------------------------------------------------------------------------------------
+
+
+def test_json_beside_pictures(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / f"{name}.png").write_bytes(b"")
+    (tmp_path / "a.json").write_text('{"text": ["one", "two"], "id": 1}')
+    (tmp_path / "b.json").write_text('{"id": 2}')
+    (tmp_path / "b.txt").write_text("plain")
+    (tmp_path / "c.json").write_text("[1]")
+    (tmp_path / "d.json").write_text('{"prompt": "x"}')
+    (tmp_path / "other.json").write_text("{}")
+    source = opened(tmp_path)
+    items, rejects = listed(source)
+    assert items["a.png"].captions == (("one", 0.5), ("two", 0.5))
+    assert items["a.png"].meta == {"id": 1}
+    assert items["b.png"].captions == (("plain", 1.0),)
+    assert items["b.png"].meta == {"id": 2}
+    assert set(rejects) == {"c.png", "d.png"}
+    assert "not a JSON object" in rejects["c.png"]
+    assert "has no 'text'" in rejects["d.png"]
+    assert source.ignored == 1
+
+
+def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "a.txt").write_text("from the file")
+    (tmp_path / "metadata.jsonl").write_text(
+        json.dumps({"file_name": "a.png", "short": "s", "long": ["l1", "l2"], "clip": [26, "30.0"]}) + "\n"
+    )
+    (tmp_path / "b.png").write_bytes(b"")
+    items, rejects = listed(opened(tmp_path, caption_weights={"short": 1.0, "long": 3.0}))
+    assert dict(items["a.png"].captions) == {"s": 1.0, "l1": 1.5, "l2": 1.5}
+    assert set(rejects) == {"b.png"}
+    items, _ = listed(opened(tmp_path, caption_weights={"short": 1.0, "txt": 3.0}))
+    assert dict(items["a.png"].captions) == {"s": 1.0, "from the file": 3.0}
+    scored = {"caption_weights": {"long": 1.0}, "caption_scores": {"long": "clip"}}
+    weights = dict(listed(opened(tmp_path, **scored))[0]["a.png"].captions)
+    assert weights["l1"] / weights["l2"] == pytest.approx((26 / 30) ** 10)
+    assert texts(listed(opened(tmp_path, **scored, score_threshold=31.0))[0]["a.png"]) == ["l2"]
+    assert texts(listed(opened(tmp_path, **scored, score_threshold=28.0))[0]["a.png"]) == ["l2"]
+
+
+# --- detection -----------------------------------------------------------------------------------------------------
+
+
+def test_detection_and_force(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    make_tar(folder / "x.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    assert opened(folder).format == "webdataset"
+    assert opened(folder).name == "mixed"
+    assert opened(folder / "x.tar").name == "x"
+    pq.write_table(hf_table(), folder / "t.parquet")
+    with pytest.raises(UserError, match=r"--format parquet\|webdataset"):
+        opened(folder)
+    assert opened(folder, "parquet").format == "parquet"
+    assert opened(folder, "webdataset").format == "webdataset"
+    assert opened(f"file://{folder}/x.tar").format == "webdataset"
+    with pytest.raises(UserError, match="does not exist"):
+        opened(tmp_path / "absent")
+    with pytest.raises(UserError, match="does not exist"):
+        opened(tmp_path / "absent" / "{0..3}.tar")
+    with pytest.raises(UserError, match="matches no file"):
+        opened(folder / "*.csv")
+    with pytest.raises(UserError, match=r"holds no \.csv"):
+        opened(folder, "csv")
+    with pytest.raises(UserError, match="is no format"):
+        opened(folder, "zip")
+    with pytest.raises(UserError, match="no kind of data"):
+        opened(Path(__file__))
