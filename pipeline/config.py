@@ -71,13 +71,24 @@ class TextConfig(Weights):
 
 
 class DataConfig(_Section):
-    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`."""
+    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`.
+
+    decoder: `vips` (fast) or `pillow`; `auto` is vips where it can be imported, but stays with what a cache has been
+    encoded with. The pixels differ by rounding, so the decoder is part of the recipe.
+    min_side, max_upscale, max_crop_loss: pictures are left out whose shorter side has fewer pixels, that would be
+    enlarged by more than this factor to cover their bucket, or that would lose more than this share of their area to
+    the crop; null: never.
+    """
 
     resolution: Positive = 1024
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     caption_field: str = "text"
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     max_pixels: Positive = 200_000_000
+    decoder: Literal["auto", "vips", "pillow"] = "auto"
+    min_side: Positive | None = None
+    max_upscale: Annotated[float, Field(gt=0)] | None = None
+    max_crop_loss: Share | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ SCAN = pa.schema(
 
 def scan(
     source: FolderSource, name: str, cache: Cache, *, max_pixels: int, workers: int, rehash: bool,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
@@ -43,6 +43,8 @@ def scan(
         name: the source's name, under which an earlier scan is looked up.
         rehash: do not trust size and mtime.
         progress: called with the number of items done so far.
+        refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
+            scan, so that a changed policy takes effect on known rows.
 
     Raises:
         UserError: two items have the same sample id, or this is another data set under a known name.
@@ -76,6 +78,8 @@ def scan(
     ids: dict[int, str] = {}
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for count, done in enumerate(pool.map(row, source.items()), 1):
+            if done["width"] is not None:  # else there is another reason already
+                done["reject"] = refuse(done["height"], done["width"])
             own = layout.sample_id(name, done["item"])
             if done["reject"] is None and (twin := ids.setdefault(own, done["item"])) != done["item"]:
                 raise UserError(
@@ -101,7 +105,8 @@ def _known(cache: Cache, name: str) -> dict[str, dict[str, Any]]:
         return {}
     rows = cache.table(last["table"]).to_pylist()
     # An item that was left out for its captions was never read; one whose bytes were bad stays bad while unchanged.
-    return {row["item"]: row for row in rows if row["digest"] is not None}
+    # Only max_pixels may be raised since; it stands in the reason.
+    return {r["item"]: r for r in rows if r["digest"] is not None and "max_pixels" not in (r["reject"] or "")}
 
 
 def _same_set(cache: Cache, name: str, source: FolderSource, table: pa.Table) -> None:
