@@ -30,7 +30,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding import worker
 
 SIDE, BATCH = 256, 4
-RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16)
+RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=image.choose("auto"))
 
 
 class Real:
@@ -145,7 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         source = pictures(work / "pictures", count)
-        ready = [image.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE)) for i in range(count)]
+        ready = [image.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
         encoder = Real()
         encoder.encode(np.stack(ready[:BATCH]))
         bare, piped = [], []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -55,6 +56,7 @@ def run(
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
     cache = Cache(config.cache, create=True)
+    latent = _with_decoder_of(cache, latent, config)
     cache.files.sweep()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -63,6 +65,9 @@ def run(
         scan = scanning.scan(
             source, name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
             rehash=rehash, progress=bar.reach,
+            refuse=lambda height, width: buckets.refusal(
+                height, width, buckets.nearest(table, height, width), config.data
+            ),
         )  # fmt: skip
     cache.add_scan(
         name,
@@ -119,11 +124,26 @@ def _tasks(index: int | None, count: int | None) -> tuple[int, int]:
 def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     vae = encoders.describe_vae(config.vae)
     latent = layout.LatentRecipe(
-        model=vae.pop("id"), **vae, decoder=image.DECODER, resize=image.RESIZE_RULE, crop=image.CROP_RULE,
-        background=config.data.background,
+        model=vae.pop("id"), **vae, decoder=image.choose(config.data.decoder), resize=image.RESIZE_RULE,
+        crop=image.CROP_RULE, background=config.data.background,
     )  # fmt: skip
     text = encoders.describe_text(config.text, captions.instruction(config.text))
     return latent, layout.TextRecipe(model=text.pop("id"), **text)
+
+
+def _with_decoder_of(cache: Cache, recipe: layout.LatentRecipe, config: Config) -> layout.LatentRecipe:
+    """With `data.decoder: auto`, the decoder with which this cache has been encoded so far goes before the faster one.
+
+    Raises:
+        UserError: it cannot be used here; encoding everything again has to be asked for.
+    """
+    found = [r for r in cache.recipes("latent") if isinstance(r, layout.LatentRecipe)]
+    same = [r for r in found if replace(r, decoder=recipe.decoder) == recipe]
+    if config.data.decoder != "auto" or not same or recipe in same:
+        return recipe
+    image.require(same[0].decoder)
+    click.echo(f"pictures are decoded by {same[0].decoder}, as those that are in the cache; see data.decoder")
+    return same[0]
 
 
 def _captions(

@@ -126,3 +126,29 @@ def test_exact_fits_lose_nothing() -> None:
         assert buckets.crop_loss(height, width, (height, width)) == 0
         assert buckets.upscale(height // 2, width // 2, (height, width)) == 2
     assert buckets.crop_loss(1024, 2048, (1024, 1024)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "passes", "refused"),
+    [
+        ({"min_side": 512}, (512, 700), (511, 700)),
+        ({"max_upscale": 1.0}, (1024, 1024), (1023, 1024)),
+        ({"max_upscale": 2.0}, (512, 512), (511, 511)),
+        ({"max_crop_loss": 0.0}, (2048, 512), (2048, 500)),
+        ({"max_crop_loss": 0.5}, (8192, 1024), (8200, 1024)),
+    ],
+)
+def test_policies(setting: dict[str, float], passes: tuple[int, int], refused: tuple[int, int]) -> None:
+    (name,) = setting
+    data = DataConfig(**setting)  # type: ignore[arg-type]
+    for shapes in (passes, passes[::-1]):
+        assert buckets.refusal(*shapes, buckets.nearest(TABLE, *shapes), data) is None
+    for shapes in (refused, refused[::-1]):
+        reason = buckets.refusal(*shapes, buckets.nearest(TABLE, *shapes), data)
+        assert reason is not None
+        assert f"data.{name} = {setting[name]:g}" in reason
+
+
+@given(st.integers(1, 20_000), st.integers(1, 20_000))
+def test_no_policy_refuses_nothing(height: int, width: int) -> None:
+    assert buckets.refusal(height, width, buckets.nearest(TABLE, height, width), DataConfig()) is None

@@ -17,6 +17,7 @@ import stages.encode
 from pipeline.cache import index, layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
+from pipeline.data import vips
 from pipeline.data.source import FolderSource
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.models import encoders
@@ -164,6 +165,74 @@ def test_bad_files_are_rejected_with_a_reason_and_the_run_goes_on(start: Config,
     assert stages.encode.run(start, data=str(source))["rejects"] == 2
     stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 14
+
+
+def reasons(config: Config, source: Path) -> dict[str, str]:
+    with open(Path(config.cache) / "reports" / f"rejects-{source.name}.csv", newline="") as sheet:
+        return {row["item"]: row["reason"] for row in csv.DictReader(sheet)}
+
+
+def test_policies_reject_by_name_and_can_be_lifted(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    picture(source / "small.png", 1, (40, 40))
+    picture(source / "narrow.png", 2, (400, 60))
+    strict = ("data.min_side=41", "data.max_upscale=1.2", "data.max_crop_loss=0.5")
+    done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))
+    assert (done["images"], done["rejects"]) == (12, 2)
+    found = reasons(make_config(tmp_path), source)
+    assert "data.min_side = 41" in found["small.png"]
+    assert "data.max_crop_loss = 0.5" in found["narrow.png"]
+    stages.bucket.run(make_config(tmp_path))
+    left_out = Cache(tmp_path / "cache").open_snapshot().head["left_out"]
+    assert sorted(left_out.values()) == [1, 1]
+
+    eased = make_config(tmp_path, "data.max_upscale=1.2")  # neither file changed since
+    done = stages.encode.run(eased, data=str(source))
+    assert (done["images"], done["rejects"]) == (1, 1)
+    assert "data.max_upscale = 1.2" in reasons(eased, source)["small.png"]
+    done = stages.encode.run(make_config(tmp_path), data=str(source))
+    assert (done["images"], done["rejects"]) == (1, 0)
+    done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))  # what is there is not taken away
+    assert (done["images"], done["rejects"]) == (0, 2)
+    assert len(Cache(tmp_path / "cache").index(Cache(tmp_path / "cache").recipes("latent")[0].name)) == 14
+
+
+def test_a_raised_pixel_limit_is_noticed(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    picture(source / "large.png", 1, (2000, 1500))
+    assert stages.encode.run(make_config(tmp_path, "data.max_pixels=2000000"), data=str(source))["rejects"] == 1
+    done = stages.encode.run(make_config(tmp_path), data=str(source))
+    assert (done["images"], done["rejects"]) == (1, 0)
+
+
+def test_the_decoder_is_part_of_the_recipe(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vips.why_not() is not None:
+        pytest.skip(f"vips: {vips.why_not()}")
+
+    def run(*overrides: str) -> int:
+        return stages.encode.run(make_config(tmp_path, *overrides), data=str(source))["images"]
+
+    def known() -> set[str]:
+        return {recipe.values()["decoder"] for recipe in Cache(tmp_path / "cache").recipes("latent")}
+
+    assert run("data.decoder=pillow") == 12
+    assert run() == 0  # auto stays with what there is
+    assert known() == {"pillow-srgb-1"}
+    assert run("data.decoder=vips") == 12
+    assert known() == {"pillow-srgb-1", "vips-srgb-1"}
+    assert run() == run("data.decoder=pillow") == 0
+
+
+def test_a_cache_made_with_vips_is_not_silently_made_again_without_it(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vips.why_not() is not None:
+        pytest.skip(f"vips: {vips.why_not()}")
+    monkeypatch.setattr(vips, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
+    with pytest.raises(UserError, match="vips cannot be used") as caught:
+        stages.encode.run(start, data=str(source))
+    assert "data.decoder=pillow" in str(caught.value.fix)
+    assert stages.encode.run(make_config(tmp_path, "data.decoder=pillow"), data=str(source))["images"] == 12
 
 
 def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:

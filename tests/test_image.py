@@ -1,8 +1,9 @@
-"""Decoding, colour, orientation, refusals, and the geometry of the covering resize."""
+"""Decoding, colour, orientation, refusals, and the geometry of the covering resize; every test with both decoders."""
 
 from __future__ import annotations
 
 import io
+import math
 import struct
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, ImageOps, PngImagePlugin
 
-from pipeline.data import image
-from pipeline.data.image import ImageReject, cover_box, load, probe
+from pipeline.data import cover, image, pillow, vips
+from pipeline.data.image import ImageReject, cover_box, probe
+from pipeline.errors import UserError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 HOSTILE, EXIF = SHARED / "hostile", SHARED / "exif"
@@ -27,6 +29,25 @@ SECONDS_PER_FILE = 10.0
 
 # pytest replaces the module's own filters; that it is quiet by itself is checked in a process of its own.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+
+decoder = ""
+
+
+@pytest.fixture(scope="module", autouse=True, params=["pillow", "vips"])
+def _decoder(request: pytest.FixtureRequest) -> None:
+    global decoder
+    if request.param == "vips" and vips.why_not() is not None:
+        pytest.skip(f"vips: {vips.why_not()}")
+    decoder = image.DECODERS[request.param]
+
+
+def load(
+    data: bytes,
+    size: tuple[int, int],
+    background: tuple[int, int, int] = (255, 255, 255),
+    max_pixels: int = image.MAX_PIXELS,
+) -> np.ndarray:
+    return image.load(data, size, background, max_pixels, decoder)
 
 
 def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -109,8 +130,23 @@ def test_truncation_is_refused_even_when_another_library_allowed_it(monkeypatch:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with Image.open(io.BytesIO(data[: len(data) // 2])) as lenient:
         lenient.load()  # what would happen without the guard: no error
-    with pytest.raises(ImageReject, match="truncated"):
+    with pytest.raises(ImageReject, match=r"truncated|Premature end"):
         load(data[: len(data) // 2], (64, 64))
+
+
+def test_both_decoders_judge_a_png_without_its_end_alike() -> None:
+    def verdict(data: bytes, own: str) -> bool:
+        try:
+            return image.load(data, (64, 64), decoder=own).size > 0
+        except ImageReject:
+            return False
+
+    data = encoded(scene(160, 96))
+    files = [data[:-cut] for cut in range(1, 40)]
+    files += [data[:-12] + struct.pack(">I", 100) + kind + b"abc" for kind in (b"tEXt", b"eXIf", b"iTXt")]
+    verdicts = [verdict(file, decoder) for file in files]
+    assert verdicts == [verdict(file, pillow.DECODER) for file in files]
+    assert verdicts.count(False) > 0
 
 
 def test_corrupt_png_is_rejected() -> None:
@@ -499,6 +535,194 @@ def test_nothing_is_resampled_that_fits() -> None:
     assert np.array_equal(load(data, (63, 96)), noise[:63])
 
 
+@pytest.fixture
+def fast() -> None:
+    if decoder != vips.DECODER:
+        pytest.skip("of the decoder vips")
+
+
+def detailed(width: int, height: int) -> Image.Image:
+    """A photograph's spectrum (amplitude falls as 1/f), so that a shift by a fraction of a pixel costs much."""
+    rng = np.random.default_rng(width * height)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = np.inf
+    planes = []
+    for _ in range(3):
+        spectrum = np.fft.rfft2(rng.standard_normal((height, width))) / frequency
+        plane = np.fft.irfft2(spectrum, s=(height, width))
+        planes.append(128 + 45 * plane / plane.std())
+    return Image.fromarray(np.clip(np.stack(planes, -1), 0, 255).astype(np.uint8))
+
+
+def psnr(first: np.ndarray, second: np.ndarray) -> float:
+    return float(10 * np.log10(255**2 / np.mean((first.astype(float) - second) ** 2)))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("source", "size"),
+    [
+        ((640, 480), (144, 192)),  # whole: 10/3
+        ((640, 480), (160, 160)),  # cropped at the sides: 3
+        ((641, 479), (150, 201)),  # nothing divides anything
+        ((479, 641), (201, 97)),
+        ((500, 331), (300, 301)),  # 1.1
+        ((689, 517), (60, 81)),  # a JPEG loses factors of 2 on load, and the last half pixel with them
+        ((803, 601), (48, 64)),
+    ],
+)
+def test_vips_shows_what_pillow_shows(fast: None, kind: str, source: tuple[int, int], size: tuple[int, int]) -> None:
+    picture = detailed(*source)
+    data = encoded(picture, kind, **({"quality": 92} if kind != "PNG" else {}))
+    out = load(data, size)
+    with Image.open(io.BytesIO(data)) as opened:
+        full = opened.convert("RGB")
+    box = cover_box(*full.size, size)
+    exact = np.asarray(full.resize((size[1], size[0]), Image.Resampling.BICUBIC, box))
+    assert np.array_equal(out, exact) or psnr(out, exact) > (46 if box[2] - box[0] > 6 * size[1] else 50)
+    half = tuple(side + 0.5 * (box[2] - box[0]) / size[1] for side in box[:1]) + box[1:]
+    shifted = np.asarray(full.resize((size[1], size[0]), Image.Resampling.BICUBIC, half))
+    assert psnr(shifted, exact) < 45  # the measure would see half a pixel at one border
+
+
+@pytest.mark.parametrize(("side", "by"), [(1024, 1), (6143, 1), (6144, 2), (12287, 2), (12288, 4), (24576, 8)])
+def test_shrinking_on_load_leaves_a_factor_of_three(fast: None, side: int, by: int) -> None:
+    assert vips._shrink_on_load((side, side), (1024, 1024)) == by
+    assert vips._shrink_on_load((side, 3 * side), (1024, 1024)) == by
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(24, 400), st.floats(0, 0.5), st.integers(8, 300))
+@example(400, 0.0, 399)
+@example(257, 0.25, 128)
+def test_windows_are_exact(width: int, cut: float, count: int) -> None:
+    """A ramp is its own coordinate: after the resize each value says where it was taken."""
+    if decoder != vips.DECODER:
+        return
+    low, high = width * cut / 2, width - width * cut / 2
+    found = vips.window(low, high, count, 2)
+    factor = (high - low) / count
+    if found is None:
+        assert factor < 1.2 or factor > 8
+        return
+    ramp = np.tile(np.arange(width, dtype=np.float32) + 0.5, (6, 1))
+    out = vips.reduce(ramp, found, (0, 6, 0, 1.0), (6, count), "cubic")
+    expected = low + (np.arange(count) + 0.5) * factor
+    inner = (expected > 2 * factor) & (expected < width - 2 * factor)  # the border's mirror image bends the ramp
+    assert np.abs(out[3] - expected)[inner].max(initial=0) < 1 / 32 + 1 / 64
+
+
+@pytest.mark.parametrize("kernel", ["cubic", "lanczos3"])
+@pytest.mark.parametrize("factor", [1.05, 1.5, 2.0, 3.0, 4.7, 8.0])
+def test_vips_keeps_white_white(fast: None, kernel: str, factor: float) -> None:
+    side = math.ceil(24 * factor) + 2
+    found = vips.window(1.0, 1.0 + 24 * factor, 24, 3)
+    assert found is not None
+    white = np.full((side, side), 255, np.uint8)
+    assert vips.reduce(white, found, found, (24, 24), kernel).min() == 255
+
+
+@pytest.mark.parametrize(
+    ("data", "left"),
+    [
+        (encoded(scene(160, 96), "JPEG"), False),
+        (encoded(scene(160, 96).convert("L"), "JPEG"), False),
+        (
+            encoded(scene(160, 96), icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
+            False,
+        ),
+        (encoded(scene(160, 96).convert("RGBA")), False),
+        (encoded(scene(160, 96).quantize(16)), False),
+        (encoded(scene(160, 96), "WEBP"), False),
+        (encoded(scene(160, 96).convert("CMYK"), "JPEG"), True),
+        (encoded(scene(160, 96), "WEBP", save_all=True, append_images=[scene(160, 96, 1)]), True),
+        (encoded(scene(160, 96), "PNG", save_all=True, append_images=[scene(160, 96, 1)]), True),
+        (encoded(Image.fromarray(np.zeros((96, 160), "u2"))), True),
+        (png(160, 96, 16, 2, b"".join(b"\x00" + bytes(160 * 6) for _ in range(96))), True),
+        (encoded(scene(160, 96).convert("RGBA"), icc_profile=b"\x00" * 128), True),
+        (encoded(scene(160, 96), "TIFF"), True),
+        (encoded(scene(160, 96), "AVIF"), True),
+    ],
+)
+def test_which_pictures_are_left_to_pillow(
+    fast: None, data: bytes, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    real = pillow.load
+    monkeypatch.setattr(pillow, "load", lambda *args: taken.append(True) or real(*args))
+    load(data, (48, 64))
+    assert bool(taken) == left
+
+
+def damaged(data: bytes, seed: int) -> bytes:
+    """20 bytes in the middle third replaced; none of them an 0xFF, which would be a marker and no corrupt data."""
+    rng = np.random.default_rng(seed)
+    at = len(data) // 3 + int(rng.integers(len(data) // 3))
+    return data[:at] + bytes(rng.integers(0, 255, 20, dtype=np.uint8).tolist()) + data[at + 20 :]
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 2}])
+def test_vips_notices_damage_in_the_middle_of_a_jpeg(fast: None, options: dict[str, object]) -> None:
+    data = encoded(detailed(320, 240), "JPEG", quality=92, **options)
+    load(data, (64, 64))
+    noticed = {"pillow": 0, "vips": 0}
+    for seed in range(40):
+        for name, own in image.DECODERS.items():
+            try:
+                image.load(damaged(data, seed), (64, 64), decoder=own)
+            except ImageReject as reject:
+                noticed[name] += 1
+                assert name == "pillow" or str(reject).startswith("damaged JPEG")
+    assert noticed["vips"] >= 12
+    assert noticed["vips"] >= noticed["pillow"] + 10
+
+
+@pytest.mark.parametrize("count", [1, 7, 500])
+def test_a_jpeg_that_is_filled_up_is_no_damaged_one(count: int) -> None:
+    data = encoded(scene(160, 96), "JPEG", quality=95)
+    out = load(data, (48, 64))
+    assert gap(load(data[:-2] + b"\x00" * count + data[-2:], (48, 64)), out) < 0.5
+    assert np.array_equal(load(data + b"\x00" * count, (48, 64)), out)
+
+
+def test_odd_headers_are_no_damage() -> None:
+    data = encoded(scene(160, 96), "JPEG")
+    assert load(data.replace(b"\xff\xdb", b"\x01\x02\xff\xdb", 1), (48, 64)).shape == (48, 64, 3)
+
+
+def test_damage_below_the_crop_is_noticed() -> None:
+    for kind in ("PNG", "JPEG", "WEBP"):
+        data = encoded(detailed(64, 640), kind)
+        with pytest.raises(ImageReject):
+            load(data[: len(data) * 95 // 100], (64, 64))
+
+
+def test_a_picture_that_lies_about_its_size_is_rejected(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import simplejpeg
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **kwargs: np.zeros((9, 9, 3), np.uint8))
+    with pytest.raises(ImageReject, match="header says 160x96, the picture is 9x9"):
+        load(encoded(scene(160, 96), "JPEG"), (48, 64))
+
+
+def test_the_choice_of_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert image.choose("pillow") == pillow.DECODER
+    with monkeypatch.context() as patch:
+        patch.setattr(vips, "why_not", lambda: None)
+        assert image.choose("auto") == image.choose("vips") == vips.DECODER
+    monkeypatch.setattr(vips, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
+    assert image.choose("auto") == pillow.DECODER
+    for attempt in (
+        lambda: image.choose("vips"),
+        lambda: image.load(encoded(scene()), (32, 32), decoder=vips.DECODER),
+    ):
+        with pytest.raises(UserError, match="No module named 'pyvips'") as caught:
+            attempt()
+        assert "pip install" in str(caught.value.fix)
+    with pytest.raises(UserError, match="no decoder 'vips-srgb-9'"):
+        image.load(encoded(scene()), (32, 32), decoder="vips-srgb-9")
+
+
 def test_filter_by_target() -> None:
     from pipeline.config import DataConfig
     from pipeline.data.buckets import table
@@ -522,11 +746,8 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_rule_names() -> None:
     """They stand in cache recipes: changing one asks everybody to encode again, changing the pixels must."""
-    assert (image.DECODER, image.RESIZE_RULE, image.CROP_RULE) == (
-        "pillow-srgb-1",
-        "cover-bicubic-lanczos2k-1",
-        "centre-1",
-    )
+    assert image.DECODERS == {"vips": "vips-srgb-1", "pillow": "pillow-srgb-1"}
+    assert (image.RESIZE_RULE, image.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
 
 
 @pytest.mark.parametrize("options", [[], ["-W", "error"], ["-W", "always"]])
@@ -537,22 +758,25 @@ def test_quiet(tmp_path: Path, options: list[str]) -> None:
     fax = encoded(Image.new("1", (64, 64)), "TIFF", compression="group4")
     at = fax.index(struct.pack("<HHI", 273, 4, 1)) + 8
     noisy.append(fax[:at] + struct.pack("<I", len(fax) + 500) + fax[at + 4 :])
+    wrong = bytearray(encoded(detailed(160, 96)))
+    wrong[len(wrong) // 2] ^= 0xFF
+    noisy.append(bytes(wrong))
     for index, data in enumerate(noisy):
         (tmp_path / str(index)).write_bytes(data)
     script = (
-        "import sys, pathlib\nfrom pipeline.data import image\n"
+        "import logging, sys, pathlib\nlogging.basicConfig()\nfrom pipeline.data import image\n"
         "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
-        "    try: image.load(path.read_bytes(), (32, 32)); print('loaded')\n"
+        "    try: image.load(path.read_bytes(), (32, 32), decoder=sys.argv[2]); print('loaded')\n"
         "    except image.ImageReject as error: print('reject')\n"
     )
     done = subprocess.run(
-        [sys.executable, *options, "-c", script, str(tmp_path)],
+        [sys.executable, *options, "-c", script, str(tmp_path), decoder],
         cwd=Path(__file__).resolve().parents[1],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["reject", "loaded", "reject"]
+    assert done.stdout.split() == ["reject", "loaded", "reject", "reject"]
     assert done.stderr == ""
 
 
@@ -590,7 +814,8 @@ def test_hostile_files_load_or_are_rejected() -> None:
 @pytest.mark.skipif(not HOSTILE.is_dir(), reason=f"no collection of odd and damaged pictures in {HOSTILE.name}/")
 def test_probe_and_decoder_agree_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(image, "_cover", lambda picture, size: seen.append(picture.size) or Image.new("RGB", (1, 1)))
+    monkeypatch.setattr(cover, "fit", lambda picture, size: seen.append(picture.size) or Image.new("RGB", (1, 1)))
+    monkeypatch.setattr(vips, "load", lambda *args: None)  # checks the size itself
     for path in sorted(path for path in HOSTILE.rglob("*") if path.is_file()):
         data = path.read_bytes()
         try:

@@ -189,7 +189,7 @@ def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
     for own, name in ids.items():
         with Image.open(source / f"{name}.png") as opened:
             size = opened.size[::-1]
-        loaded = image.load((source / f"{name}.png").read_bytes(), size)
+        loaded = image.load((source / f"{name}.png").read_bytes(), size, decoder=image.choose("auto"))
         pictures[own] = bf16(vae.encode(loaded[None])[0]).float()
         caption = captions.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
         words[own] = bf16(text.encode([caption])[0]).float()

@@ -45,7 +45,7 @@ class InTheLoop:
         for i, sample_id in enumerate(cached.sample_ids):
             source, item = self.snapshot.origin(self.rows[sample_id])
             path = self.sources[source] / item
-            picture = image.load(path.read_bytes(), cached.bucket)
+            picture = image.load(path.read_bytes(), cached.bucket, decoder=image.choose("auto"))
             latents.append(bf16(self.vae.encode(picture[None])[0]))
             caption = captions.normalise(path.with_suffix(".txt").read_text(), self.recipe)
             own = bf16(self.text.encode([caption])[0])

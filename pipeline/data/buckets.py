@@ -115,3 +115,18 @@ def crop_loss(height: int, width: int, bucket: Shape) -> float:
     """The share of the picture's area, 0 to 1, that the centre crop of the covering resize cuts away."""
     scale = upscale(height, width, bucket)
     return max(0.0, 1.0 - (bucket[0] * bucket[1]) / (height * scale * width * scale))
+
+
+def refusal(height: int, width: int, bucket: Shape, data: DataConfig) -> str | None:
+    """Why a picture is left out by `data.min_side`, `data.max_upscale` or `data.max_crop_loss`; None if it is not.
+
+    The reason names the setting and not the picture's own figure (which stands in the scan's table), so that equal
+    reasons can be counted. Figures that equal the limit pass, and so do those above it by rounding.
+    """
+    if data.min_side is not None and min(height, width) < data.min_side:
+        return f"the shorter side is below data.min_side = {data.min_side}"
+    if data.max_upscale is not None and upscale(height, width, bucket) > data.max_upscale * (1 + 1e-9):
+        return f"it would be enlarged by more than data.max_upscale = {data.max_upscale:g}"
+    if data.max_crop_loss is not None and crop_loss(height, width, bucket) > data.max_crop_loss + 1e-9:
+        return f"the crop would cut away more than data.max_crop_loss = {data.max_crop_loss:g}"
+    return None

@@ -44,7 +44,7 @@ AHEAD = 1024
 
 def scan(
     source: Source, name: str, cache: Cache, *, max_pixels: int, workers: int, rehash: bool,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
@@ -52,6 +52,8 @@ def scan(
         name: the source's name, under which an earlier scan is looked up.
         rehash: do not trust size and mtime.
         progress: called with the number of items done so far.
+        refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
+            scan, so that a changed policy takes effect on known rows.
 
     Raises:
         UserError: two items have the same sample id, or this is another data set under a known name.
@@ -104,7 +106,7 @@ def scan(
                 count += 1
                 progress(count)
             tables.append(pa.table(columns, schema=SCAN))
-    table = pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks()
+    table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
     _unique(name, table)
     _same_set(cache, name, source, table)
     source.recall(places(table))
@@ -152,6 +154,15 @@ def _mapped(
         yield waiting.popleft().result()
 
 
+def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Table:
+    """The table with today's policy: a row that has a width has no other reason to be left out."""
+    columns = (table.column(column).to_pylist() for column in ("height", "width", "reject"))
+    verdicts = [
+        reject if width is None else refuse(height, width) for height, width, reject in zip(*columns, strict=True)
+    ]
+    return table.set_column(SCAN.names.index("reject"), "reject", pa.array(verdicts, pa.string()))
+
+
 def _unique(name: str, table: pa.Table) -> None:
     ids: dict[int, str] = {}
     for item in table.filter(pa.compute.is_null(table.column("reject"))).column("item").to_pylist():
@@ -184,7 +195,7 @@ def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
     """Part -> (stamp, first row, rows), for the parts whose rows may be taken over as they are."""
     parts, stamps = (table.column(column).to_pylist() for column in ("part", "stamp"))
     again = {part for part, reject in zip(parts, table.column("reject").to_pylist(), strict=True)
-             if reject is not None and reject.startswith("unreadable")}  # fmt: skip
+             if reject is not None and (reject.startswith("unreadable") or "max_pixels" in reject)}  # fmt: skip
     runs: dict[str, tuple[str, int, int]] = {}
     start = 0
     for at in range(1, len(parts) + 1):
@@ -200,7 +211,9 @@ def _known(last: pa.Table | None) -> dict[str, dict[str, Any]]:
     if last is None:
         return {}
     # An item that was left out for its captions was never read; one whose bytes were bad stays bad while unchanged.
-    return {row["item"]: row for row in last.to_pylist() if row["digest"] is not None}
+    # Only max_pixels may be raised since; it stands in the reason.
+    rows = last.to_pylist()
+    return {r["item"]: r for r in rows if r["digest"] is not None and "max_pixels" not in (r["reject"] or "")}
 
 
 def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:

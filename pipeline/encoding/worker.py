@@ -104,7 +104,7 @@ def image_records(
         if layout.digest(data) != row["digest"]:
             return Reject(key, item, "changed since it was scanned", retry=True)
         try:
-            return image.load(data, (row["height"], row["width"]), recipe.background, max_pixels)
+            return image.load(data, (row["height"], row["width"]), recipe.background, max_pixels, recipe.decoder)
         except image.ImageReject as reject:
             return Reject(key, item, str(reject))
 
@@ -184,6 +184,7 @@ def provenance() -> dict[str, Any]:
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
+        **image.versions(),
     }
 
 
