@@ -96,10 +96,11 @@ class DataConfig(_Section):
 
 class EncodeConfig(_Section):
     """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
-    plan, so bytes do not depend on who encodes a unit."""
+    plan, so bytes do not depend on who encodes a unit. `text_batch` is a bound: the encoder itself cuts a batch into
+    forward passes of captions of similar length and at most 8192 tokens."""
 
     image_batch: Positive = 8
-    text_batch: Positive = 16
+    text_batch: Positive = 128
     unit_mib: Positive = 64
     unit_images: Positive = 1024
     unit_captions: Positive = 512

@@ -26,7 +26,8 @@ promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
 the eager implementation, the only one that has it on every device; the masks and the cache are this module's own, and
-rest on Gemma2Model taking masks by layer type and calling nothing but `update` of its cache.
+rest on Gemma2Model taking masks by layer type, calling nothing but `update` of its cache, and handing on options to its
+attention function; the comparison would notice another Gemma2Model.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _ordered(value: Any) -> Any:
 
 
 class _KeysAndValues:
-    """Takes the place of transformers' cache: records the first tokens' keys and values, then puts them before others.
+    """Takes the place of transformers' cache: records the keys and values of the first tokens, layer by layer.
 
     It keeps every position in every layer (masks alone decide what a sliding window sees) and is not changed by use, so
     one recording serves every batch of any size.
@@ -196,12 +197,49 @@ class _KeysAndValues:
             if layer != len(self.layers):
                 raise RuntimeError(f"layer {layer} asked for its cache after layer {len(self.layers) - 1}")
             self.layers.append((keys, values))
-            return keys, values
-        first, second = self.layers[layer]
-        return (
-            torch.cat([first.expand(len(keys), -1, -1, -1), keys], dim=-2),
-            torch.cat([second.expand(len(values), -1, -1, -1), values], dim=-2),
-        )
+        return keys, values
+
+
+_ATTENTION = "sana_pipe_after_prefix"
+
+
+def _attention_after_prefix(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor,
+    *, scaling: float, softcap: float | None = None, after_prefix: _KeysAndValues, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' eager attention of Gemma-2, operation by operation, over a prefix's keys and values and new ones.
+
+    What it saves: the prefix's keys are multiplied with all captions' queries at once, without a copy for each caption,
+    and neither keys nor values are repeated for the query heads that share them.
+
+    Args:
+        query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
+        attention_mask: additive, (1, 1, n, prefix + n).
+        after_prefix: the recording; its layers hold (1, key heads, prefix, d).
+    """
+    first_keys, first_values = after_prefix.layers[module.layer_idx]  # type: ignore[index]
+    batch, heads, n, d = query.shape
+    kinds = key.shape[1]
+    group = heads // kinds
+    # Key heads come first, so that one product serves all captions of a key head.
+    queries = query.view(batch, kinds, group, n, d).transpose(0, 1).reshape(kinds, batch * group * n, d)
+    keys = key.transpose(0, 1).reshape(kinds * batch, n, d)
+    scores = torch.cat(
+        [
+            (queries @ first_keys[0].transpose(1, 2)).view(kinds * batch, group * n, -1),
+            queries.view(kinds * batch, group * n, d) @ keys.transpose(1, 2),
+        ],
+        dim=-1,
+    )
+    scores.mul_(scaling)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.view(kinds * batch * group, n, -1).add_(attention_mask[0])
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    first_values = first_values.transpose(0, 1).expand(-1, batch, -1, -1)
+    values = torch.cat([first_values, value.transpose(0, 1)], dim=2)
+    out = weights @ values.view(kinds * batch, -1, d)
+    return out.view(kinds, batch, group, n, d).permute(1, 3, 0, 2, 4).reshape(batch, n, heads, d), None
 
 
 class _Prefix:
@@ -213,6 +251,9 @@ class _Prefix:
     """
 
     def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_ATTENTION, _attention_after_prefix)
         self.model, self.ids = model, list(ids)
         self._cache = _KeysAndValues()
         self.bos = self._forward([self.ids], 0)[0, :1].clone()
@@ -228,13 +269,23 @@ class _Prefix:
         # Token 0 stands where a row has ended: attention is causal, so no row sees it.
         ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
         positions = torch.arange(start, start + length, device=device)
-        out = self.model(
-            ids,
-            attention_mask=self._masks(positions),
-            position_ids=positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        config: Any = self.model.config
+        usual = config._attn_implementation
+        options = {}
+        if start:
+            config._attn_implementation = _ATTENTION
+            options["after_prefix"] = self._cache
+        try:
+            out = self.model(
+                ids,
+                attention_mask=self._masks(positions),
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                **options,
+            )
+        finally:
+            config._attn_implementation = usual
         return out.last_hidden_state
 
     def _masks(self, queries: torch.Tensor) -> dict[str, torch.Tensor]:
