@@ -83,6 +83,11 @@ def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
+@click.option(
+    "--text-mode",
+    type=click.Choice(["auto", "exact"]),
+    help="text.mode: `auto` runs the instruction once for all captions and checks itself, `exact` is the reference.",
+)
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
 @click.option("--task-count", type=click.IntRange(min=1), help="How many workers share the work.")
 def encode(
@@ -92,6 +97,7 @@ def encode(
     format: str | None,
     source_name: str | None,
     rehash: bool,
+    text_mode: str | None,
     task_index: int | None,
     task_count: int | None,
 ) -> Any:
@@ -100,7 +106,7 @@ def encode(
         raise click.UsageError("--task-index and --task-count belong together")
     if task_index is not None and task_count is not None and task_index >= task_count:
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
-    config = _load(config_path, overrides)
+    config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
     from stages import encode as stage
 
     return stage.run(

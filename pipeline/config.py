@@ -60,6 +60,8 @@ class TextConfig(Weights):
     normalisation `diffusers` lowers and strips the caption and quotes the instruction as `SanaPipeline` does, so that
     the rows are those which `SanaPipeline` computes at inference; `nvlabs` keeps the caption raw, as NVlabs' trainer.
     `instruction: null` takes that recipe's own instruction; `""` uses none.
+    mode `auto` runs the instruction once for all captions and checks itself against the reference; `exact` computes
+    every caption as the reference does. It is not part of the recipe: see pipeline/models/text.py.
     """
 
     subfolder: str | None = "text_encoder"
@@ -68,6 +70,7 @@ class TextConfig(Weights):
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
     instruction: str | None = None
     max_length: Annotated[int, Field(ge=2)] = 300
+    mode: Literal["auto", "exact"] = "auto"
 
 
 class DataConfig(_Section):
@@ -116,10 +119,11 @@ class DataConfig(_Section):
 
 class EncodeConfig(_Section):
     """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
-    plan, so bytes do not depend on who encodes a unit."""
+    plan, so bytes do not depend on who encodes a unit. `text_batch` is a bound: the encoder itself cuts a batch into
+    forward passes of captions of similar length and at most 8192 tokens."""
 
     image_batch: Positive = 8
-    text_batch: Positive = 16
+    text_batch: Positive = 128
     unit_mib: Positive = 64
     unit_images: Positive = 1024
     unit_captions: Positive = 512

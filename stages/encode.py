@@ -154,11 +154,14 @@ def _captions(
         return 0, len(todo)
     encoder = encoders.TextEncoder.load(config.text, captions.instruction(config.text), _device(config))
     made = 0
-    with Progress("captions", sum(unit.count for _, unit in mine)) as bar:
+    with Progress("captions", sum(unit.count for _, unit in mine), ("tokens", lambda: encoder.tokens)) as bar:
         for plan, unit in mine:
             rows = _rows(cache, plan, unit)
             records = worker.caption_records(recipe, unit, rows, encoder)
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
+            how = {"text_mode": encoder.mode}
+            made += worker.encode(cache, recipe, plan, unit, records, bar.add, how).records
+    if encoder.unshared:
+        click.echo(f"{encoder.unshared} captions changed the instruction's own tokens and were encoded in full")
     if encoder.truncated:
         click.echo(f"{encoder.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
     return made, len(todo) - len(mine)

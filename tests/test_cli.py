@@ -54,6 +54,14 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
     return install
 
 
+def test_text_mode_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--config", "tiny", "--data", ".") == 0
+    assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "exact") == 0
+    assert [arguments[0].text.mode for arguments, _ in calls] == ["auto", "exact"]
+    assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "fast") == 2
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"

@@ -14,7 +14,7 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
-from pipeline.cache import index, layout
+from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import vips
@@ -411,3 +411,42 @@ def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
     victim.unlink()
     assert len(cache.index(recipe)) == 12 - lost
+
+
+def test_out_of_memory_halves_the_batch_and_says_so(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    import torch
+
+    from pipeline.data.loader import bf16
+
+    for seed in range(4):
+        picture(source / f"more-{seed}.png", seed)
+    whole = make_config(tmp_path / "whole")
+    stages.encode.run(whole, data=str(source))
+    real, sizes = encoders.LatentEncoder.encode, []
+
+    def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
+        sizes.append(len(images))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, images)
+
+    monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
+    small = make_config(tmp_path / "small")
+    assert stages.encode.run(small, data=str(source))["images"] == 16
+    assert max(sizes) == 4
+    cache, truth = Cache(small.cache), Cache(whole.cache)
+    recipe = cache.recipes("latent")[0].name
+    found = index.commits(cache.files, recipe, 0)
+    assert all(commit.provenance["halved_batches"] > 0 for commit in found if commit.records > 1)
+    for ours, theirs in zip(found, index.commits(truth.files, recipe, 0), strict=True):
+        one, two = (
+            [
+                bf16(audit.payload(shard.Reader(c.files, recipe), recipe, commit.shard or "", row)).float()
+                for row in audit.record_rows(c, commit)
+            ]
+            for c, commit in ((cache, ours), (truth, theirs))
+        )
+        assert all(float((a - b).norm() / b.norm()) < 1e-2 for a, b in zip(one, two, strict=True))
+    assert not any("halved_batches" in c.provenance for c in index.commits(truth.files, recipe, 0))

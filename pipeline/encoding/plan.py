@@ -90,7 +90,8 @@ def plan_captions(
 ) -> list[Plan]:
     """Adopt the text plans there are and append one for what they do not cover.
 
-    Units are ranges of the sorted keys; inside a unit rows stand by caption length, so batches waste little padding.
+    Units are ranges of the sorted keys; inside a unit rows stand by caption length, so that a batch of the plan holds
+    captions of similar length, which the encoder cuts into forward passes by their tokens.
     """
 
     def cut(missing: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 
 class Progress:
-    """Counts done and rejected things of a known or unknown total."""
+    """Counts done and rejected things of a known or unknown total.
 
-    def __init__(self, noun: str, total: int | None):
-        self.noun, self.total = noun, total
+    `also` is a second count that the line shows the rate of: its noun, and what gives it.
+    """
+
+    def __init__(self, noun: str, total: int | None, also: tuple[str, Callable[[], int]] | None = None):
+        self.noun, self.total, self._also = noun, total, also
         self.done = self.rejected = 0
         self._live = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
@@ -40,6 +44,9 @@ class Progress:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (self.done + self.rejected) / seconds
         parts = [f"{self.noun}: {self.done}" + (f"/{self.total}" if self.total is not None else ""), f"{rate:.1f}/s"]
+        if self._also is not None:
+            noun, count = self._also
+            parts.append(f"{count() / seconds:.0f} {noun}/s")
         if self.total is not None and rate:
             parts.append(f"{_span((self.total - self.done - self.rejected) / rate)} left")
         if self.rejected:

@@ -145,13 +145,14 @@ def caption_records(
 
 def encode(
     cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, made: Iterable[Made],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int], None], how: dict[str, Any] | None = None,
 ) -> Commit:  # fmt: skip
     """Write the records of a unit into its shard and commit it.
 
     Args:
         made: what `image_records` or `caption_records` yield.
         progress: called with (records made, records rejected) after each batch.
+        how: what else to keep as the unit's provenance.
     """
     rejects: list[Reject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
@@ -170,7 +171,7 @@ def encode(
                 progress(len(records), len(bad))
             for written in waiting:
                 written.result()
-        return _commit(cache, recipe, plan, unit, writer, rejects)
+        return _commit(cache, recipe, plan, unit, writer, rejects, how)
 
 
 def provenance() -> dict[str, Any]:
@@ -245,13 +246,15 @@ def _ahead(
 
 
 def _commit(
-    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, writer: shard.ShardWriter, rejects: list[Reject]
-) -> Commit:
+    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, writer: shard.ShardWriter, rejects: list[Reject],
+    how: dict[str, Any] | None = None,
+) -> Commit:  # fmt: skip
+    made = {**provenance(), **(how or {})}
     if len(writer):
         name, size, table = writer.finish()
         digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
-        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), provenance())
+        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), made)
     else:
-        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), provenance())
+        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made)
     index.publish_commit(cache.files, recipe.name, plan.number, commit)
     return commit

@@ -388,7 +388,7 @@ def make_text(
     """
     from transformers import Gemma2Config, Gemma2Model
 
-    tokenizer = _new_tokenizer([*captions, *(text.lower() for text in captions), *instruction.split("\n")], vocabulary)
+    tokenizer = new_tokenizer([*captions, *(text.lower() for text in captions), *instruction.split("\n")], vocabulary)
     config = Gemma2Config(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,
@@ -418,7 +418,8 @@ def make_text(
     return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
 
 
-def _new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
+def new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
+    """A tokenizer of Gemma's kind (see `make_text`) with at most `vocabulary` learnt pieces."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 

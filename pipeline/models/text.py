@@ -1,0 +1,571 @@
+"""Captions to rows: Gemma-2 with Sana's selection rule, at the cost of the captions alone.
+
+What: `TextEncoder`, and `describe_text`, which says from the files alone what decides a row's values.
+
+Why: Sana puts an instruction of some 230 tokens before every caption and pads to `max_length`, so the reference runs
+530 positions for a caption of 80. Attention is causal: the instruction's keys and values do not depend on the caption,
+and no row depends on padding to its right. So the instruction is run once and its keys and values serve every caption,
+captions of similar length share a batch, and hardly a position is padding.
+
+How far to trust it: the instruction's last token merges with the caption's first word, so what is shared ends one token
+earlier, and each caption is checked to begin with exactly the shared tokens; one that does not is run in full. On the
+first batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded the
+reference's way (instruction and caption together, padded to the full length, with transformers' own masks and without a
+cache) and compared, token by token. Past the tolerance nothing is stored and the run ends with a message.
+
+The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 0.02, the
+distance of bf16 from fp32 on the same captions; where the device's bf16 kernels depend on the shape of a batch, so that
+the reference differs from itself, three times that difference instead, but never more than 0.1. Mistakes are larger:
+one wrong token in the instruction gives 0.15, a mask that forgets it 1.
+
+`mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
+recipe: under `auto` a cache only receives values of runs that the comparison let pass, so they differ from those of
+`exact` by no more than a batch of another size or another GPU does, and neither of these is part of the recipe. Which
+mode made a record is in its unit's provenance. On the CPUs tried bf16 rows came out equal bit for bit; that is not
+promised.
+
+Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
+the eager implementation, the only one that has it on every device; the masks and the cache are this module's own, and
+rest on Gemma2Model taking masks by layer type, calling nothing but `update` of its cache, and handing on options to its
+attention function; the comparison would notice another Gemma2Model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from pipeline.config import TextConfig
+from pipeline.models.hub import ModelError, quiet, read_json, resolve, weight_files
+from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits, identity
+
+SELECTION = "sana"
+"""Name of the rule in `TextEncoder`: the first position and the last `max_length - 1` of the padded sequence."""
+
+BATCH_TOKENS = 8192
+"""Positions of one forward pass at most, padding included: enough to fill a GPU, little enough to fit beside Gemma."""
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}
+"""Largest relative error of a token that `auto` may show against the reference; see the module's text."""
+
+_NOISE_FACTOR, _MOST = 3.0, 0.1
+_COMPARED = 4
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "added_tokens.json", "config.json")
+_VOLATILE = ("padding", "truncation", "chat_template", "name_or_path", "tokenizer_file", "processor_class", "is_local")
+
+_TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
+
+
+# ---------------------------------------------------------------- recipes, from files alone
+
+
+def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
+    """What decides the rows of a caption, read from files without building the module.
+
+    Args:
+        instruction: the text that goes before every caption (`config.instruction` with the recipe's own filled in).
+
+    Returns:
+        id, revision (as for the VAE), weights (32 hex digits; the same for a folder with the language model's head and
+        one without), tokenizer (32 hex digits over its files), dtype, attention, instruction, normalisation,
+        max_length, selection, width (of a row).
+
+    Raises:
+        ModelError: no such model or tokenizer, another class of model, weights that cannot be read.
+    """
+    folder = resolve(config)
+    architecture = _text_architecture(folder)
+    return {
+        **identity(config),
+        "weights": digest(weight_files(folder, config.variant), _decoder_stack_tensor, architecture),
+        "tokenizer": _tokenizer_digest(_tokenizer_folder(config)),
+        "dtype": config.dtype,
+        "attention": "eager",
+        "instruction": instruction,
+        "normalisation": config.recipe,
+        "max_length": config.max_length,
+        "selection": SELECTION,
+        "width": int(architecture["hidden_size"]),
+    }
+
+
+def _text_settings(folder: Path) -> dict[str, Any]:
+    settings = read_json(folder / "config.json")
+    if settings.get("model_type") != "gemma2":
+        raise ModelError(
+            f"{folder} is not a text encoder that this pipeline knows",
+            expected="model_type gemma2 (Gemma2Model or Gemma2ForCausalLM)",
+            found=settings.get("model_type"),
+            fix="point text.id and text.subfolder at the Gemma-2 of a Sana repository",
+        )
+    return settings
+
+
+def _text_architecture(folder: Path) -> dict[str, Any]:
+    settings = _text_settings(folder)
+    found = {key: settings.get(key, default) for key, default in _TEXT_ARCHITECTURE.items()}
+    layers = found["num_hidden_layers"]
+    # Written as `layer_types` and `rope_parameters` by newer transformers, implied or flat in older files.
+    found["layer_types"] = settings.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+    ]
+    rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
+    found["rope_theta"] = float(rope.pop("rope_theta", None) or settings.get("rope_theta") or 10000.0)
+    found["rope"] = {} if rope.get("rope_type", "default") == "default" else rope
+    return found
+
+
+def _decoder_stack_tensor(name: str) -> str | None:
+    name = name.removeprefix("model.")
+    return None if name.startswith("lm_head.") else name
+
+
+def _tokenizer_folder(config: TextConfig) -> Path:
+    place = config.model_copy(update={"subfolder": config.tokenizer_subfolder})
+    return resolve(place, _TOKENIZER_PATTERNS)
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    """xxh3-128 over the content of the tokenizer's files; spacing, key order and keys that only say where a tokenizer
+    came from or how its last call padded do not count."""
+    present = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json") if (folder / name).is_file()]
+    if not any(path.name in ("tokenizer.json", "tokenizer.model") for path in present):
+        raise ModelError(
+            f"{folder} holds no tokenizer",
+            expected="tokenizer.json or tokenizer.model",
+            found=", ".join(sorted(p.name for p in folder.iterdir())),
+            fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
+        )
+    state = xxhash.xxh3_128()
+    for path in present:
+        if path.suffix == ".json":
+            content = read_json(path)
+            body = repr(_ordered({key: value for key, value in content.items() if key not in _VOLATILE})).encode()
+        else:
+            body = path.read_bytes()
+        state.update(f"{path.name}\0{len(body)}\0".encode())
+        state.update(body)
+    return state.hexdigest()
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(key, _ordered(value[key])) for key in sorted(value)]
+    return [_ordered(item) for item in value] if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------- the shared instruction
+
+
+class _KeysAndValues:
+    """Takes the place of transformers' cache: records the keys and values of the first tokens, layer by layer.
+
+    It keeps every position in every layer (masks alone decide what a sliding window sees) and is not changed by use, so
+    one recording serves every batch of any size.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.recording = True
+
+    def get_seq_length(self, *args: Any, **options: Any) -> int:
+        return 0 if self.recording else self.layers[0][0].shape[-2]
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.recording:
+            if layer != len(self.layers):
+                raise RuntimeError(f"layer {layer} asked for its cache after layer {len(self.layers) - 1}")
+            self.layers.append((keys, values))
+        return keys, values
+
+
+_ATTENTION = "sana_pipe_after_prefix"
+
+
+def _attention_after_prefix(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor,
+    *, scaling: float, softcap: float | None = None, after_prefix: _KeysAndValues, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' eager attention of Gemma-2, operation by operation, over a prefix's keys and values and new ones.
+
+    What it saves: the prefix's keys are multiplied with all captions' queries at once, without a copy for each caption,
+    and neither keys nor values are repeated for the query heads that share them.
+
+    Args:
+        query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
+        attention_mask: additive, (1, 1, n, prefix + n).
+        after_prefix: the recording; its layers hold (1, key heads, prefix, d).
+    """
+    first_keys, first_values = after_prefix.layers[module.layer_idx]  # type: ignore[index]
+    batch, heads, n, d = query.shape
+    kinds = key.shape[1]
+    group = heads // kinds
+    # Key heads come first, so that one product serves all captions of a key head.
+    queries = query.view(batch, kinds, group, n, d).transpose(0, 1).reshape(kinds, batch * group * n, d)
+    keys = key.transpose(0, 1).reshape(kinds * batch, n, d)
+    scores = torch.cat(
+        [
+            (queries @ first_keys[0].transpose(1, 2)).view(kinds * batch, group * n, -1),
+            queries.view(kinds * batch, group * n, d) @ keys.transpose(1, 2),
+        ],
+        dim=-1,
+    )
+    scores.mul_(scaling)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.view(kinds * batch * group, n, -1).add_(attention_mask[0])
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    first_values = first_values.transpose(0, 1).expand(-1, batch, -1, -1)
+    values = torch.cat([first_values, value.transpose(0, 1)], dim=2)
+    out = weights @ values.view(kinds * batch, -1, d)
+    return out.view(kinds, batch, group, n, d).permute(1, 3, 0, 2, 4).reshape(batch, n, heads, d), None
+
+
+class _Prefix:
+    """The tokens that every caption begins with, run once.
+
+    Attributes:
+        ids: those tokens.
+        bos: (1, width), the hidden state of the first of them.
+    """
+
+    def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_ATTENTION, _attention_after_prefix)
+        self.model, self.ids = model, list(ids)
+        self._cache = _KeysAndValues()
+        self.bos = self._forward([self.ids], 0)[0, :1].clone()
+        self._cache.recording = False
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Hidden states (rows, longest row, width) of tokens that follow the prefix; beyond a row's end anything."""
+        return self._forward(rows, len(self.ids))
+
+    def _forward(self, rows: Sequence[Sequence[int]], start: int) -> torch.Tensor:
+        length = max(map(len, rows))
+        device = self.bos.device if start else next(self.model.parameters()).device
+        # Token 0 stands where a row has ended: attention is causal, so no row sees it.
+        ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
+        positions = torch.arange(start, start + length, device=device)
+        config: Any = self.model.config
+        usual = config._attn_implementation
+        options = {}
+        if start:
+            config._attn_implementation = _ATTENTION
+            options["after_prefix"] = self._cache
+        try:
+            out = self.model(
+                ids,
+                attention_mask=self._masks(positions),
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                **options,
+            )
+        finally:
+            config._attn_implementation = usual
+        return out.last_hidden_state
+
+    def _masks(self, queries: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Additive masks (1, 1, queries, keys) by layer type; the keys are all positions up to the last query."""
+        config: Any = self.model.config
+        dtype = next(self.model.parameters()).dtype
+        behind = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
+
+        def mask(seen: torch.Tensor) -> torch.Tensor:
+            hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+        causal = behind >= 0
+        return {
+            "full_attention": mask(causal),
+            "sliding_attention": mask(causal & (behind < config.sliding_window)),
+        }
+
+
+def _batches(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Members of similar length together: a batch's longest is at most a quarter and 8 tokens longer than its shortest,
+    and it has at most `BATCH_TOKENS` positions."""
+    batch: list[int] = []
+    for i in sorted(members, key=lambda i: (lengths[i], i)):
+        longest = lengths[i]
+        if batch and (longest > 1.25 * lengths[batch[0]] + 8 or (len(batch) + 1) * longest > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+# ---------------------------------------------------------------- captions
+
+
+class TextEncoder:
+    """Gemma-2's last hidden states (after its final norm), selected as Sana selects them.
+
+    The rule (NVlabs/Sana `train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is cut and padded
+    on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last `max_length - 1`
+    positions are kept, and of those the ones that are not padding count. The 2 stands for <bos> and the instruction's
+    trailing space, which merges with the caption's first word. Attention is causal, so rows do not depend on padding
+    to their right, and the padding is left out.
+
+    Attributes:
+        width: values per row.
+        max_length: rows at most.
+        mode: `auto` or `exact`; see the module's text.
+        truncated: captions cut so far, because they had more tokens than the rule has room for.
+        tokens: caption tokens encoded so far.
+        unshared: captions so far that did not begin with the instruction's tokens, and were run in full.
+        largest_error: the largest difference from the reference that a comparison has shown; None before the first.
+    """
+
+    def __init__(self, model: torch.nn.Module, tokenizer: Any, config: TextConfig, instruction: str):
+        self.model, self.tokenizer, self.dtype, self.mode = model, tokenizer, config.dtype, config.mode
+        self.instruction, self.max_length = instruction, config.max_length
+        self.width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self.device = next(model.parameters()).device
+        self.truncated = self.tokens = self.unshared = 0
+        self.largest_error: float | None = None
+        start = tokenizer.encode(instruction)
+        self._room = len(start) + config.max_length - 2 if instruction else config.max_length
+        self._first = self._room - config.max_length + 1
+        self._shared_ids = start[: self._first]
+        self._prefix: _Prefix | None = None
+        self._compared_to = -1
+
+    @classmethod
+    def load(cls, config: TextConfig, instruction: str, device: str | torch.device) -> TextEncoder:
+        """Read the model (with or without a language model's head) and its tokenizer.
+
+        Args:
+            instruction: text before every caption; "" for none.
+
+        Raises:
+            ModelError: no such model or tokenizer, missing weights, or a tokenizer that adds no <bos> or has no
+                padding token.
+        """
+        import transformers
+
+        folder = resolve(config)
+        _text_settings(folder)
+        weight_files(folder, config.variant)
+        tokenizer = _load_tokenizer(_tokenizer_folder(config))
+        try:
+            with quiet():
+                model, report = transformers.Gemma2Model.from_pretrained(
+                    folder,
+                    dtype=DTYPES[config.dtype],
+                    attn_implementation="eager",
+                    variant=config.variant,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ModelError(
+                f"the text encoder in {folder} cannot be loaded",
+                found=" ".join(str(error).split())[:600],
+                fix="fetch the folder again",
+            ) from None
+        lost = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
+        if lost:  # transformers only warns, and trains nobody's random numbers
+            raise ModelError(
+                f"the weights in {folder} lack tensors that the text encoder needs",
+                found=f"{len(lost)} missing, the first: {lost[0]}",
+                fix="fetch the folder again",
+            )
+        return cls(model.to(torch.device(device)).eval().requires_grad_(False), tokenizer, config, instruction)
+
+    def lengths(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of instruction + caption, uncut."""
+        if not captions:
+            return []
+        return [len(ids) for ids in self._tokenize(captions, truncation=False)]
+
+    @torch.inference_mode()
+    def encode(self, captions: Sequence[str]) -> list[np.ndarray]:
+        """The rows of captions, in as many forward passes as their lengths ask for.
+
+        Args:
+            captions: already normalised.
+
+        Returns:
+            For each caption uint16 (n, width), n <= max_length: bits of the bf16 rows that count.
+
+        Raises:
+            NonFiniteError: names the batch rows.
+            ModelError: the rows are not those of the reference (`mode: auto`, see the module's text).
+        """
+        if not captions:
+            return []
+        rows, cut = self._ids(captions)
+        values = self._rows(rows)
+        if self.mode == "auto":
+            self._compare(captions, rows, values)
+        counts = [len(one) for one in values]
+        rounded = torch.cat(values).to(torch.bfloat16)
+        starts = np.cumsum([0, *counts[:-1]])
+        finite = np.logical_and.reduceat(torch.isfinite(rounded).all(dim=1).cpu().numpy(), starts)
+        if not finite.all():
+            raise NonFiniteError("text encoder", np.flatnonzero(~finite).tolist(), self.dtype)
+        self.truncated += cut
+        self.tokens += sum(counts) - len(counts)
+        bits = bf16_bits(rounded)
+        return [bits[start : start + count] for start, count in zip(starts, counts, strict=True)]
+
+    @torch.inference_mode()
+    def null(self) -> tuple[np.ndarray, int]:
+        """The empty caption as classifier-free guidance uses it: without the instruction, padded to `max_length`.
+
+        Returns:
+            uint16 (max_length, width): bits of all bf16 rows, those at padding positions included (Sana's trainer
+            reads them when it drops a caption), and the number of rows that count.
+        """
+        (ids,) = self._tokenize([""], truncation=False, instruction="")
+        hidden = self._hidden([ids], self.max_length)
+        return finite_bits(hidden, "text encoder", self.dtype)[0], len(ids)
+
+    def _ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
+        """Tokens of instruction + caption, at most as many as the rule has room for, and how many captions were cut."""
+        rows = self._tokenize(captions, truncation=False)
+        long = [i for i, ids in enumerate(rows) if len(ids) > self._room]
+        if long:
+            cut = self._tokenize([captions[i] for i in long], truncation=True)
+            for i, ids in zip(long, cut, strict=True):
+                rows[i] = ids
+        return rows, len(long)
+
+    def _tokenize(self, captions: Sequence[str], truncation: bool, instruction: str | None = None) -> list[list[int]]:
+        prefix = self.instruction if instruction is None else instruction
+        limit = {"truncation": True, "max_length": self._room} if truncation else {"truncation": False}
+        # verbose=False: the tokenizer would warn of lengths beyond the model's, which are cut afterwards.
+        texts = [prefix + caption for caption in captions]
+        return self.tokenizer(texts, add_special_tokens=True, padding=False, verbose=False, **limit)["input_ids"]
+
+    def _rows(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """(n, width) for each row of tokens: the hidden states that count, on the device, not rounded."""
+        if self.mode == "exact":
+            return self._in_full(rows, range(len(rows)), padded=True)
+        shared = len(self._shared_ids)
+        alike = [i for i, ids in enumerate(rows) if shared and ids[:shared] == self._shared_ids]
+        values: dict[int, torch.Tensor] = {}
+        if alike:
+            if self._prefix is None:
+                self._prefix = _Prefix(self.model, self._shared_ids)
+            ends = [ids[shared:] for ids in rows]
+            for batch in _batches(alike, [len(ids) for ids in ends]):
+                if not ends[batch[-1]]:  # nothing but the prefix: possible without an instruction
+                    values.update((i, self._prefix.bos) for i in batch)
+                    continue
+                hidden = self._prefix([ends[i] for i in batch])
+                for i, states in zip(batch, hidden, strict=True):
+                    values[i] = torch.cat([self._prefix.bos, states[: len(ends[i])]])
+        others = [i for i in range(len(rows)) if i not in values]
+        self.unshared += len(others)
+        values.update(zip(others, self._in_full(rows, others, padded=False), strict=True))
+        return [values[i] for i in range(len(rows))]
+
+    def _in_full(self, rows: Sequence[Sequence[int]], members: Sequence[int], padded: bool) -> list[torch.Tensor]:
+        """The rows of `members` without a shared prefix, `padded` to the full length as the reference pads."""
+        values: dict[int, torch.Tensor] = {}
+        for batch in _batches(members, [self._room if padded else len(ids) for ids in rows]):
+            longest = max(len(rows[i]) for i in batch)
+            hidden = self._hidden([rows[i] for i in batch], self._room if padded else longest)
+            for i, states in zip(batch, hidden, strict=True):
+                values[i] = torch.cat([states[:1], states[self._first : len(rows[i])]])
+        return [values[i] for i in members]
+
+    def _hidden(self, rows: Sequence[Sequence[int]], length: int) -> torch.Tensor:
+        """Hidden states (rows, length, width) as the reference computes them: padded, with transformers' own mask."""
+        ids = torch.full((len(rows), length), self.tokenizer.pad_token_id, dtype=torch.long)
+        mask = torch.zeros((len(rows), length), dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[i, : len(row)] = 1
+        out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+        return out.last_hidden_state
+
+    def _compare(self, captions: Sequence[str], rows: Sequence[Sequence[int]], values: Sequence[torch.Tensor]) -> None:
+        """Hold a few rows of this batch against the reference, if they are the first or longer than those before."""
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
+        longest = len(values[order[-1]])
+        if longest <= 2 * self._compared_to:
+            return
+        picks = sorted({order[k * (len(order) - 1) // (_COMPARED - 1)] for k in range(_COMPARED)})
+        reference = self._in_full(rows, picks, padded=True)
+        errors = [_error(values[i], want) for i, want in zip(picks, reference, strict=True)]
+        limit = TOLERANCE[self.dtype]
+        if self.dtype != "fp32":
+            again = self._in_full(rows, [order[-1]], padded=False)[0]
+            noise = _error(again, reference[picks.index(order[-1])])
+            limit = max(limit, min(_NOISE_FACTOR * noise, _MOST))
+        worst = max(errors)
+        if not worst <= limit:
+            caption = captions[picks[errors.index(worst)]]
+            raise ModelError(
+                "the text encoder gives other rows with a shared instruction than without",
+                expected=f"a relative error of at most {limit:.1e} for every token ({self.dtype})",
+                found=f"largest error {worst:.1e}, in the caption {caption[:80]!r}",
+                fix="--text-mode exact (slower: every caption is encoded as the reference does it)",
+            )
+        self.largest_error = max(worst, self.largest_error or 0.0)
+        self._compared_to = longest
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest |found - wanted| / |wanted| of a caption's tokens; infinite if only one of the two is finite, and
+    none if neither is: such a caption is rejected under either mode."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    found, wanted = found.double(), wanted.double()
+    finite = bool(torch.isfinite(found).all()), bool(torch.isfinite(wanted).all())
+    if not all(finite):
+        return float("inf") if any(finite) else 0.0
+    return float(((found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)).max())
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    _tokenizer_digest(folder)  # says in our words that files are missing or broken
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"the tokenizer in {folder} cannot be loaded", found=" ".join(str(error).split())[:600]
+        ) from None
+    tokenizer.padding_side = "right"
+    for text in ("", "a"):
+        ids = tokenizer.encode(text)
+        if tokenizer.bos_token_id is None or not ids or ids[0] != tokenizer.bos_token_id:
+            raise ModelError(
+                f"the tokenizer in {folder} does not begin every text with <bos>, as Sana's selection rule needs",
+                expected=f"token {tokenizer.bos_token_id} first",
+                found=f"{text!r} -> {ids}",
+                fix="set add_bos_token to true in its tokenizer_config.json, or take the model's own tokenizer",
+            )
+    if tokenizer.pad_token_id is None:
+        raise ModelError(f"the tokenizer in {folder} has no padding token", fix="take the model's own tokenizer")
+    return tokenizer
