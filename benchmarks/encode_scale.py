@@ -1,0 +1,135 @@
+"""How planning, committing, status and a run with nothing to do grow with the number of items.
+
+Synthetic items with a trivial encoder (small zero latents), through the real scan table, plans, shards, commits,
+segments and index. `growth_exponent`: the largest slope of log(seconds) over log(items) between the two largest sizes,
+over the phases that take longer than a tenth of a second; 1 is linear. `noop_seconds_1e5`: what a second run over 10^5
+items that are all there takes for planning and looking for missing units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.report import finish, table
+from pipeline.cache import audit, layout
+from pipeline.cache.store import Cache
+from pipeline.config import EncodeConfig
+from pipeline.encoding import plan as planning
+from pipeline.encoding import worker
+from pipeline.encoding.scan import SCAN
+
+RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
+SIZES = [(64, 64), (48, 80), (80, 48)]
+PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", "run with nothing to do")
+
+
+def scan_table(count: int) -> pa.Table:
+    return pa.table(
+        {
+            "item": [f"{i:07d}.jpg" for i in range(count)], "size": [1] * count, "mtime_ns": [1] * count,
+            "digest": pa.array([layout.digest(str(i)) for i in range(count)], pa.binary(16)),
+            "width": [SIZES[i % 3][1] for i in range(count)], "height": [SIZES[i % 3][0] for i in range(count)],
+            "captions": [[{"text": "x", "weight": 1.0}]] * count, "meta": ["{}"] * count,
+            "reject": pa.nulls(count, pa.string()), "part": pa.nulls(count, pa.string()),
+            "stamp": pa.nulls(count, pa.string()), "where": pa.nulls(count, pa.string()),
+        },
+        schema=SCAN,
+    )  # fmt: skip
+
+
+def measure(count: int) -> tuple[dict[str, float], float]:
+    """Seconds by phase, and peak Python memory in MB of everything but the encoding."""
+    seconds: dict[str, float] = {}
+
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        seconds[phase] = time.perf_counter() - began
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Cache(Path(folder) / "cache", create=True)
+        cache.add_recipe(RECIPE)
+        scan, config = scan_table(count), EncodeConfig()
+
+        def list_work() -> list[dict[str, Any]]:
+            return planning.image_work(scan, "scale", RECIPE, SIZES)
+
+        work = timed("work list", list_work)
+        plans = timed("plan", lambda: planning.plan_images(cache, RECIPE, work, config))
+
+        def encode() -> None:
+            for plan, unit in worker.missing_units(cache, plans):
+                rows = cache.table(plan.table).slice(unit.start, unit.count).to_pylist()
+                made = [
+                    (
+                        [
+                            worker.Record(r["key"], np.zeros((4, r["height"] // 8, r["width"] // 8), np.uint16))
+                            for r in rows
+                        ],
+                        [],
+                    )
+                ]
+                worker.encode(cache, RECIPE, plan, unit, made, lambda good, bad: None)
+
+        timed("encode and commit", encode)
+        timed("merge", lambda: worker.missing_units(cache, plans))
+        tracemalloc.start()
+        found = timed("index", lambda: cache.index(RECIPE.name))
+        if len(found) != count:
+            raise RuntimeError(f"{len(found)} of {count} records are in the index")
+        told = timed("status", lambda: audit.status(cache))
+        if not told["complete"]:
+            raise RuntimeError("the cache is not complete")
+        tracemalloc.stop()
+
+        def again() -> None:
+            opened = Cache(Path(folder) / "cache")
+            if worker.missing_units(opened, planning.plan_images(opened, RECIPE, list_work(), config)):
+                raise RuntimeError("there is work left")
+
+        timed("run with nothing to do", again)
+        tracemalloc.start()
+        again()
+        peak = tracemalloc.get_traced_memory()[1] / 1e6
+        tracemalloc.stop()
+    return seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="up to 2 x 10^4 items only")
+    sizes = [1000, 5000, 20000] if parser.parse_args().quick else [1000, 10000, 100000]
+    results = {size: measure(size) for size in sizes}
+    rows = [[phase, *(results[n][0][phase] for n in sizes)] for phase in PHASES]
+    rows.append(["peak MB of a run with nothing to do", *(results[n][1] for n in sizes)])
+    rows.append(["peak bytes per item", *(results[n][1] * 1e6 / n for n in sizes)])
+    table(["seconds", *(f"{n:,}" for n in sizes)], rows)
+    small, large = sizes[-2:]
+    slopes = {
+        phase: math.log(results[large][0][phase] / results[small][0][phase]) / math.log(large / small)
+        for phase in PHASES
+        if results[large][0][phase] > 0.1
+    }
+    finish(
+        {
+            "growth_exponent": max(slopes.values()),
+            "slowest_growing": max(slopes, key=slopes.__getitem__),
+            "noop_seconds_1e5": results[large][0]["run with nothing to do"] * (100000 / large),
+            "largest": large,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
