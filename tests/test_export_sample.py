@@ -22,11 +22,14 @@ from pipeline.config import Config, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import tiny
 from pipeline.models.sana import SanaTransformer
+from pipeline.reporting import drawing
 from pipeline.reporting.sheet import Card, contact_sheet
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
 
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,10 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
     document = checkpoints.read_document(trained.checkpoint)
     _, weights = checkpoints.load_model_state(trained.checkpoint)
     opened = Cache(trained.config.cache).open_snapshot()
-    (one,) = sample.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1])
+    (one,) = drawing.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
     assert one.bucket == (64, 64)
     channels, height, width = one.latent.shape
-    seed = (trained.config.sample.seed * sample.SEED_STRIDE + one.sample_id) % 2**40
+    seed = (trained.config.sample.seed * drawing.SEED_STRIDE + one.sample_id) % 2**40
     latents = pipe(
         one.caption,
         height=64,
@@ -295,7 +298,7 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
 
     def drawn(rows: list[int], config: Config = trained.config) -> dict[int, torch.Tensor]:
         _, weights = checkpoints.load_model_state(trained.checkpoint)
-        return {d.row: d.latent for d in sample.draw_for(config, document.architecture, weights, opened, rows)}
+        return {d.row: d.latent for d in drawing.draw_for(config, document.architecture, weights, opened, rows, CPU)}
 
     every, alone = drawn(list(range(len(opened)))), drawn([4])
     torch.testing.assert_close(every[4], alone[4], rtol=1e-4, atol=1e-4)
@@ -306,7 +309,7 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
 def test_rows_are_spread_without_repeats() -> None:
     for samples in (1, 2, 7, 100):
         for count in range(1, samples + 1):
-            rows = sample.spread(samples, count)
+            rows = drawing.spread(samples, count)
             assert len(set(rows)) == count
             assert 0 <= min(rows) <= max(rows) < samples
 
@@ -314,13 +317,13 @@ def test_rows_are_spread_without_repeats() -> None:
 def test_nearest_tells_whose_picture_was_drawn() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def one(cached: torch.Tensor, latent: torch.Tensor) -> sample.Drawn:
-        return sample.Drawn(0, 0, "", "", "", (64, 64), cached, latent)
+    def one(cached: torch.Tensor, latent: torch.Tensor) -> drawing.Drawn:
+        return drawing.Drawn(0, 0, "", "", "", (64, 64), cached, latent)
 
     cached = [torch.randn(4, *shape, generator=generator) for shape in ((8, 8), (6, 10), (10, 6))]
     right = [one(c, c + 0.1 * torch.randn(c.shape, generator=generator)) for c in cached]
-    assert sample.nearest(right) == [True] * 3
-    assert sample.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
+    assert drawing.nearest(right) == [True] * 3
+    assert drawing.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
         True, False, False,
     ]  # fmt: skip
 
@@ -328,7 +331,7 @@ def test_nearest_tells_whose_picture_was_drawn() -> None:
 def test_a_missing_source_leaves_a_gap_on_the_sheet(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def here(config: Config, drawn: list[sample.Drawn], work: Path) -> None:  # another process would cost seconds
+    def here(config: Config, drawn: list[drawing.Drawn], work: Path) -> None:  # another process would cost seconds
         for i in range(len(drawn)):
             for name in (f"{i:04d}", f"{i:04d}-reconstruction"):
                 (work / "pictures").mkdir(exist_ok=True)
