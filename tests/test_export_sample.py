@@ -115,7 +115,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
         guidance_scale=trained.config.sample.guidance,
         use_resolution_binning=False,
         complex_human_instruction=["Draw this: "],
-        latents=sample.draw_noise(1, (channels, height, width), seed),
+        latents=drawing.draw_noise(1, (channels, height, width), seed),
         output_type="latent",
     ).images[0]
     # The cached rows are rounded to bf16, the pipeline's are not.
@@ -129,7 +129,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
         guidance_scale=trained.config.sample.guidance,
         use_resolution_binning=False,
         complex_human_instruction=["Draw this: "],
-        latents=sample.draw_noise(1, (channels, height, width), seed),
+        latents=drawing.draw_noise(1, (channels, height, width), seed),
         output_type="latent",
     ).images[0]
     assert (wrong - one.latent).norm() / one.latent.norm() > 2 * error  # the comparison sees another caption
