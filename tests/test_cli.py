@@ -196,7 +196,7 @@ def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.
 def test_a_real_process_reports_a_mistake_without_a_traceback(tmp_path: Path) -> None:
     """From another directory, as the sampling stage starts its decoder."""
     command = processes.command("bucket", "--config", "absent.yaml")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "there is no configuration file 'absent.yaml'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -218,7 +218,7 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()

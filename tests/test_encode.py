@@ -305,6 +305,7 @@ def test_two_tasks_make_the_same_cache_as_one(source: Path, make_config: MakeCon
     assert files(Path(one.cache)) == files(Path(two.cache))
 
 
+@pytest.mark.timeout(400)
 def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
