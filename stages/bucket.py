@@ -88,6 +88,10 @@ def _recipes(
         ("text.instruction", instruction(config.text), text.instruction),
         ("data.background", config.data.background, latent.background),
     ]
+    wanted += [
+        ("encode.storage.latent", config.encode.storage.latent, latent.storage),
+        ("encode.storage.text", config.encode.storage.text, text.storage),
+    ]
     if config.vae.scaling_factor is not None:
         wanted.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
     for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):

@@ -16,16 +16,16 @@ import click
 import pyarrow as pa
 
 from pipeline import launch
-from pipeline.cache import layout
+from pipeline.cache import codec, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
 from pipeline.data.detect import open_source
 from pipeline.data.source import Source
+from pipeline.encoding import calibrate, worker
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import worker
 from pipeline.encoding.progress import Progress
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
@@ -125,10 +125,10 @@ def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     vae = encoders.describe_vae(config.vae)
     latent = layout.LatentRecipe(
         model=vae.pop("id"), **vae, decoder=image.choose(config.data.decoder), resize=image.RESIZE_RULE,
-        crop=image.CROP_RULE, background=config.data.background,
+        crop=image.CROP_RULE, background=config.data.background, storage=config.encode.storage.latent,
     )  # fmt: skip
     text = encoders.describe_text(config.text, captions.instruction(config.text))
-    return latent, layout.TextRecipe(model=text.pop("id"), **text)
+    return latent, layout.TextRecipe(model=text.pop("id"), **text, storage=config.encode.storage.text)
 
 
 def _with_decoder_of(cache: Cache, recipe: layout.LatentRecipe, config: Config) -> layout.LatentRecipe:
@@ -153,13 +153,19 @@ def _captions(
     if not mine:
         return 0, len(todo)
     encoder = encoders.TextEncoder.load(config.text, captions.instruction(config.text), _device(config))
+    calibrate.ensure(
+        cache, recipe, cache.plans(recipe.name),
+        lambda unit, rows, only: worker.caption_records(recipe, unit, rows, encoder, only=only),
+    )  # fmt: skip
+    costs = _StorageCosts(recipe)
     made = 0
     with Progress("captions", sum(unit.count for _, unit in mine), ("tokens", lambda: encoder.tokens)) as bar:
         for plan, unit in mine:
             rows = _rows(cache, plan, unit)
             records = worker.caption_records(recipe, unit, rows, encoder)
             how = {"text_mode": encoder.mode}
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add, how).records
+            made += worker.encode(cache, recipe, plan, unit, records, bar.add, how, costs.measured).records
+            costs.tell()
     if encoder.unshared:
         click.echo(f"{encoder.unshared} captions changed the instruction's own tokens and were encoded in full")
     if encoder.truncated:
@@ -185,14 +191,39 @@ def _images(
     if not units:
         return 0, len(todo)
     encoder = encoders.LatentEncoder.load(config.vae, _device(config))
+
+    def some(unit: Unit, rows: pa.Table, only: Any) -> Any:
+        if set(rows.column("source").to_pylist()) - set(sources):
+            return None
+        return worker.image_records(
+            recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers,
+            only=only,
+        )  # fmt: skip
+
+    calibrate.ensure(cache, recipe, cache.plans(recipe.name), some)
+    costs = _StorageCosts(recipe)
     made = 0
     with Progress("images", sum(unit.count for _, unit, _ in units)) as bar:
         for plan, unit, rows in units:
             records = worker.image_records(
                 recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers
             )
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
+            made += worker.encode(cache, recipe, plan, unit, records, bar.add, measured=costs.measured).records
+            costs.tell()
     return made, len(todo) - len(units)
+
+
+class _StorageCosts:
+    """Says once, after the first unit with records to measure, what a storage other than plain bf16 saves and costs."""
+
+    def __init__(self, recipe: layout.Recipe):
+        self.recipe, self.storage = recipe, codec.storage_of(recipe)
+        self.measured = None if self.storage == codec.PLAIN else codec.Measured()
+
+    def tell(self) -> None:
+        if self.measured is not None and self.measured.records:
+            click.echo(self.measured.line(self.recipe.kind, self.storage))
+            self.measured = None
 
 
 def _rows(cache: Cache, plan: Plan, unit: Unit) -> pa.Table:

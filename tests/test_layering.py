@@ -41,7 +41,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRA
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},
 }
-CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "xxhash"}
+CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
 
 

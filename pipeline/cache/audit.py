@@ -99,7 +99,7 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
     Args:
         progress: called with the bytes of each file that was read.
     """
-    for folder in ("recipes", "sources", "plans", "units", "segments", "snapshots", "names"):
+    for folder in ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names"):
         for path in sorted((cache.root / folder).rglob("*.json")):
             name = path.relative_to(cache.root).as_posix()
             try:
@@ -112,10 +112,21 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
             yield Finding(path.relative_to(cache.root).as_posix(), "its bytes do not match its name")
         progress(path.stat().st_size)
     for name in recipe_names(cache):
+        yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
             yield from _verify_unit(cache, name, plan, commit, progress)
     for path in sorted((cache.root / "snapshots").glob("*.json")):
         yield from verify_snapshot(cache, path)
+
+
+def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
+    """A table of channel scales that is missing; damage to one has been named with the other tables."""
+    try:
+        table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
+    except CacheError:
+        return  # the damaged document has been named already
+    if table is not None and not cache.files.exists(Paths.table(table, "npy")):
+        yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing")
 
 
 def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
@@ -199,7 +210,7 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
     latent = recipe.startswith("latent-")
     shape = (row["channels"], row["height"], row["width"]) if latent else (row["rows"], row["width"])
     into = np.empty(shape, np.uint16)
-    reader.read(name, row["offset"], row["key"], row["checksum"], into)
+    reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
     return into
 
 
@@ -245,6 +256,8 @@ def unneeded(
         kept_shards |= {s["name"] for shards in body["shards"].values() for s in shards}
     replaced = []
     for recipe in recipe_names(cache):
+        if cache.files.exists(Paths.scale(recipe)):
+            kept_tables.add(cache.files.document(Paths.scale(recipe))["table"])
         for plan in cache.plans(recipe):
             kept_tables.add(plan.table)
             segment = Paths.segment(recipe, plan.number)

@@ -270,5 +270,9 @@ class Paths:
         return f"names/{name}"
 
     @staticmethod
+    def scale(recipe: str) -> str:
+        return f"scales/{recipe}.json"
+
+    @staticmethod
     def numbered(folder: str, number: int) -> str:
         return f"{folder}/{number:08d}.json"

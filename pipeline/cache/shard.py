@@ -8,6 +8,7 @@ Price: 512 bytes of tar header and up to 640 bytes of npy header and padding per
 A shard holds, in this order: `__sana_pipe__/head.json`; for each record `<key>.npy` (and `<key>.txt` for text: the
 caption as it was written); `__sana_pipe__/records.arrow`, the record table, so that a lost index can be made again.
 bf16 is stored as `<u2` (numpy has no bf16): `torch.from_numpy(array.view("int16")).view(torch.bfloat16)`.
+Other storages are stored as `|u1`, one dimension: the payload of `pipeline.cache.codec`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from pipeline.cache import layout
+from pipeline.cache import codec, layout
 from pipeline.cache.files import Files, explained
 from pipeline.errors import CacheError, IntegrityError
 
@@ -48,13 +49,14 @@ RECORDS = {
         ]
     ),
 }  # fmt: skip
-"""Record tables by kind. `offset` and `length` are those of the payload inside the shard, in bytes."""
+"""Record tables by kind. `offset` and `length` are those of the payload inside the shard, in bytes; the shape is that
+of the values, whatever the storage."""
 
 
-def npy_header(shape: tuple[int, ...]) -> bytes:
-    """The .npy (version 1.0) header of a C-ordered `<u2` array."""
+def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
+    """The .npy (version 1.0) header of a C-ordered array."""
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "<u2", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(buffer, {"descr": descr, "fortran_order": False, "shape": shape})
     return buffer.getvalue()
 
 
@@ -80,12 +82,17 @@ class ShardWriter:
         files: the cache.
         recipe: the recipe of every record.
         unit: the unit's id, kept in the shard's head.
+        measured: adds up size and error of what is added (storages other than plain bf16; costs a decoding of each).
+
+    Raises:
+        CacheError: an int8 recipe whose channel scales have not been measured.
 
     Usage: `add` records, then `finish`. Leaving the `with` block without `finish` leaves nothing behind.
     """
 
-    def __init__(self, files: Files, recipe: layout.Recipe, unit: str):
-        self.files, self.recipe = files, recipe
+    def __init__(self, files: Files, recipe: layout.Recipe, unit: str, measured: codec.Measured | None = None):
+        self.files, self.recipe, self.measured = files, recipe, measured
+        self._codec = codec.writer(files, recipe)
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
         self._stack = files.temporary()
         self._path = self._stack.__enter__()
@@ -106,7 +113,10 @@ class ShardWriter:
     def __len__(self) -> int:
         return len(self._columns["key"])
 
-    def add(self, key: bytes, array: np.ndarray, *, caption: str | None = None, valid: int | None = None) -> None:
+    def add(
+        self, key: bytes, array: np.ndarray, *, caption: str | None = None, valid: int | None = None,
+        stored: bytes | None = None,
+    ) -> None:  # fmt: skip
         """Add a record.
 
         Args:
@@ -114,14 +124,22 @@ class ShardWriter:
             array: uint16 (bf16 bits), latent (channels, height, width) or text (rows, width).
             caption: the caption as written (text records; the null record has "").
             valid: rows that attention may see (text; all rows unless given).
+            stored: the payload as it stood in a shard of this recipe, to be copied as it is.
         """
         if array.dtype != np.uint16:
             raise TypeError(f"payload must be uint16 (bf16 bits), found {array.dtype}")
         array = np.ascontiguousarray(array).astype("<u2", copy=False)
         if not finite(array):
             raise IntegrityError(f"record {key.hex()}: holds NaN or infinity, which is never stored")
-        payload = memoryview(array.data).cast("B")
-        header = npy_header(array.shape)
+        payload: bytes | memoryview
+        if self._codec is None:
+            payload = memoryview(array.data).cast("B")
+            header = npy_header(array.shape)
+        else:
+            payload = self._codec.encode(array) if stored is None else stored
+            header = npy_header((len(payload),), "|u1")
+            if self.measured is not None and caption != "":  # the null record is not like the others
+                self.measured.add(self._codec, array, payload)
         start = self._member(f"{key.hex()}.npy", header, payload)
         row: dict[str, Any] = {
             "key": key, "offset": start + len(header), "length": len(payload),
@@ -191,32 +209,64 @@ class Reader:
     def __init__(self, files: Files, recipe: str, *, limit: int = 256):
         self.files, self.recipe = files, recipe
         self.recipe_id = recipe.partition("-")[2]
+        self._codec = codec.reader(files, recipe)
         self._limit = limit
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray) -> None:
-        """Read one payload into `into` (C-contiguous uint16) and verify it; a mismatch is read once more.
+    def read(
+        self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray, length: int | None = None
+    ) -> None:
+        """Read one record into `into` (C-contiguous uint16: bf16 bits) and verify it; a mismatch is read once more.
+
+        Args:
+            length: bytes of its payload; needed by storages other than plain bf16, whose payload is `into` itself.
 
         Raises:
             IntegrityError: short, wrong or foreign bytes; names shard, record and offset.
         """
-        view = memoryview(into.data).cast("B")
+        if self._codec is None:
+            if length not in (None, into.nbytes):
+                raise IntegrityError(
+                    f"{self._where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
+                    expected=f"{into.nbytes} bytes", found=f"{length} bytes",
+                    fix=f"restore {self.files.path(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                )  # fmt: skip
+            self._read(shard, offset, key, expected, memoryview(into.data).cast("B"))
+        else:
+            self._codec.decode(self.stored(shard, offset, key, expected, length), into, self._where(shard, offset, key))
+
+    def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
+        """The verified payload of a record as it stands in its shard.
+
+        Raises:
+            IntegrityError: as `read`.
+        """
+        if length is None:
+            raise IntegrityError(f"{self._where(shard, offset, key)}: how long its payload is was not recorded")
+        payload = bytearray(length)
+        self._read(shard, offset, key, expected, memoryview(payload))
+        return payload
+
+    def _where(self, shard: str, offset: int, key: bytes) -> str:
+        return f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
+
+    def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview) -> None:
         found = b""
         for _ in range(2):
             got = self._pread(shard, offset, view)
             found = layout.checksum(self.recipe_id, key, view[:got])
             if got == len(view) and found == expected:
                 return
-        path = self.files.path(layout.Paths.shard(self.recipe, shard))
+        where = self._where(shard, offset, key)
         if got != len(view):
             raise IntegrityError(
-                f"{path}: record {key.hex()} at byte {offset} is cut short",
-                expected=f"{len(view)} bytes", found=f"{got} bytes", fix="restore this shard from a copy of the cache",
+                f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
+                fix="restore this shard from a copy of the cache",
             )  # fmt: skip
         raise IntegrityError(
-            f"{path}: record {key.hex()} at byte {offset} has the wrong checksum",
-            expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
+            f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(),
+            fix="restore this shard from a copy of the cache",
         )  # fmt: skip
 
     def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import layout
+from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.index import fixed, key_bytes
 from pipeline.cache.layout import Paths
@@ -36,6 +37,19 @@ SAMPLES = pa.schema(
      ("captions", pa.list_(CAPTION))]
 )  # fmt: skip
 """What training reads of a sample. `shard` counts into the head's `shards` of that kind."""
+
+
+def samples_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
+    """`SAMPLES`, with a `length` (bytes of the payload) last where a kind is not stored as plain bf16."""
+    length = pa.field("length", pa.uint64())
+    schema = SAMPLES
+    if text.storage != PLAIN:
+        schema = schema.set(
+            schema.get_field_index("captions"), pa.field("captions", pa.list_(pa.struct([*CAPTION, length])))
+        )
+    return schema if latent.storage == PLAIN else schema.append(length)
+
+
 WRITTEN = pa.struct([("offset", pa.uint64()), ("length", pa.uint32()), ("checksum", _KEY)])
 NAMES = pa.schema(
     [("sample_id", pa.uint64()), ("source", pa.string()), ("item", pa.string()), ("captions", pa.list_(WRITTEN))]
@@ -51,11 +65,12 @@ class Caption:
     weight: float
     key: bytes
     checksum: bytes
+    length: int | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample's records."""
+    """One sample's records. `length`: bytes of a payload that is not plain bf16."""
 
     sample_id: int
     bucket: int
@@ -64,6 +79,7 @@ class Sample:
     key: bytes
     checksum: bytes
     captions: tuple[Caption, ...]
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,7 @@ class Snapshot:
         ]
         self.latent_recipe = layout.LatentRecipe.from_values(self.head["recipes"]["latent"])
         self.text_recipe = layout.TextRecipe.from_values(self.head["recipes"]["text"])
+        self._schema = samples_schema(self.latent_recipe, self.text_recipe)
         self.null = self.head["null"]
         self._starts = np.concatenate([[0], np.cumsum([b.samples for b in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c["rows"] for c in self.head["chunks"]])]).astype(np.int64)
@@ -164,7 +181,7 @@ class Snapshot:
 
     def check_chunk(self, number: int) -> None:
         """Read a chunk whole and check it, samples and names."""
-        self._map(number, "samples", SAMPLES)
+        self._map(number, "samples", self._schema)
         self._map(number, "names", NAMES)
 
     def row(self, bucket: int, position: int) -> int:
@@ -217,7 +234,7 @@ class Snapshot:
         number = self._chunk_of(row)
         chunk = self._chunks.get(number)
         if chunk is None:
-            chunk = self._chunks[number] = _Chunk(self._map(number, "samples", SAMPLES))
+            chunk = self._chunks[number] = _Chunk(self._map(number, "samples", self._schema))
         return chunk, row - int(self._chunk_starts[number])
 
     def _chunk_of(self, row: int) -> int:
@@ -257,16 +274,18 @@ class _Chunk:
         self.key = fixed(whole.column("key"))
         self.checksum = fixed(whole.column("checksum"))
         lists = whole.column("captions")
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], SAMPLES.field("captions").type)
+        lists = lists.chunk(0) if lists.num_chunks else pa.array([], whole.schema.field("captions").type)
+        self.length = whole.column("length").to_numpy() if "length" in whole.schema.names else None
         self.caption_offsets = lists.offsets.to_numpy()
         struct = lists.values
         self.caption: dict[str, np.ndarray] = {}
-        for i, field in enumerate(CAPTION):
+        for i, field in enumerate(lists.type.value_type):
             column = struct.field(i)
             self.caption[field.name] = fixed(column) if field.type == _KEY else column.to_numpy(zero_copy_only=False)
 
     def sample(self, at: int, bucket: int, shards: dict[str, list[str]]) -> Sample:
         own = self.caption
+        lengths = own.get("length")
         return Sample(
             int(self.sample_id[at]), bucket, shards["latent"][int(self.shard[at])], int(self.offset[at]),
             key_bytes(self.key[at]), key_bytes(self.checksum[at]),
@@ -274,7 +293,9 @@ class _Chunk:
                 Caption(
                     shards["text"][int(own["shard"][i])], int(own["offset"][i]), int(own["rows"][i]),
                     float(own["weight"][i]), key_bytes(own["key"][i]), key_bytes(own["checksum"][i]),
+                    None if lengths is None else int(lengths[i]),
                 )
                 for i in range(int(self.caption_offsets[at]), int(self.caption_offsets[at + 1]))
             ),
+            None if self.length is None else int(self.length[at]),
         )  # fmt: skip

@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.cache import layout
+from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex, as_keys, key_bytes
-from pipeline.cache.snapshot import NAMES, SAMPLES
+from pipeline.cache.snapshot import NAMES, samples_schema
 from pipeline.data import buckets, captions
 from pipeline.errors import CacheError, UserError
 
@@ -93,12 +94,13 @@ def _row(
     sample = {
         "sample_id": layout.sample_id(source, item),
         "shard": shard("latent", int(one["shard"][at])), "offset": int(one["offset"][at]),
-        "key": key_bytes(one["key"][at]), "checksum": key_bytes(one["checksum"][at]),
+        "key": key_bytes(one["key"][at]), "checksum": key_bytes(one["checksum"][at]), "length": int(one["length"][at]),
         "captions": [
             {
                 "shard": shard("text", int(own["shard"][i])), "offset": int(own["offset"][i]),
                 "rows": int(own["valid"][i]), "weight": weight,
                 "key": key_bytes(own["key"][i]), "checksum": key_bytes(own["checksum"][i]),
+                "length": int(own["length"][i]),
             }
             for i, weight in chosen
         ],
@@ -177,6 +179,8 @@ def assemble(
         "rows": int(own["rows"][null_at]), "valid": int(own["valid"][null_at]),
         "key": key_bytes(own["key"][null_at]).hex(), "checksum": key_bytes(own["checksum"][null_at]).hex(),
     }  # fmt: skip
+    if text.storage != PLAIN:
+        null["length"] = int(own["length"][null_at])
     joined.shards["text"].setdefault(int(own["shard"][null_at]), len(joined.shards["text"]))
     head = {
         "recipes": {"latent": latent.values(), "text": text.values()},
@@ -192,5 +196,6 @@ def assemble(
         "sources": sources,
     }  # fmt: skip
     return (
-        head, pa.Table.from_pylist(samples, schema=SAMPLES), pa.Table.from_pylist(names, schema=NAMES), report,
+        head, pa.Table.from_pylist(samples, schema=samples_schema(latent, text)),
+        pa.Table.from_pylist(names, schema=NAMES), report,
     )  # fmt: skip

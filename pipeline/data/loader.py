@@ -139,7 +139,12 @@ class Loader:
         self._null = np.empty((null["rows"], snapshot.text_recipe.width), np.uint16)
         self._null_valid = int(null["valid"])
         self._text.read(
-            null["shard"], null["offset"], bytes.fromhex(null["key"]), bytes.fromhex(null["checksum"]), self._null
+            null["shard"],
+            null["offset"],
+            bytes.fromhex(null["key"]),
+            bytes.fromhex(null["checksum"]),
+            self._null,
+            null.get("length"),
         )
 
     def global_batch(self, step: int) -> GlobalBatch:
@@ -195,14 +200,16 @@ class Loader:
         noise = np.empty((len(members), *shape), np.float32)
         for i, member in enumerate(members):
             sample, caption = member.sample, member.caption
-            self._latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latents[i])
+            self._latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latents[i], sample.length)
             randomness.noise(self.seed, self.phase, member.visit, sample.sample_id, noise[i])
             rows = caption.rows
             if member.draws.drop < self.caption_drop:
                 rows = min(rows if self.null_mask == "caption" else self._null_valid, len(self._null))
                 captions[i, :rows] = self._null[:rows]
             else:
-                self._text.read(caption.shard, caption.offset, caption.key, caption.checksum, captions[i, :rows])
+                self._text.read(
+                    caption.shard, caption.offset, caption.key, caption.checksum, captions[i, :rows], caption.length
+                )
             mask[i, :rows] = True
         return Batch(
             bf16(latents), bf16(captions), torch.from_numpy(mask), torch.from_numpy(noise),

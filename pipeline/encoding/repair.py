@@ -58,11 +58,13 @@ def repair_unit(cache: Cache, recipe: layout.Recipe, finding: audit.Finding, enc
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
                 continue
             array = audit.payload(reader, recipe.name, commit.shard, row)
+            where_stored = (commit.shard, row["offset"], row["key"], row["checksum"], row["length"])
             caption = None
             if "caption_offset" in row:
                 where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
                 caption = reader.caption(commit.shard, *where)
-            writer.add(row["key"], array, caption=caption, valid=row.get("valid"))
+            stored = bytes(reader.stored(*where_stored))  # as it is: encoding a lossy record anew would change it
+            writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
         digest, _, _ = writer.finish(only=commit.shard)
     if digest == commit.shard:
         return "restored"

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.cache import index, layout, shard
+from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.data import captions, image
@@ -146,6 +146,7 @@ def caption_records(
 def encode(
     cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, made: Iterable[Made],
     progress: Callable[[int, int], None], how: dict[str, Any] | None = None,
+    measured: codec.Measured | None = None,
 ) -> Commit:  # fmt: skip
     """Write the records of a unit into its shard and commit it.
 
@@ -153,9 +154,10 @@ def encode(
         made: what `image_records` or `caption_records` yield.
         progress: called with (records made, records rejected) after each batch.
         how: what else to keep as the unit's provenance.
+        measured: adds up what the recipe's storage saves and costs.
     """
     rejects: list[Reject] = []
-    with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
+    with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
 
         def write(records: list[Record]) -> None:
             for record in records:
@@ -182,6 +184,7 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        "zstd": codec.ZSTD,
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),

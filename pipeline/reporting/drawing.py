@@ -141,13 +141,13 @@ class _Records:
         recipe, bucket = self.snapshot.latent_recipe, self.snapshot.buckets[sample.bucket]
         side = recipe.compression
         into = np.empty((recipe.channels, bucket.height // side, bucket.width // side), np.uint16)
-        self.latents.read(sample.shard, sample.offset, sample.key, sample.checksum, into)
+        self.latents.read(sample.shard, sample.offset, sample.key, sample.checksum, into, sample.length)
         return bf16(into).float()
 
     def text(self, sample: Sample, at: int) -> torch.Tensor:
         caption = sample.captions[at]
         into = np.empty((caption.rows, self.snapshot.text_recipe.width), np.uint16)
-        self.texts.read(caption.shard, caption.offset, caption.key, caption.checksum, into)
+        self.texts.read(caption.shard, caption.offset, caption.key, caption.checksum, into, caption.length)
         return bf16(into).float()
 
     def null(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +155,12 @@ class _Records:
         null: dict[str, Any] = self.snapshot.null
         into = np.empty((null["rows"], self.snapshot.text_recipe.width), np.uint16)
         self.texts.read(
-            null["shard"], null["offset"], bytes.fromhex(null["key"]), bytes.fromhex(null["checksum"]), into
+            null["shard"],
+            null["offset"],
+            bytes.fromhex(null["key"]),
+            bytes.fromhex(null["checksum"]),
+            into,
+            null.get("length"),
         )
         rows = bf16(into).float()[: int(null["valid"])]
         return rows, torch.ones(len(rows), dtype=torch.bool)

@@ -1,0 +1,474 @@
+"""Storage choices: exact where they say so, close where they do not, checked everywhere, read by everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import stages.bucket
+import stages.encode
+import stages.gc
+import stages.verify
+from pipeline.cache import audit, codec, index, layout, shard, snapshot
+from pipeline.cache.files import Files
+from pipeline.cache.store import Cache
+from pipeline.config import Config, load
+from pipeline.data.loader import Loader
+from pipeline.errors import CacheError, ConfigError, IntegrityError
+
+MakeConfig = Callable[..., Config]
+STORED = [codec.LOSSLESS, codec.INT8]
+
+
+def bits(shape: tuple[int, ...], seed: int = 0, gain: object = 1.0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * np.asarray(gain, np.float32)
+    return codec.from_float(values)
+
+
+def finite_bits(shape: tuple[int, ...] | st.SearchStrategy) -> st.SearchStrategy:
+    """bf16 bits with every sign, mantissa and exponent but that of infinities: subnormals, zeros, the largest."""
+    return hnp.arrays(np.uint16, shape, elements=st.integers(0, 0xFFFF).filter(lambda b: b & 0x7F80 != 0x7F80))
+
+
+def int8(files: Files, kind: str, values: np.ndarray) -> codec.Codec:
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return codec.Codec(
+        files, kind, codec.INT8, codec.Scale(files.put_content(buffer.getvalue(), "tables", "npy"), values)
+    )
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@given(finite_bits(hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=7)))
+@settings(max_examples=150, deadline=None)
+def test_lossless_is_bit_exact(array: np.ndarray) -> None:
+    coder = codec.Codec(Files("unused"), "text", codec.LOSSLESS)
+    back = np.empty_like(array)
+    coder.decode(coder.encode(array), back, "record")
+    assert np.array_equal(back, array)
+
+
+def test_lossless_is_bit_exact_for_every_value() -> None:
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    every = every[(every & 0x7F80) != 0x7F80]
+    coder = codec.Codec(Files("unused"), "text", codec.LOSSLESS)
+    back = np.empty_like(every)
+    coder.decode(coder.encode(every), back, "record")
+    assert np.array_equal(back, every)
+
+
+@given(finite_bits((5, 6)), st.lists(st.integers(-20, 20), min_size=6, max_size=6), st.sampled_from(["text", "latent"]))
+@settings(max_examples=150, deadline=None)
+def test_int8_keeps_its_bound(
+    tmp_path_factory: pytest.TempPathFactory, array: np.ndarray, powers: list[int], kind: str
+) -> None:
+    """|error| <= half a step of the token, in the channel's scale, and bf16's own rounding."""
+    array[(array & 0x7F80) > 0x7000] &= 0xEFFF  # values that a scale of 2**-20 lifts past bf16 are refused: see below
+    array = array if kind == "text" else np.ascontiguousarray(array.T).reshape(6, 5, 1)
+    scale = np.exp2(np.array(powers)).astype(np.float32)
+    coder = codec.Codec(Files("unused"), kind, codec.INT8, codec.Scale("0" * 32, scale))
+    back = np.empty_like(array)
+    coder.decode(coder.encode(array), back, "record")
+    true = codec._tokens(codec.to_float(array), kind).astype(np.float64)
+    found = codec._tokens(codec.to_float(back), kind).astype(np.float64)
+    largest = np.abs(true / scale).max(axis=1, keepdims=True)
+    step = largest / 127 * (1 + 2**-7) + 2.0**-133
+    bound = scale * step / 2 + np.abs(found) * 2**-8 + 2.0**-133
+    assert (np.abs(found - true) <= bound * (1 + 1e-6)).all()
+    assert not np.any((back & 0x7F80) == 0x7F80)
+
+
+def test_int8_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    coder = int8(Files(tmp_path), "text", np.full(4, 2.0**-20, np.float32))
+    with pytest.raises(IntegrityError, match="too far above"):
+        coder.encode(np.full((1, 4), 0x7F7F, np.uint16))
+
+
+def test_channel_scales_are_what_keeps_int8_close(tmp_path: Path) -> None:
+    """With six channels 40 times the others: about one per cent with measured scales; without them each channel but
+    those six loses far more (the sabotage of this test)."""
+    gain = np.ones(256)
+    gain[:6] = 40
+    array = bits((64, 256), 1, gain)
+    true = codec.to_float(array)
+
+    def channel_error(scale: np.ndarray) -> float:
+        coder, back = int8(Files(tmp_path), "text", scale), np.empty_like(array)
+        coder.decode(coder.encode(array), back, "record")
+        noise = np.sqrt(((codec.to_float(back) - true) ** 2).mean(axis=0))
+        return float((noise / np.sqrt((true**2).mean(axis=0))).max())
+
+    measured = codec.measure_scale([bits((64, 256), 2, gain)], "text")
+    assert np.array_equal(measured[:6], np.full(6, 32)) or set(measured[:6]) <= {32.0, 64.0}
+    assert channel_error(measured) < 0.02
+    assert channel_error(np.ones(256, np.float32)) > 0.15
+
+
+def test_a_silent_channel_does_not_take_the_precision_of_the_others() -> None:
+    array = bits((64, 8), 1)
+    array[:, 3] = 0
+    scale = codec.measure_scale([array], "text")
+    assert scale[3] == pytest.approx(float(scale.mean()) / 1024, rel=0.6)
+    assert np.array_equal(codec.measure_scale([np.zeros((2, 8), np.uint16)], "text"), np.ones(8, np.float32))
+
+
+def test_scales_hold_still_under_small_differences() -> None:
+    """Machines that differ in the last bit of bf16 measure the same table."""
+    array = bits((256, 64), 3, np.geomspace(0.1, 50, 64))
+    other = array.copy()
+    other[::3] ^= 1
+    assert np.array_equal(codec.measure_scale([array], "text"), codec.measure_scale([other], "text"))
+
+
+def test_rounding_is_to_nearest_even_and_never_to_infinity() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e3
+    expected = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(codec.from_float(values.numpy()), expected)
+    assert codec.from_float(np.array([3.4e38, -3.4e38], np.float32)).tolist() == [0x7F7F, 0xFF7F]
+
+
+# ---------------------------------------------------------------- shards
+
+
+def written(
+    root: Path, storage: str, kind: str = "latent", count: int = 1
+) -> tuple[Cache, layout.Recipe, str, pa.Table]:
+    recipe: layout.Recipe
+    if kind == "latent":
+        recipe = layout.LatentRecipe(weights="w", channels=4, storage=storage)
+    else:
+        recipe = layout.TextRecipe(weights="w", width=6, storage=storage)
+    cache = Cache(root, create=True)
+    cache.add_recipe(recipe)
+    if storage == codec.INT8:
+        codec.publish_scale(cache.files, recipe.name, np.ones(4 if kind == "latent" else 6, np.float32), 1)
+    with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+        for i in range(count):
+            array = bits((4, 2, 3), i) if kind == "latent" else bits((3 + i, 6), i)
+            writer.add(bytes([i + 1] * 16), array, caption=f"Caption {i}" if kind == "text" else None)
+        name, _, table = writer.finish()
+    return cache, recipe, name, table
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path) -> None:
+    cache, recipe, name, table = written(tmp_path / "c", storage)
+    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    row, good = table.to_pylist()[0], path.read_bytes()
+    reader, into = shard.Reader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+
+    def read() -> None:
+        reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
+
+    read()
+    with open(path, "r+b", buffering=0) as file:
+        for position in range(row["offset"] * 8, (row["offset"] + row["length"]) * 8):
+            file.seek(position // 8)
+            file.write(bytes([good[position // 8] ^ 1 << position % 8]))
+            with pytest.raises(IntegrityError, match="wrong checksum"):
+                read()
+            file.seek(position // 8)
+            file.write(good[position // 8 : position // 8 + 1])
+    read()
+    path.write_bytes(good[: row["offset"] + row["length"] - 1])
+    with pytest.raises(IntegrityError, match="cut short"):
+        shard.Reader(cache.files, recipe.name).read(
+            name, row["offset"], row["key"], row["checksum"], into, row["length"]
+        )
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_the_checksum_is_what_notices(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: with the checksum switched off a flipped mantissa bit gives other values without a word."""
+    cache, recipe, name, table = written(tmp_path / "c", storage)
+    row = table.to_pylist()[0]
+    reader, good = shard.Reader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+    where = (name, row["offset"], row["key"], row["checksum"])
+    reader.read(*where, good, row["length"])
+    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + (22 if storage == codec.LOSSLESS else row["length"] - 1)] ^= 0x10
+    path.write_bytes(data)
+    into = np.empty_like(good)
+    with pytest.raises(IntegrityError):
+        reader.read(*where, into, row["length"])
+    monkeypatch.setattr(layout, "checksum", lambda *a: row["checksum"])
+    reader.read(*where, into, row["length"])
+    assert not np.array_equal(into, good)
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path) -> None:
+    cache, recipe, name, table = written(tmp_path / "c", storage, "text")
+    row = table.to_pylist()[0]
+    where = (name, row["offset"], row["key"], row["checksum"])
+    reader = shard.Reader(cache.files, recipe.name)
+    with pytest.raises(IntegrityError, match="shape"):
+        reader.read(*where, np.empty((6, 3), np.uint16), row["length"])
+    with pytest.raises(IntegrityError, match="not recorded"):
+        reader.read(*where, np.empty((3, 6), np.uint16))
+    payload = reader.stored(*where, row["length"])
+    other = codec.Codec(cache.files, "text", STORED[STORED.index(storage) - 1])
+    with pytest.raises(IntegrityError, match="not stored as"):
+        other.decode(payload, np.empty((3, 6), np.uint16), "record")
+    own = codec.Codec(cache.files, "text", storage)
+    for wrong in (payload[:-1], payload[:40], payload + b"\0" if storage == codec.INT8 else payload[:38]):
+        with pytest.raises(IntegrityError):
+            own.decode(wrong, np.empty((3, 6), np.uint16), "record")
+    # without the recipe's document nothing is guessed
+    cache.files.path(layout.Paths.recipe(recipe.name)).unlink()
+    with pytest.raises(IntegrityError, match="not stored as plain"):
+        shard.Reader(cache.files, recipe.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_webdataset_and_numpy_read_the_members(storage: str, tmp_path: Path) -> None:
+    import webdataset
+
+    cache, recipe, name, table = written(tmp_path / "c", storage, "text", count=3)
+    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    assert [s["__key__"] for s in samples] == [k.hex() for k in table.column("key").to_pylist()]
+    for i, sample in enumerate(samples):
+        member = np.load(io.BytesIO(sample["npy"]))
+        assert member.dtype == np.uint8 and member.ndim == 1
+        into = np.empty((3 + i, 6), np.uint16)
+        codec.Codec(cache.files, "text", storage).decode(member.tobytes(), into, "member")
+        if storage == codec.LOSSLESS:
+            assert np.array_equal(into, bits((3 + i, 6), i))
+        assert sample["txt"].decode() == f"Caption {i}"
+
+
+def test_int8_without_scales_is_refused_and_the_first_scales_count(tmp_path: Path) -> None:
+    cache, recipe = Cache(tmp_path / "c", create=True), layout.TextRecipe(width=6, storage=codec.INT8)
+    with pytest.raises(CacheError, match="have not been measured"):
+        shard.ShardWriter(cache.files, recipe, "u")
+    first = codec.publish_scale(cache.files, recipe.name, np.full(6, 2, np.float32), 1)
+    second = codec.publish_scale(cache.files, recipe.name, np.full(6, 4, np.float32), 1)
+    assert second.digest == first.digest and np.array_equal(second.values, np.full(6, 2))
+
+
+def test_a_record_is_decoded_with_the_scales_it_was_made_with(tmp_path: Path) -> None:
+    """Scales that another machine put in place later do not touch old records."""
+    cache, recipe, name, table = written(tmp_path / "c", codec.INT8)
+    row, before, after = table.to_pylist()[0], np.empty((4, 2, 3), np.uint16), np.empty((4, 2, 3), np.uint16)
+    where = (name, row["offset"], row["key"], row["checksum"])
+    shard.Reader(cache.files, recipe.name).read(*where, before, row["length"])
+    cache.files.path(layout.Paths.scale(recipe.name)).unlink()
+    codec.publish_scale(cache.files, recipe.name, np.full(4, 8, np.float32), 1)
+    shard.Reader(cache.files, recipe.name).read(*where, after, row["length"])
+    assert np.array_equal(before, after)
+    old = codec.load_scale(
+        cache.files, bytes(shard.Reader(cache.files, recipe.name).stored(*where, row["length"])[20:36]).hex()
+    )
+    assert np.array_equal(old, np.ones(4))
+    cache.files.path(layout.Paths.table(_table_of(np.ones(4, np.float32)), "npy")).unlink()
+    with pytest.raises(IntegrityError, match="channel scales"):
+        shard.Reader(cache.files, recipe.name).read(*where, after, row["length"])
+
+
+def _table_of(values: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return layout.content_digest(buffer.getvalue())
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_plain_storage_changes_no_id_and_no_schema() -> None:
+    assert layout.TextRecipe(weights="w", storage="bf16").id == layout.TextRecipe(weights="w").id
+    assert snapshot.samples_schema(layout.LatentRecipe(), layout.TextRecipe()) is snapshot.SAMPLES
+    ids = {layout.TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}
+    assert len(ids) == 3
+
+
+def test_an_unknown_storage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="does not know"):
+        codec.writer(Files(tmp_path), layout.TextRecipe(storage="fp4"))
+    with pytest.raises(ConfigError, match=r"encode\.storage"):
+        load("tiny", ["encode.storage=zstd"])
+
+
+def test_storage_is_one_word_or_one_per_kind() -> None:
+    one, two = load("tiny", ["encode.storage=int8"]), load("tiny", ["encode.storage.text=int8"])
+    assert (one.encode.storage.latent, one.encode.storage.text) == ("int8", "int8")
+    assert (two.encode.storage.latent, two.encode.storage.text) == ("bf16", "int8")
+
+
+# ---------------------------------------------------------------- from pictures to batches
+
+
+def batches(cache: Path) -> list:
+    loader = Loader(
+        Cache(cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.2,
+        null_mask="caption", prefetch=2, threads=2, stop_step=4,
+    )  # fmt: skip
+    return [batch for step, _ in loader for batch in step]
+
+
+@pytest.fixture(scope="module")
+def plain(small_cache: Path) -> list:
+    return batches(small_cache)
+
+
+@pytest.fixture(scope="module", params=[*STORED, "mixed"])
+def stored(
+    request: pytest.FixtureRequest, photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("stored")
+    config = make_config(folder, *_storage(request.param))
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    return request.param, folder / "cache"
+
+
+def _storage(name: str) -> list[str]:
+    if name == "mixed":
+        return ["encode.storage.latent=bf16-zstd", "encode.storage.text=int8"]
+    return [f"encode.storage={name}"]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def test_the_loader_reads_every_storage(stored: tuple[str, Path], plain: list) -> None:
+    name, cache = stored
+    found = batches(cache)
+    assert len(found) == len(plain) > 0
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.sample_ids == theirs.sample_ids
+        for field in dataclasses.fields(ours):
+            mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+            if isinstance(mine, torch.Tensor) and mine.dtype == torch.bfloat16:
+                lossless = name == codec.LOSSLESS or (name == "mixed" and mine.ndim == 4)
+                assert torch.equal(mine, other) if lossless else 0 < relative(mine, other) < 0.02
+            elif isinstance(mine, torch.Tensor):
+                assert torch.equal(mine, other)
+
+
+@pytest.fixture
+def copy(stored: tuple[str, Path], make_config: MakeConfig, tmp_path: Path) -> tuple[str, Config]:
+    shutil.copytree(stored[1], tmp_path / "cache")
+    return stored[0], make_config(tmp_path, *_storage(stored[0]))
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_one_flipped_byte_is_repaired_to_the_byte(
+    kind: str, copy: tuple[str, Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = copy[1]
+    cache = Cache(config.cache)
+    assert stages.verify.run(config, as_json=True) == 0
+    recipe = cache.recipes(kind)[0].name
+    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
+    row = audit.record_rows(cache, commit)[-1]
+    path = cache.files.path(layout.Paths.shard(recipe, commit.shard or ""))
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[row["offset"] + 30] ^= 4
+    path.write_bytes(bad)
+    capsys.readouterr()
+    assert stages.verify.run(config, as_json=True) != 0
+    (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
+    assert finding["records"] == [row["key"].hex()]
+    assert stages.verify.run(config, mend=True, as_json=True) == 0
+    (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
+    assert finding["outcome"] == "restored"
+    assert path.read_bytes() == good
+
+
+def test_a_repair_copies_lossy_records_as_they_stand(
+    copy: tuple[str, Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sabotage of the repair: intact records that are encoded anew from decoded values are not restored byte for byte
+    where the storage is lossy."""
+    if copy[0] != codec.INT8:
+        pytest.skip("lossless records may be encoded anew")
+    real = shard.ShardWriter.add
+    monkeypatch.setattr(
+        shard.ShardWriter, "add", lambda self, *a, stored=None, **k: real(self, *a, **k)
+    )  # the stored payload is ignored
+    config = copy[1]
+    cache = Cache(config.cache)
+    recipe = cache.recipes("text")[0].name
+    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
+    path = cache.files.path(layout.Paths.shard(recipe, commit.shard or ""))
+    bad = bytearray(path.read_bytes())
+    bad[audit.record_rows(cache, commit)[0]["offset"] + 30] ^= 4
+    path.write_bytes(bad)
+    stages.verify.run(config, mend=True, as_json=True)
+    told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert told["findings"][0]["outcome"] == "replaced"
+
+
+def test_verify_and_gc_know_the_scales(copy: tuple[str, Config], capsys: pytest.CaptureFixture[str]) -> None:
+    name, config = copy
+    cache = Cache(config.cache)
+    tables = sorted((cache.root / "tables").rglob("*.npy"))
+    assert len(tables) == {codec.LOSSLESS: 0, codec.INT8: 2, "mixed": 1}[name]
+    unneeded = [path for path, _, _ in audit.unneeded(cache, older_than_s=-1)]
+    assert not [path for path in unneeded if path.endswith(".npy")]
+    for path in tables:
+        path.unlink()
+        found = list(audit.verify(cache))
+        assert [f.problem for f in found] and any("channel scales" in f.problem for f in found)
+        break
+
+
+def test_a_second_run_loads_nothing_and_measures_nothing(
+    copy: tuple[str, Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.models import encoders
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a model was loaded although there is nothing to encode")
+
+    monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
+    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    assert stages.encode.run(copy[1], data=str(photos))["images"] == 0
+
+
+def test_two_tasks_make_the_same_bytes(
+    stored: tuple[str, Path], photos: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Scales do not depend on which task comes first or on the units that are its own."""
+    small = ["encode.unit_captions=3", "encode.unit_images=2", "encode.text_batch=2", "encode.image_batch=2"]
+    shards = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        config = make_config(tmp_path / str(order[0]), *_storage(stored[0]), *small)
+        for task in order:
+            stages.encode.run(config, data=str(photos), task_index=task, task_count=3)
+        root = Path(config.cache)
+        shards.append({p.name for folder in ("shards", "scales") for p in (root / folder).rglob("*.*")})
+    assert shards[0] == shards[1] and len(shards[0]) > 8
+
+
+def test_ratio_and_error_are_told(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages.encode.run(make_config(tmp_path, *_storage("mixed")), data=str(photos))
+    out = capfd.readouterr().out
+    assert "latent storage bf16-zstd: 0." in out and "no error" in out
+    assert "text storage int8: 0.5" in out and "relative error 0.0" in out
+    assert out.count(" storage int8") == out.count(" storage bf16-zstd") == 1
+
+
+def test_bucket_refuses_a_cache_of_another_storage(stored: tuple[str, Path], make_config: MakeConfig) -> None:
+    with pytest.raises(CacheError, match=r"encode\.storage\.text"):
+        stages.bucket.run(make_config(stored[1].parent))
