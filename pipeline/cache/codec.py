@@ -10,13 +10,13 @@ Price: decoding costs CPU on every read (lossless: several times the plain read)
 versions of zstd: equal values, other bytes; a repair elsewhere may then end in a new plan.
 
 The payload begins with a header of 20 bytes: a magic, the number of dimensions, three dimensions (u32; 0 where unused).
-  SPZ1 (bf16-zstd): n bytes `mantissa << 1 | sign`, then one zstd frame of n bytes of exponents.
+  SPZ1 (bf16-zstd): n bytes `sign << 7 | mantissa`, then one zstd frame of n bytes of exponents.
   SPQ1 (int8): 16 bytes digest of the channel scales, one bf16 scale per token, then n int8 in the array's order.
 A token is a row of text, or a position of a latent; a channel is a column of text, or a channel of a latent.
 
-The channel scales of a recipe are measured once, rounded to powers of two (so that dividing is exact, and machines that
-differ in the last bits measure the same), and published as a content-addressed table that `scales/<recipe>.json` names.
-The first document counts for every worker. Each record names its table too, so that it is never decoded with another.
+The channel scales of a recipe are measured once, rounded to bf16 (so that the order of a sum does not show), and
+published as a content-addressed table that `scales/<recipe>.json` names. The first document counts for every worker.
+Each record names its table too, so that it is never decoded with another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _own = threading.local()  # zstd contexts are not for several threads
 
 @dataclass(frozen=True)
 class Scale:
-    """A power of two per channel (float32), and the digest that names its table."""
+    """One positive number per channel (float32), and the digest that names its table."""
 
     digest: str
     values: np.ndarray
@@ -117,7 +117,8 @@ class Codec:
                     f"{where} and its channel scales do not fit", expected=values.shape[1], found=len(scale)
                 )
             values *= scale
-            into[...] = _untokens(from_float(values), self.kind).reshape(into.shape)
+            largest = 127.0 * float(to_float(steps).max()) * float(scale.max())
+            into[...] = _untokens(from_float(values, largest), self.kind).reshape(into.shape)
 
     def _scale(self, digest: str, where: str) -> np.ndarray:
         found = self._scales.get(digest)
@@ -182,7 +183,7 @@ def storage_of(recipe: layout.Recipe) -> str:
 
 
 def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
-    """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, to the nearest power of two.
+    """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, rounded to bf16.
 
     A channel that is (nearly) silent in the set gets 1/1024 of the mean scale, lest one loud value later on takes all
     the precision of its token.
@@ -199,8 +200,7 @@ def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
     mean = float(rms.mean())
     if mean == 0.0:
         return np.ones(len(rms), np.float32)
-    exponents = np.rint(np.log2(np.maximum(rms, mean / 1024)))
-    return np.exp2(np.clip(exponents, -100, 100)).astype(np.float32)
+    return to_float(from_float(np.clip(rms, max(mean / 1024, 2.0**-100), 2.0**100).astype(np.float32)))
 
 
 def publish_scale(files: Files, recipe: str, values: np.ndarray, records: int) -> Scale:
@@ -298,12 +298,21 @@ def to_float(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def from_float(values: np.ndarray) -> np.ndarray:
-    """bf16 bits of finite float32 values, to nearest even; what would round to infinity is the largest value."""
+def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
+    """bf16 bits of finite float32 values, to nearest even; what would round to infinity is the largest value.
+
+    Args:
+        largest: no value is larger; spares a pass where that is far from the largest bf16.
+    """
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    bits = ((wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
-    over = (bits & 0x7F80) == 0x7F80
-    if over.any():
+    rounded = wide >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += wide
+    rounded >>= np.uint32(16)
+    bits = rounded.astype(np.uint16)
+    if largest >= 2.0**127:
+        over = (bits & 0x7F80) == 0x7F80
         bits[over] = (bits[over] & 0x8000) | 0x7F7F
     return bits
 
@@ -320,11 +329,12 @@ def _untokens(tokens: np.ndarray, kind: str) -> np.ndarray:
 def _split(bits: np.ndarray) -> bytes:
     """Sign and mantissa, plain, and the exponents, compressed."""
     flat = np.ascontiguousarray(bits, "<u2").reshape(-1)
-    planes = ((flat << 1) | (flat >> 15)).view(np.uint8).reshape(-1, 2)
+    mantissas = ((flat >> 8) & 0x80 | flat & 0x7F).astype(np.uint8)
+    exponents = (flat >> 7 & 0xFF).astype(np.uint8)
     packer = getattr(_own, "packer", None)
     if packer is None:
         packer = _own.packer = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
-    return planes[:, 0].tobytes() + packer.compress(planes[:, 1].tobytes())
+    return mantissas.tobytes() + packer.compress(exponents.tobytes())
 
 
 def _join(data: memoryview, into: np.ndarray, where: str) -> None:
@@ -338,11 +348,13 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
         raise IntegrityError(f"{where}: its exponents cannot be decompressed: {error}") from None
     if len(exponents) != count:
         raise IntegrityError(f"{where}: holds another number of exponents", expected=count, found=len(exponents))
-    planes = np.empty((count, 2), np.uint8)
-    planes[:, 0] = np.frombuffer(data, np.uint8, count)
-    planes[:, 1] = np.frombuffer(exponents, np.uint8)
-    turned = planes.view("<u2").reshape(into.shape)
-    np.bitwise_or(turned >> 1, turned << 15, out=into)
+    found = np.frombuffer(exponents, np.uint8).astype(np.uint16)
+    found <<= 7
+    mantissas = np.frombuffer(data, np.uint8, count).astype(np.uint16)
+    found |= mantissas & 0x7F
+    mantissas &= 0x80
+    mantissas <<= 8
+    np.bitwise_or(found.reshape(into.shape), mantissas.reshape(into.shape), out=into)
 
 
 def _quantise(tokens: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -350,7 +362,7 @@ def _quantise(tokens: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.nda
     if tokens.shape[1] != len(scale):
         raise CacheError("values and channel scales do not fit", expected=tokens.shape[1], found=len(scale))
     with np.errstate(over="ignore"):  # what overflows is refused below
-        even = tokens / scale  # powers of two: exact
+        even = tokens / scale
     wide = (np.abs(even).max(axis=1, initial=0.0) / np.float32(127)).astype(np.float32).view(np.uint32)
     steps = ((wide + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)  # rounded up: nothing is cut off
     if np.any((steps & 0x7F80) == 0x7F80):
