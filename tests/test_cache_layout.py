@@ -16,12 +16,12 @@ def examples() -> list[str]:
 
 def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = examples()
-    assert len(found) == 2
+    assert len(found) == 3
     shards = sorted(small_cache.glob("shards/text-*/*/*.tar"))
     for text_shard in shards:
         exec(compile(found[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})
     assert "an astronaut in an orange space suit" in capsys.readouterr().out
-    exec(compile(found[1], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
+    exec(compile(found[2], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
     assert "(16, " in capsys.readouterr().out
 
 
@@ -33,7 +33,7 @@ def test_the_example_notices_damage(small_cache_copy: Path) -> None:
             data[start + 200] ^= 1
         shard.write_bytes(data)
     with pytest.raises(AssertionError, match="not the bytes"):
-        exec(compile(examples()[1], str(PAGE), "exec"), {"cache_folder": str(small_cache_copy)})
+        exec(compile(examples()[2], str(PAGE), "exec"), {"cache_folder": str(small_cache_copy)})
 
 
 def test_every_file_of_a_cache_is_described(small_cache: Path) -> None:

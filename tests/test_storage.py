@@ -30,6 +30,8 @@ from pipeline.errors import CacheError, ConfigError, IntegrityError
 
 MakeConfig = Callable[..., Config]
 STORED = [codec.LOSSLESS, codec.INT8]
+SCALES = {kind: np.geomspace(0.3, 3, n).astype(np.float32) for kind, n in (("latent", 4), ("text", 6))}
+SHAPES = {"latent": (4, 2, 3), "text": (3, 6)}
 
 
 def bits(shape: tuple[int, ...], seed: int = 0, gain: object = 1.0) -> np.ndarray:
@@ -154,7 +156,7 @@ def written(
     cache = Cache(root, create=True)
     cache.add_recipe(recipe)
     if storage == codec.INT8:
-        codec.publish_scale(cache.files, recipe.name, np.ones(4 if kind == "latent" else 6, np.float32), 1)
+        codec.publish_scale(cache.files, recipe.name, SCALES[kind], 1)
     with shard.ShardWriter(cache.files, recipe, "unit") as writer:
         for i in range(count):
             array = bits((4, 2, 3), i) if kind == "latent" else bits((3 + i, 6), i)
@@ -274,8 +276,8 @@ def test_a_record_is_decoded_with_the_scales_it_was_made_with(tmp_path: Path) ->
     old = codec.load_scale(
         cache.files, bytes(shard.Reader(cache.files, recipe.name).stored(*where, row["length"])[20:36]).hex()
     )
-    assert np.array_equal(old, np.ones(4))
-    cache.files.path(layout.Paths.table(_table_of(np.ones(4, np.float32)), "npy")).unlink()
+    assert np.array_equal(old, SCALES["latent"])
+    cache.files.path(layout.Paths.table(_table_of(SCALES["latent"]), "npy")).unlink()
     with pytest.raises(IntegrityError, match="channel scales"):
         shard.Reader(cache.files, recipe.name).read(*where, after, row["length"])
 
@@ -284,6 +286,22 @@ def _table_of(values: np.ndarray) -> str:
     buffer = io.BytesIO()
     np.save(buffer, values)
     return layout.content_digest(buffer.getvalue())
+
+
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_path: Path) -> None:
+    from tests.test_cache_layout import examples
+
+    (example,) = [text for text in examples() if "SPZ1" in text]
+    page: dict = {}
+    exec(compile(example, "cache_layout.md", "exec"), page)
+    cache, recipe, name, table = written(tmp_path / "c", storage, kind)
+    row, reader = table.to_pylist()[0], shard.Reader(cache.files, recipe.name)
+    where, into = (name, row["offset"], row["key"], row["checksum"]), np.empty(SHAPES[kind], np.uint16)
+    reader.read(*where, into, row["length"])
+    values = page["decode"](bytes(reader.stored(*where, row["length"])), kind, str(cache.root))
+    assert np.array_equal(codec.from_float(values), into)
 
 
 # ---------------------------------------------------------------- identity
