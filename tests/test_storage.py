@@ -27,6 +27,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, load
 from pipeline.data.loader import Loader
 from pipeline.errors import CacheError, ConfigError, IntegrityError
+from pipeline.reporting import drawing
 
 MakeConfig = Callable[..., Config]
 STORED = [codec.LOSSLESS, codec.INT8]
@@ -377,6 +378,17 @@ def test_the_loader_reads_every_storage(stored: tuple[str, Path], plain: list) -
                 assert torch.equal(mine, other) if lossless else 0 < relative(mine, other) < 0.02
             elif isinstance(mine, torch.Tensor):
                 assert torch.equal(mine, other)
+
+
+def test_drawing_reads_every_storage(stored: tuple[str, Path], small_cache: Path) -> None:
+    name, cache = stored
+    ours, theirs = (drawing.Records(Cache(root).open_snapshot()) for root in (cache, small_cache))
+    assert torch.equal(ours.null()[1], theirs.null()[1])
+    for row in range(len(ours.snapshot)):
+        one, other = ours.snapshot.sample(row), theirs.snapshot.sample(row)
+        assert one.sample_id == other.sample_id
+        assert relative(ours.latent(one), theirs.latent(other)) < (0.02 if name == codec.INT8 else 1e-9)
+        assert relative(ours.text(one, 0), theirs.text(other, 0)) < (1e-9 if name == codec.LOSSLESS else 0.02)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def draw_for(
     model.load_state_dict(weights, assign=True)
     model.reset_buffers()
     model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).eval()
-    records = _Records(snapshot)
+    records = Records(snapshot)
     settings = config.sample
     pieces = []
     for row in rows:
@@ -128,7 +128,7 @@ def nearest(drawn: list[Drawn]) -> list[bool]:
     return (torch.cdist(ours, theirs).argmin(dim=1) == torch.arange(len(drawn))).tolist()
 
 
-class _Records:
+class Records:
     """Verified tensors of a snapshot, as float32."""
 
     def __init__(self, snapshot: Snapshot):
