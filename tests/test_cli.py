@@ -207,8 +207,10 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.yaml")
     ready = tmp_path / "ready"
     code = (
-        f"import pathlib, sys; sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); "
-        f"from pipeline import cli, config; pathlib.Path({str(ready)!r}).write_text('x'); "
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        "import pathlib, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); from pipeline import cli, config; "
+        f"pathlib.Path({str(ready)!r}).write_text('x'); "
         "cli.main(['bucket', '--config', 'never.yaml'])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
