@@ -73,8 +73,8 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
                 return
             path = Path(self.translate_path(self.path))
             if asked is None or not ranged or not path.is_file():
-                super().do_GET()
                 server.sent += path.stat().st_size if path.is_file() else 0
+                super().do_GET()
                 return
             content = path.read_bytes()
             first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -83,8 +83,8 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
             self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
             self.send_header("Content-Length", str(len(part)))
             self.end_headers()
+            server.sent += len(part)  # before the client can have it and ask
             self.wfile.write(part)
-            server.sent += len(part)
 
         def log_message(self, *arguments: object) -> None:
             pass
