@@ -91,9 +91,22 @@ class DataConfig(_Section):
         return data
 
 
+class RayConfig(_Section):
+    """What one unit asks of a Ray cluster, as a Ray task (`--engine ray`). `gpus: null` is 1 if the cluster has GPUs
+    and encode.device is not cpu, else 0. `retries` counts nodes and processes that die under one unit."""
+
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    retries: NotNegative = 10
+
+
 class EncodeConfig(_Section):
     """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
-    plan, so bytes do not depend on who encodes a unit."""
+    plan, so bytes do not depend on who encodes a unit.
+
+    claim_timeout_s: a worker that gave no sign for so long is thought dead, and idle ones take over its unit.
+    grace_s: after SIGTERM or SIGUSR1, how long the unit in hand may go on; then it is dropped at its next batch.
+    """
 
     image_batch: Positive = 8
     text_batch: Positive = 16
@@ -104,6 +117,9 @@ class EncodeConfig(_Section):
     workers: NotNegative = 4
     device: str = "auto"
     max_reject_rate: Share = 1.0
+    claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    grace_s: Annotated[float, Field(ge=0)] = 20.0
+    ray: RayConfig = RayConfig()
 
 
 class BucketConfig(_Section):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import pyarrow as pa
 
 from pipeline import launch
 from pipeline.cache import layout
@@ -22,17 +24,19 @@ from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
 from pipeline.data.source import FolderSource
+from pipeline.encoding import claims, on_ray, worker
+from pipeline.encoding import engine as engines
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import worker
 from pipeline.encoding.progress import Progress
+from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 
 
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
-    task_index: int | None = None, task_count: int | None = None,
+    task_index: int | None = None, task_count: int | None = None, engine: str = "local",
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
@@ -41,14 +45,27 @@ def run(
         source_name: the source's name in the cache; default: the folder's name.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
+        engine: `local`, or `ray`: this process hands the units out on a cluster.
 
     Returns:
-        Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units of other tasks).
+        Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
+        had in hand, or that wait for another source). `{"stopped": NAME}` if a signal ended the run.
 
     Raises:
         UserError: see the messages.
     """
-    task, tasks = _tasks(task_index, task_count)
+    stop = Stop(config.encode.grace_s)
+    try:
+        with stop.signals():
+            return _run(config, data, source_name, rehash, _tasks(task_index, task_count, engine), engine, stop)
+    except Stopped:
+        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+        return {"stopped": stop.name}
+
+
+def _run(
+    config: Config, data: str, source_name: str | None, rehash: bool, share: tuple[int, int], engine: str, stop: Stop
+) -> dict[str, Any]:
     root = Path(data)
     name = source_name or root.resolve().name
     source = FolderSource(root, config.data.caption_field, name)
@@ -79,14 +96,19 @@ def run(
     images = planning.image_work(scan, name, latent, table)
     texts = planning.caption_work(scan, text)
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
-    made_text, left_text = _captions(config, cache, text, worker.missing_units(cache, text_plans), task, tasks)
-    worker.missing_units(cache, text_plans)
+    workers = _workers(config, cache, name, source, partial(FolderSource, root, config.data.caption_field, name), stop)
+    with workers[engine](share) as encode:
+        made_text, left_text = encode(worker.missing_units(cache, text_plans), "captions")
+        claims.sweep(cache, text_plans)
+        worker.missing_units(cache, text_plans)
 
-    image_plans = planning.plan_images(cache, latent, images, config.encode)
-    made_images, left_images = _images(
-        config, cache, latent, worker.missing_units(cache, image_plans), {name: source}, task, tasks
-    )
-    worker.missing_units(cache, image_plans)
+        image_plans = planning.plan_images(cache, latent, images, config.encode)
+        todo = worker.missing_units(cache, image_plans)
+        ready = _readable(cache, todo, name)
+        made_images, left_images = encode(ready, "images")
+        left_images += len(todo) - len(ready)
+        claims.sweep(cache, image_plans)
+        worker.missing_units(cache, image_plans)
 
     rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
     _report_rejects(cache, name, rejected)
@@ -94,7 +116,7 @@ def run(
         size = sum(index.bytes)
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size / 1e6:.1f} MB")
     if left_text + left_images:
-        click.echo(f"{left_text + left_images} units belong to other tasks and were not done when this one ended")
+        click.echo(f"{left_text + left_images} units were in other workers' hands when this one ended")
     _check_rejects(config, cache, name, scan.num_rows, rejected)
     return {
         "images": made_images, "captions": made_text, "rejects": len(rejected), "left": left_text + left_images,
@@ -102,14 +124,18 @@ def run(
     }  # fmt: skip
 
 
-def _tasks(index: int | None, count: int | None) -> tuple[int, int]:
+def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:
     if (index is None) != (count is None):
         raise UserError("--task-index and --task-count go together", fix="--task-index 0 --task-count 4")
     if index is None or count is None:
-        here = launch.detect()
-        return here.rank, here.world
+        index, count = launch.share_of_work()
     if not 0 <= index < count:
         raise UserError("--task-index must be between 0 and --task-count - 1", found=f"{index} of {count}")
+    if engine == "ray" and count > 1:
+        raise UserError(
+            "with --engine ray one process hands out all units", found=f"{count} processes or tasks",
+            fix="start sana-pipe once; Ray uses every node of its cluster",
+        )  # fmt: skip
     return index, count
 
 
@@ -123,58 +149,62 @@ def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     return latent, layout.TextRecipe(model=text.pop("id"), **text)
 
 
-def _captions(
-    config: Config, cache: Cache, recipe: layout.TextRecipe, todo: list[tuple[Plan, Unit]], task: int, tasks: int
-) -> tuple[int, int]:
-    mine = worker.share(todo, task, tasks)
-    if not mine:
-        return 0, len(todo)
-    encoder = encoders.TextEncoder.load(config.text, captions.instruction(config.text), _device(config))
-    made = 0
-    with Progress("captions", sum(unit.count for _, unit in mine)) as bar:
-        for plan, unit in mine:
-            rows = _rows(cache, plan, unit)
-            records = worker.caption_records(recipe, unit, rows, encoder)
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
-    if encoder.truncated:
-        click.echo(f"{encoder.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
-    return made, len(todo) - len(mine)
+Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int]]
+"""Encodes units (the noun is for the progress line); returns records made and units left to others."""
 
 
-def _images(
-    config: Config, cache: Cache, recipe: layout.LatentRecipe, todo: list[tuple[Plan, Unit]],
-    sources: dict[str, FolderSource], task: int, tasks: int,
-) -> tuple[int, int]:  # fmt: skip
-    mine = worker.share(todo, task, tasks)
-    units = []
-    for plan, unit in mine:
-        rows = _rows(cache, plan, unit)
-        others = set(rows.column("source").to_pylist()) - set(sources)
+def _workers(
+    config: Config, cache: Cache, name: str, source: FolderSource, opened: Callable[[], FolderSource], stop: Stop
+) -> dict[str, Callable[[tuple[int, int]], AbstractContextManager[Encode]]]:
+    """The engines by name."""
+
+    @contextmanager
+    def local(share: tuple[int, int]) -> Iterator[Encode]:
+        runner = engines.Runner(config, cache, {name: source})
+        own = claims.Claims(cache.files, config.encode.claim_timeout_s)
+
+        def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
+            with Progress(noun, 0) as bar:
+                made, left = engines.run_here(runner, todo, *share, own, stop, bar)
+            if noun == "captions":
+                _tell_truncated(runner.truncated)
+            return made, left
+
+        yield encode
+
+    @contextmanager
+    def ray(share: tuple[int, int]) -> Iterator[Encode]:
+        with on_ray.Cluster(config, {name: opened}, stop) as cluster:
+
+            def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
+                with Progress(noun, 0) as bar:
+                    done = cluster.run(todo, bar)
+                _tell_truncated(done.truncated)
+                return done.records, 0
+
+            yield encode
+
+    return {"local": local, "ray": ray}
+
+
+def _tell_truncated(count: int) -> None:
+    if count:
+        click.echo(f"{count} captions had more tokens than text.max_length keeps and were cut at the end")
+
+
+def _readable(cache: Cache, todo: list[tuple[Plan, Unit]], name: str) -> list[tuple[Plan, Unit]]:
+    """The units whose pictures are all of source `name`; of the others it says which source they wait for."""
+    ready = []
+    for plan, unit in todo:
+        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        others = set(rows.column("source").to_pylist()) - {name}
         if others:
             click.echo(
                 f"unit {unit.unit} waits for source {', '.join(sorted(others))}: encode that source to finish it"
             )
         else:
-            units.append((plan, unit, rows))
-    if not units:
-        return 0, len(todo)
-    encoder = encoders.LatentEncoder.load(config.vae, _device(config))
-    made = 0
-    with Progress("images", sum(unit.count for _, unit, _ in units)) as bar:
-        for plan, unit, rows in units:
-            records = worker.image_records(
-                recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers
-            )
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add).records
-    return made, len(todo) - len(units)
-
-
-def _rows(cache: Cache, plan: Plan, unit: Unit) -> pa.Table:
-    return cache.table(plan.table).slice(unit.start, unit.count)
-
-
-def _device(config: Config) -> Any:
-    return launch.resolve_device(config.encode.device)
+            ready.append((plan, unit))
+    return ready
 
 
 def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: list[dict[str, Any]]) -> list[Reject]:

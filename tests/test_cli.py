@@ -81,8 +81,13 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     (first, options), (_, named) = calls
     assert first[0].encode.image_batch == 3
     assert first[0].cache == "/c"
-    assert options == {"data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None}
-    assert named == {"data": "pics", "source_name": "n", "rehash": True, "task_index": 1, "task_count": 4}
+    assert options == {
+        "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None,
+        "engine": "local",
+    }  # fmt: skip
+    assert named == {
+        "data": "pics", "source_name": "n", "rehash": True, "task_index": 1, "task_count": 4, "engine": "local",
+    }  # fmt: skip
 
 
 def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:

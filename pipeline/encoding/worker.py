@@ -26,7 +26,7 @@ from pipeline.cache import index, layout, shard
 from pipeline.cache.index import Commit, Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.data import captions, image
-from pipeline.data.source import FolderSource
+from pipeline.data.source import Source
 from pipeline.models.encoders import NonFiniteError
 
 DECODE_AHEAD = 2
@@ -79,7 +79,7 @@ Made = tuple[list[Record], list[Reject]]
 
 
 def image_records(
-    recipe: layout.LatentRecipe, unit: Unit, rows: pa.Table, sources: dict[str, FolderSource], encoder: ImageEncoder, *,
+    recipe: layout.LatentRecipe, unit: Unit, rows: pa.Table, sources: dict[str, Source], encoder: ImageEncoder, *,
     max_pixels: int, workers: int, only: Container[bytes] | None = None,
 ) -> Iterator[Made]:  # fmt: skip
     """Encode an image unit, batch by batch.
