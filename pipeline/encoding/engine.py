@@ -1,8 +1,8 @@
 """Engines: who encodes which unit. What a unit becomes does not depend on them.
 
 What: `Runner` holds one process's encoder, loaded when the first unit asks for it, and encodes given units: the one
-path by which every engine makes records. `run_here` is the local engine: a process does its share of the units, then those
-of others that nobody is at (see `pipeline.encoding.claims`). The other engine is `pipeline.encoding.on_ray`.
+path by which every engine makes records. `run_here` is the local engine: a process does its share of the units, then
+those of others that nobody is at (see `pipeline.encoding.claims`). The other engine is `pipeline.encoding.on_ray`.
 Why: shares (torchrun, SLURM, `--task-index`) need no collective and no coordinator; taking over what is left makes up
 for machines that are slow, late or gone.
 Price: a process without work waits until it has seen every other owner's sign of life once, at most

@@ -203,7 +203,7 @@ class Cluster:
                 f"unit {unit.unit} of {plan.recipe} could not be encoded on the Ray cluster",
                 expected=f"at most {self._config.encode.ray.retries} deaths of its node or process",
                 found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-                fix="look at the nodes (ray status), raise encode.ray.retries, and run the same command again: it continues",
+                fix="look at the nodes (ray status), or raise encode.ray.retries; the same command continues",
             ) from error
 
     def _cancel(self, running: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """Stop signals: SIGTERM and SIGUSR1 (what schedulers send before they take a machine away) end encoding cleanly.
 
 What: inside `signals()` the first signal gives the unit in hand `grace_s` more seconds; `check` raises `Stopped`
-between units, `check_batch` between batches once the grace is over. A second signal ends the grace. While no unit is in hand
-(scan, planning, loading a model), the signal raises at once, as Ctrl-C does.
+between units, `check_batch` between batches once the grace is over. A second signal ends the grace. While no unit is in
+hand (scan, planning), the signal raises at once, as Ctrl-C does.
 Why: the unit is finished or dropped by the usual way out, which removes its temporary file and its claim; the next run
 continues with the units that are left.
 Price: a batch is never interrupted, so the end comes at most one batch after the grace.
