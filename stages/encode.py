@@ -166,6 +166,8 @@ def _workers(
         def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
             with Progress(noun, 0) as bar:
                 made, left = engines.run_here(runner, todo, *share, own, stop, bar)
+            if share[1] > 1:
+                click.echo(f"worker {share[0] + 1} of {share[1]}: {made} {noun} encoded here")
             if noun == "captions":
                 _tell_truncated(runner.truncated)
             return made, left

@@ -18,8 +18,8 @@ accelerate launch --num_processes 8 --no_python sana-pipe encode --data /data/pi
 # without any launcher: four terminals, machines or containers that share the cache
 sana-pipe encode --data /data/pictures --task-index 0 --task-count 4
 
-# torchrun passes SIGTERM on: units in hand are finished or dropped (encode.grace_s), exit code 0. It waits 30 s before
-# it kills; keep encode.grace_s below that.
+# torchrun passes SIGTERM on: units in hand are finished or dropped (encode.grace_s). It kills after 30 s, so keep
+# encode.grace_s below that; its own exit code then names the signal, although every sana-pipe ended with 0.
 
 # ---- train -------------------------------------------------------------------------------------------------------
 torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto
