@@ -101,6 +101,13 @@ def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return index * here.world + here.rank, count * here.world
 
 
+def ray_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Host and port of the Ray cluster that RAY_ADDRESS names; None if it names none, or in another way (`auto`)."""
+    env = os.environ if environ is None else environ
+    match = re.fullmatch(r"\[?([^/\[\]]+?)\]?:(\d{1,5})", env.get("RAY_ADDRESS", "").strip())
+    return (match[1], int(match[2])) if match else None
+
+
 def _torchrun(env: Mapping[str, str]) -> Launch:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.launch import Launch, check_accelerate, detect, first_host, resolve_device, share_of_work
+from pipeline.launch import Launch, check_accelerate, detect, first_host, ray_address, resolve_device, share_of_work
 from pipeline.parallel import mesh
 from tests.workers import tiny_run
 
@@ -256,3 +256,12 @@ def test_an_array_that_contradicts_itself_is_refused() -> None:
         share_of_work({"SLURM_ARRAY_TASK_ID": "x"})
     with pytest.raises(UserError, match="contradict"):
         share_of_work(array(9, 0, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), ("", None), ("auto", None), ("ray://h:10001", None), ("h:6379", ("h", 6379)),
+     ("[fe80::1]:6379", ("fe80::1", 6379))],
+)  # fmt: skip
+def test_the_address_of_ray(value: str | None, expected: tuple[str, int] | None) -> None:
+    assert ray_address({} if value is None else {"RAY_ADDRESS": value}) == expected

@@ -12,6 +12,7 @@ The driver only counts; if it dies, its tasks die with it, and the same command 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 import click
 
-from pipeline import __version__
+from pipeline import __version__, launch
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data.source import Source
@@ -33,6 +34,7 @@ Openers = dict[str, Callable[[], Source]]
 """Source name -> how a worker opens it."""
 
 _LOOK_S = 0.5
+_CONNECT_S = 10.0
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -156,13 +158,11 @@ class Cluster:
         if not ray.is_initialized():
             # The package is found on the nodes even where it is run from a checkout; `${PYTHONPATH}` is theirs.
             variables = {"PYTHONPATH": f"{_ROOT}:${{PYTHONPATH}}"}
+            _reachable()
             try:
                 ray.init(runtime_env={"env_vars": variables}, logging_level="WARNING", log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(
-                    "the Ray cluster cannot be reached", found=str(error).splitlines()[0],
-                    fix="ray start --head (then export RAY_ADDRESS=HOST:6379), or unset RAY_ADDRESS for a local one",
-                ) from error  # fmt: skip
+                raise _unreachable(error) from error
             self._ours = True
             self._stop.catch()  # ray.init puts a handler of its own on SIGTERM
         if self._shared is None:
@@ -213,6 +213,25 @@ class Cluster:
                 self._ray.cancel(ref, force=False)
             if running:
                 self._ray.wait(running, num_returns=len(running), timeout=self._config.encode.grace_s)
+
+
+def _reachable() -> None:
+    """Try the port that RAY_ADDRESS names: ray.init itself goes on trying for many minutes."""
+    address = launch.ray_address()
+    if address is None:
+        return
+    try:
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(f"RAY_ADDRESS={address[0]}:{address[1]}: {error}") from None
+
+
+def _unreachable(found: object) -> UserError:
+    return UserError(
+        "the Ray cluster cannot be reached",
+        found=str(found).strip().partition("\n")[0],
+        fix="ray start --head (then export RAY_ADDRESS=HOST:6379), or unset RAY_ADDRESS for a local one",
+    )
 
 
 def _shown(need: dict[str, float]) -> str:
