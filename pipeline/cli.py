@@ -90,6 +90,13 @@ def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
 )
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
 @click.option("--task-count", type=click.IntRange(min=1), help="How many workers share the work.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="ray: hand the units out on the Ray cluster of RAY_ADDRESS, or on a local one.",
+)
 def encode(
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -100,8 +107,13 @@ def encode(
     text_mode: str | None,
     task_index: int | None,
     task_count: int | None,
+    engine: str,
 ) -> Any:
-    """Encode pictures and captions into the cache; what is there already is not encoded again."""
+    """Encode pictures and captions into the cache; what is there already is not encoded again.
+
+    SIGTERM or SIGUSR1: the unit in hand is finished within encode.grace_s or dropped, and the exit code is 0; run the
+    same command again to continue.
+    """
     if (task_index is None) != (task_count is None):
         raise click.UsageError("--task-index and --task-count belong together")
     if task_index is not None and task_count is not None and task_index >= task_count:
@@ -117,6 +129,7 @@ def encode(
         task_index=task_index,
         task_count=task_count,
         format=format,
+        engine=engine,
     )
 
 

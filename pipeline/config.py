@@ -128,11 +128,24 @@ class StorageConfig(_Section):
     text: Storage = "bf16"
 
 
+class RayConfig(_Section):
+    """What one unit asks of a Ray cluster, as a Ray task (`--engine ray`). `gpus: null` is 1 if the cluster has GPUs
+    and encode.device is not cpu, else 0. `retries` counts nodes and processes that die under one unit."""
+
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    retries: NotNegative = 10
+
+
 class EncodeConfig(_Section):
     """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
     plan, so bytes do not depend on who encodes a unit. `text_batch` is a bound: the encoder itself cuts a batch into
     forward passes of captions of similar length and at most 8192 tokens. `storage` alone is part of the recipe: one
-    word for both kinds, or `{latent: ..., text: ...}`."""
+    word for both kinds, or `{latent: ..., text: ...}`.
+
+    claim_timeout_s: a worker that gave no sign for so long is thought dead, and idle ones take over its unit.
+    grace_s: after SIGTERM or SIGUSR1, how long the unit in hand may go on; then it is dropped at its next batch.
+    """
 
     storage: StorageConfig = StorageConfig()
     image_batch: Positive = 8
@@ -144,6 +157,9 @@ class EncodeConfig(_Section):
     workers: NotNegative = 4
     device: str = "auto"
     max_reject_rate: Share = 1.0
+    claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    grace_s: Annotated[float, Field(ge=0)] = 20.0
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -75,6 +75,39 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch(advice=advice)
 
 
+def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """(index, count): this process's share where work is shared without communication: rank and world, times the
+    SLURM array if there is one. The ids of an array without a common step (`--array=1,5,7`) count as `0..max`.
+
+    Raises:
+        UserError: as `detect`.
+    """
+    env = os.environ if environ is None else environ
+    here = detect(env)
+    if "SLURM_ARRAY_TASK_ID" not in env:
+        return here.rank, here.world
+    own = _number(env, "SLURM_ARRAY_TASK_ID")
+    first, last = _number(env, "SLURM_ARRAY_TASK_MIN", 0), _number(env, "SLURM_ARRAY_TASK_MAX", own)
+    count, step = _number(env, "SLURM_ARRAY_TASK_COUNT", 0), _number(env, "SLURM_ARRAY_TASK_STEP", 1)
+    if step > 0 and last - first == step * (count - 1) and (own - first) % step == 0:
+        index = (own - first) // step
+    else:
+        index, count = own, max(own, last) + 1
+    if not 0 <= index < count:
+        raise UserError(
+            "SLURM's array variables contradict each other", found=f"task {own} of {first}..{last}, {count} tasks",
+            fix="sana-pipe encode --task-index I --task-count N",
+        )  # fmt: skip
+    return index * here.world + here.rank, count * here.world
+
+
+def ray_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Host and port of the Ray cluster that RAY_ADDRESS names; None if it names none, or in another way (`auto`)."""
+    env = os.environ if environ is None else environ
+    match = re.fullmatch(r"\[?([^/\[\]]+?)\]?:(\d{1,5})", env.get("RAY_ADDRESS", "").strip())
+    return (match[1], int(match[2])) if match else None
+
+
 def _torchrun(env: Mapping[str, str]) -> Launch:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:

@@ -9,24 +9,28 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
-import pyarrow as pa
 
 from pipeline import launch
-from pipeline.cache import codec, layout
+from pipeline.cache import layout
 from pipeline.cache.index import Reject
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
 from pipeline.data.detect import open_source
 from pipeline.data.source import Source
-from pipeline.encoding import calibrate, worker
+from pipeline.encoding import claims, on_ray, worker
+from pipeline.encoding import engine as engines
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.progress import Progress
+from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 
@@ -34,6 +38,7 @@ from pipeline.models import encoders
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
     task_index: int | None = None, task_count: int | None = None, format: str | None = None,
+    engine: str = "local",
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
@@ -43,15 +48,28 @@ def run(
         format: what `data` is; default: seen from what is there.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
+        engine: `local`, or `ray`: this process hands the units out on a cluster.
 
     Returns:
-        Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units of other tasks).
+        Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
+        had in hand, or that wait for another source). `{"stopped": NAME}` if a signal ended the run.
 
     Raises:
         UserError: see the messages.
     """
-    task, tasks = _tasks(task_index, task_count)
-    source = open_source(data, config.data, source_name, format)
+    stop = Stop(config.encode.grace_s)
+    try:
+        with stop.signals():
+            share = _tasks(task_index, task_count, engine)
+            return _run(config, open_source(data, config.data, source_name, format), rehash, share, engine, stop)
+    except Stopped:
+        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+        return {"stopped": stop.name}
+
+
+def _run(
+    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop
+) -> dict[str, Any]:
     name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
@@ -87,14 +105,18 @@ def run(
     images = planning.image_work(scan, name, latent, table)
     texts = planning.caption_work(scan, text)
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
-    made_text, left_text = _captions(config, cache, text, worker.missing_units(cache, text_plans), task, tasks)
-    worker.missing_units(cache, text_plans)
+    with _workers(config, cache, source, stop)[engine](share) as encode:
+        made_text, left_text = encode(worker.missing_units(cache, text_plans), "captions")
+        claims.sweep(cache, text_plans)
+        worker.missing_units(cache, text_plans)
 
-    image_plans = planning.plan_images(cache, latent, images, config.encode)
-    made_images, left_images = _images(
-        config, cache, latent, worker.missing_units(cache, image_plans), {name: source}, task, tasks
-    )
-    worker.missing_units(cache, image_plans)
+        image_plans = planning.plan_images(cache, latent, images, config.encode)
+        todo = worker.missing_units(cache, image_plans)
+        ready = _readable(cache, todo, name)
+        made_images, left_images = encode(ready, "images")
+        left_images += len(todo) - len(ready)
+        claims.sweep(cache, image_plans)
+        worker.missing_units(cache, image_plans)
 
     rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
     _report_rejects(cache, name, rejected)
@@ -102,7 +124,7 @@ def run(
         size = sum(index.bytes)
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size / 1e6:.1f} MB")
     if left_text + left_images:
-        click.echo(f"{left_text + left_images} units belong to other tasks and were not done when this one ended")
+        click.echo(f"{left_text + left_images} units were in other workers' hands when this one ended")
     _check_rejects(config, cache, name, scan.num_rows, rejected)
     return {
         "images": made_images, "captions": made_text, "rejects": len(rejected), "left": left_text + left_images,
@@ -110,14 +132,18 @@ def run(
     }  # fmt: skip
 
 
-def _tasks(index: int | None, count: int | None) -> tuple[int, int]:
+def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:
     if (index is None) != (count is None):
         raise UserError("--task-index and --task-count go together", fix="--task-index 0 --task-count 4")
     if index is None or count is None:
-        here = launch.detect()
-        return here.rank, here.world
+        index, count = launch.share_of_work()
     if not 0 <= index < count:
         raise UserError("--task-index must be between 0 and --task-count - 1", found=f"{index} of {count}")
+    if engine == "ray" and count > 1:
+        raise UserError(
+            "with --engine ray one process hands out all units", found=f"{count} processes or tasks",
+            fix="start sana-pipe once; Ray uses every node of its cluster",
+        )  # fmt: skip
     return index, count
 
 
@@ -146,92 +172,68 @@ def _with_decoder_of(cache: Cache, recipe: layout.LatentRecipe, config: Config) 
     return same[0]
 
 
-def _captions(
-    config: Config, cache: Cache, recipe: layout.TextRecipe, todo: list[tuple[Plan, Unit]], task: int, tasks: int
-) -> tuple[int, int]:
-    mine = worker.share(todo, task, tasks)
-    if not mine:
-        return 0, len(todo)
-    encoder = encoders.TextEncoder.load(config.text, captions.instruction(config.text), _device(config))
-    calibrate.ensure(
-        cache, recipe, cache.plans(recipe.name),
-        lambda unit, rows, only: worker.caption_records(recipe, unit, rows, encoder, only=only),
-    )  # fmt: skip
-    costs = _StorageCosts(recipe)
-    made = 0
-    with Progress("captions", sum(unit.count for _, unit in mine), ("tokens", lambda: encoder.tokens)) as bar:
-        for plan, unit in mine:
-            rows = _rows(cache, plan, unit)
-            records = worker.caption_records(recipe, unit, rows, encoder)
-            how = {"text_mode": encoder.mode}
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add, how, costs.measured).records
-            costs.tell()
-    if encoder.unshared:
-        click.echo(f"{encoder.unshared} captions changed the instruction's own tokens and were encoded in full")
-    if encoder.truncated:
-        click.echo(f"{encoder.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
-    return made, len(todo) - len(mine)
+Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int]]
+"""Encodes units (the noun is for the progress line); returns records made and units left to others."""
 
 
-def _images(
-    config: Config, cache: Cache, recipe: layout.LatentRecipe, todo: list[tuple[Plan, Unit]],
-    sources: dict[str, Source], task: int, tasks: int,
-) -> tuple[int, int]:  # fmt: skip
-    mine = worker.share(todo, task, tasks)
-    units = []
-    for plan, unit in mine:
-        rows = _rows(cache, plan, unit)
-        others = set(rows.column("source").to_pylist()) - set(sources)
+def _workers(
+    config: Config, cache: Cache, source: Source, stop: Stop
+) -> dict[str, Callable[[tuple[int, int]], AbstractContextManager[Encode]]]:
+    """The engines by name."""
+
+    @contextmanager
+    def local(share: tuple[int, int]) -> Iterator[Encode]:
+        runner = engines.Runner(config, cache, {source.name: source})
+        own = claims.Claims(cache.files, config.encode.claim_timeout_s)
+
+        def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
+            also = ("tokens", lambda: runner.tokens) if noun == "captions" else None
+            with Progress(noun, 0, also) as bar:
+                made, left = engines.run_here(runner, todo, *share, own, stop, bar)
+            if share[1] > 1:
+                click.echo(f"worker {share[0] + 1} of {share[1]}: {made} {noun} encoded here")
+            if noun == "captions":
+                _tell_captions(runner.unshared, runner.truncated)
+            return made, left
+
+        yield encode
+
+    @contextmanager
+    def ray(share: tuple[int, int]) -> Iterator[Encode]:
+        opened = partial(engines.reopened, config, source.name)
+        with on_ray.Cluster(config, {source.name: opened}, stop) as cluster:
+
+            def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
+                with Progress(noun, 0) as bar:
+                    done = cluster.run(todo, bar)
+                _tell_captions(done.unshared, done.truncated)
+                return done.records, 0
+
+            yield encode
+
+    return {"local": local, "ray": ray}
+
+
+def _tell_captions(unshared: int, truncated: int) -> None:
+    if unshared:
+        click.echo(f"{unshared} captions changed the instruction's own tokens and were encoded in full")
+    if truncated:
+        click.echo(f"{truncated} captions had more tokens than text.max_length keeps and were cut at the end")
+
+
+def _readable(cache: Cache, todo: list[tuple[Plan, Unit]], name: str) -> list[tuple[Plan, Unit]]:
+    """The units whose pictures are all of source `name`; of the others it says which source they wait for."""
+    ready = []
+    for plan, unit in todo:
+        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        others = set(rows.column("source").to_pylist()) - {name}
         if others:
             click.echo(
                 f"unit {unit.unit} waits for source {', '.join(sorted(others))}: encode that source to finish it"
             )
         else:
-            units.append((plan, unit, rows))
-    if not units:
-        return 0, len(todo)
-    encoder = encoders.LatentEncoder.load(config.vae, _device(config))
-
-    def some(unit: Unit, rows: pa.Table, only: Any) -> Any:
-        if set(rows.column("source").to_pylist()) - set(sources):
-            return None
-        return worker.image_records(
-            recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers,
-            only=only,
-        )  # fmt: skip
-
-    calibrate.ensure(cache, recipe, cache.plans(recipe.name), some)
-    costs = _StorageCosts(recipe)
-    made = 0
-    with Progress("images", sum(unit.count for _, unit, _ in units)) as bar:
-        for plan, unit, rows in units:
-            records = worker.image_records(
-                recipe, unit, rows, sources, encoder, max_pixels=config.data.max_pixels, workers=config.encode.workers
-            )
-            made += worker.encode(cache, recipe, plan, unit, records, bar.add, measured=costs.measured).records
-            costs.tell()
-    return made, len(todo) - len(units)
-
-
-class _StorageCosts:
-    """Says once, after the first unit with records to measure, what a storage other than plain bf16 saves and costs."""
-
-    def __init__(self, recipe: layout.Recipe):
-        self.recipe, self.storage = recipe, codec.storage_of(recipe)
-        self.measured = None if self.storage == codec.PLAIN else codec.Measured()
-
-    def tell(self) -> None:
-        if self.measured is not None and self.measured.records:
-            click.echo(self.measured.line(self.recipe.kind, self.storage))
-            self.measured = None
-
-
-def _rows(cache: Cache, plan: Plan, unit: Unit) -> pa.Table:
-    return cache.table(plan.table).slice(unit.start, unit.count)
-
-
-def _device(config: Config) -> Any:
-    return launch.resolve_device(config.encode.device)
+            ready.append((plan, unit))
+    return ready
 
 
 def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: list[dict[str, Any]]) -> list[Reject]:

@@ -90,7 +90,8 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     assert first[0].encode.image_batch == 3
     assert first[0].cache == "/c"
     assert options == {
-        "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None
+        "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None,
+        "engine": "local",
     }  # fmt: skip
     assert named == {
         "data": "pics",
@@ -99,6 +100,7 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "task_index": 1,
         "task_count": 4,
         "format": None,
+        "engine": "local",
     }
 
 

@@ -299,9 +299,9 @@ def test_two_tasks_make_the_same_cache_as_one(source: Path, make_config: MakeCon
     one = make_config(tmp_path / "one", *small_units)
     stages.encode.run(one, data=str(source))
     two = make_config(tmp_path / "two", *small_units)
-    left = [stages.encode.run(two, data=str(source), task_index=i, task_count=2)["left"] for i in (1, 0)]
-    assert left[0] > 0
-    stages.encode.run(two, data=str(source))
+    first, second = (stages.encode.run(two, data=str(source), task_index=i, task_count=2) for i in (1, 0))
+    assert (first["images"], first["left"]) == (12, 0), "what nobody is at belongs to whoever is there"
+    assert (second["images"], second["left"]) == (0, 0)
     assert files(Path(one.cache)) == files(Path(two.cache))
 
 

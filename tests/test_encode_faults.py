@@ -18,7 +18,10 @@ from pipeline.config import Config, dump
 from pipeline.processes import command
 
 MakeConfig = Callable[..., Config]
-UNITS = ("encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2")
+UNITS = (
+    "encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2",
+    "encode.claim_timeout_s=3",
+)  # fmt: skip
 
 
 def files(root: Path) -> dict[str, bytes]:

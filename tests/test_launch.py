@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.launch import Launch, check_accelerate, detect, first_host, resolve_device
+from pipeline.launch import Launch, check_accelerate, detect, first_host, ray_address, resolve_device, share_of_work
 from pipeline.parallel import mesh
 from tests.workers import tiny_run
 
@@ -213,3 +213,55 @@ def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
     assert runs["bf16"].returncode == 0, runs["bf16"].stderr
     assert runs["no"].returncode != 0
     assert "ACCELERATE_MIXED_PRECISION=no" in runs["no"].stderr
+
+
+# ---------------------------------------------------------------- shares of work
+
+
+def array(own: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    names = {"ID": own, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4",
+          "LOCAL_RANK": "3"}, (3, 4)),
+        (array(0, 0, 31, 32), (0, 32)),
+        (array(31, 0, 31, 32), (31, 32)),
+        (array(3, 1, 4, 4), (2, 4)),
+        (array(9, 1, 13, 4, step=4), (2, 4)),
+        (array(7, 1, 9, 3), (7, 10)),  # --array=1,7,9
+        ({"SLURM_ARRAY_TASK_ID": "5"}, (5, 6)),
+        ({**array(2, 1, 4, 4), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]",
+          "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, (3, 8)),
+    ],
+)  # fmt: skip
+def test_the_share_of_work(environ: dict[str, str], expected: tuple[int, int]) -> None:
+    assert share_of_work(environ) == expected
+
+
+@pytest.mark.parametrize("kind", [(0, 31, 1), (3, 9, 2)])
+def test_the_shares_of_an_array_are_all_different_and_cover_it(kind: tuple[int, int, int]) -> None:
+    first, last, step = kind
+    ids = range(first, last + 1, step)
+    shares = [share_of_work(array(own, first, last, len(ids), step)) for own in ids]
+    assert shares == [(i, len(ids)) for i in range(len(ids))]
+
+
+def test_an_array_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID must be a whole number"):
+        share_of_work({"SLURM_ARRAY_TASK_ID": "x"})
+    with pytest.raises(UserError, match="contradict"):
+        share_of_work(array(9, 0, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), ("", None), ("auto", None), ("ray://h:10001", None), ("h:6379", ("h", 6379)),
+     ("[fe80::1]:6379", ("fe80::1", 6379))],
+)  # fmt: skip
+def test_the_address_of_ray(value: str | None, expected: tuple[str, int] | None) -> None:
+    assert ray_address({} if value is None else {"RAY_ADDRESS": value}) == expected

@@ -287,6 +287,9 @@ def unneeded(
     for path in sorted((cache.root / "tables").rglob("*.*")):
         if path.stem not in kept_tables and old(path):
             yield entry(path, "nothing refers to this table")
+    for path in sorted((cache.root / "claims").rglob("*.json")):
+        if old(path):
+            yield entry(path, "claimed by a worker that died")
     for name in stale_heads:
         if old(cache.files.path(name)):
             yield entry(cache.files.path(name), "no name points to this snapshot")

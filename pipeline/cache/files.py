@@ -154,6 +154,11 @@ class Files:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
 
+    def remove(self, name: str) -> None:
+        """Remove a file that means nothing to readers (claims); it may be gone already."""
+        with explained(self.path(name)):
+            self.path(name).unlink(missing_ok=True)
+
     # ------------------------------------------------------------ numbered documents
 
     def numbers(self, folder: str) -> list[int]:

@@ -254,6 +254,14 @@ class Paths:
         return f"segments/{recipe}/{plan:08d}.json"
 
     @staticmethod
+    def claims(recipe: str, plan: int) -> str:
+        return f"claims/{recipe}/{plan:08d}"
+
+    @staticmethod
+    def claim(recipe: str, plan: int, unit: str) -> str:
+        return f"claims/{recipe}/{plan:08d}/{unit}.json"
+
+    @staticmethod
     def shard(recipe: str, name: str) -> str:
         return f"shards/{recipe}/{name[:2]}/{name}.tar"
 

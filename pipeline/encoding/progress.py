@@ -36,6 +36,10 @@ class Progress:
         self.rejected += rejected
         self._show()
 
+    def expect(self, more: int) -> None:
+        """The total is larger than was thought (or smaller)."""
+        self.total = (self.total or 0) + more
+
     def reach(self, done: int) -> None:
         self.done = done
         self._show()
