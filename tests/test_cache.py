@@ -274,7 +274,7 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None
     assert not files.exists("x/name")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; the full disk in test_encode_faults shows the message")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; the full-disk fault test shows the message")
 def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "c", create=True)
     os.chmod(tmp_path / "c", 0o555)
