@@ -128,10 +128,7 @@ class Loader:
         self.caption_drop, self.null_mask = caption_drop, null_mask
         self.prefetch, self.threads = prefetch, threads
         self.start_step, self.stop_step = start_step, stop_step
-        self.schedule = Schedule(
-            [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets],
-            seed=seed, phase=phase, small=snapshot.head["policies"]["small"],
-        )  # fmt: skip
+        self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._multiple = int(snapshot.head["policies"]["pad_text_multiple"])
         self._latents = Reader(snapshot.files, snapshot.latent_recipe.name)
         self._text = Reader(snapshot.files, snapshot.text_recipe.name)
