@@ -131,6 +131,7 @@ class RecordIndex:
         bytes: size in bytes of each of `shards`.
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
+        origin: per shard, which of several caches it is from (see `union`); 0 for all otherwise.
     """
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
@@ -154,24 +155,52 @@ class RecordIndex:
                 tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
+        self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         shard = np.concatenate([np.empty(0, np.uint32), *(_numbers(t.column("shard"), number) for t in tables)])
-        self._fill(whole, shard)
+        columns = {"shard": shard}
+        for name in schema.names:
+            column = whole.column(name)
+            columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
+        self._fill(columns)
 
-    def _fill(self, whole: pa.Table, shard: np.ndarray) -> None:
-        keys = fixed(whole.column("key"))
+    def _fill(self, columns: dict[str, np.ndarray]) -> None:
+        keys = columns["key"]
         # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
         order = np.argsort(keys, kind="stable")
-        last = np.ones(len(order), bool)
         if len(order) > 1:
-            last[:-1] = keys[order][1:] != keys[order][:-1]
-        order = order[last]
-        self.columns: dict[str, np.ndarray] = {"shard": shard[order]}
-        for name in whole.schema.names:
-            column = whole.column(name)
-            values = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
-            self.columns[name] = values[order]
+            ranked = keys[order]
+            order = order[np.append(ranked[1:] != ranked[:-1], True)]
+        self.columns: dict[str, np.ndarray] = {name: values[order] for name, values in columns.items()}
         self.keys = self.columns["key"]
+
+    @classmethod
+    def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
+        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts.
+
+        `origin` says for each of its `shards` which of the indexes it is from.
+        """
+        if len(indexes) == 1:
+            return indexes[0]
+        whole = cls.__new__(cls)
+        whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
+        whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
+        shards, first = [], {}
+        for at, one in enumerate(indexes):
+            numbers = np.empty(len(one.shards), np.uint32)
+            for i, name in enumerate(one.shards):
+                if name not in first:
+                    first[name] = len(whole.shards)
+                    whole.shards.append(name)
+                    whole.bytes.append(one.bytes[i])
+                    whole.origin.append(at)
+                numbers[i] = first[name]
+            shards.append(numbers[one.columns["shard"]])
+            whole.rejects.extend(one.rejects)
+        names = [name for name in indexes[0].columns if name != "shard"]
+        columns = {name: np.concatenate([one.columns[name] for one in indexes[::-1]]) for name in names}
+        whole._fill({"shard": np.concatenate(shards[::-1]), **columns})
+        return whole
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -192,7 +221,7 @@ def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
     """Names of shards (a dictionary column) as uint32 numbers."""
     chunks = [np.empty(0, np.uint32)]
     for chunk in column.chunks:
-        names = np.array([number.get(name, 0) for name in chunk.dictionary.to_pylist()], np.uint32)
+        names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
         chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
     return np.concatenate(chunks)
 
