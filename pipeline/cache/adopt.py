@@ -5,6 +5,7 @@ Why: a snapshot must be whole in one cache: it can be verified, moved and read w
 records are ordinary ones: `verify`, `gc`, `status` and `encode` treat them like those that were encoded here.
 Price: every adopted byte is read once to check it; on another file system it is also copied. Whole units are adopted.
 
+A record that was encoded here goes before an adopted one of the same key, and an earlier adopted one before a later.
 Killed at any point, the next run continues: units whose plan is published are known by their ids.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -63,7 +65,8 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         rows = pa.concat_tables([other.table(p.table).slice(u.start, u.count) for p, u, _ in fresh])
         cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, rows)
     for _, unit, commit in needed:
-        index.publish_commit(cache.files, recipe, known[unit.unit].number, commit)
+        own = replace(commit, provenance={**commit.provenance, index.ADOPTED: True})
+        index.publish_commit(cache.files, recipe, known[unit.unit].number, own)
     for plan in {known[unit.unit].number: known[unit.unit] for _, unit, _ in needed}.values():
         index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
 

@@ -4,7 +4,8 @@ What: a unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only
 When every unit of a plan is committed, one segment document takes their place, so that opening a cache reads one
 document per finished plan and never lists a folder per unit. `RecordIndex` answers "where is this key".
 Why: a crash leaves only invisible files; a doubled or late worker publishes a name that is taken: nothing changes.
-Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order.
+Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order. Plans
+that were adopted from another cache come before all others, the first of them last.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import RECORDS, from_ipc, to_ipc
 from pipeline.errors import IntegrityError
+
+ADOPTED = "adopted"
+"""Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,10 @@ class RecordIndex:
         self.shards: list[str] = []
         self.bytes: list[int] = []
         tables = []
-        for plan in plans:
-            done = commits(files, recipe, plan)
+        listed = [(plan, commits(files, recipe, plan)) for plan in plans]
+        adopted = [bool(done) and all(ADOPTED in c.provenance for c in done) for _, done in listed]
+        order = [e for e, taken in zip(listed[::-1], adopted[::-1], strict=True) if taken]
+        for plan, done in order + [e for e, taken in zip(listed, adopted, strict=True) if not taken]:
             for commit in done:
                 self.rejects.extend(commit.rejects)
                 if commit.shard is not None:

@@ -262,6 +262,9 @@ def _column(node: ast.expr) -> str | None:
 
 
 def _array(found: Any) -> Any:
+    """What pyarrow computed, as an array or, of constants alone, a constant."""
+    if isinstance(found, pa.Scalar):
+        return found.as_py()
     return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
 
 
