@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import stages.bucket
+import stages.encode
 import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
 from pipeline.cache.index import as_keys
@@ -378,6 +380,39 @@ def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: py
     assert [(b["height"], b["width"]) for b in told["buckets"]] == [(24, 24)]
     [entry] = told["reassign"]
     assert entry["items"] == 24
+
+
+def test_encode_takes_the_list_and_encodes_it_alone(
+    small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With real encoders: twelve photographs in three buckets of fewer than twelve end in one bucket."""
+    of = make_config(small_cache_copy.parent, "bucket.small=reassign")
+    told = report(of, capsys)
+    assert told["samples"] + sum(entry["items"] for entry in told["reassign"]) == 12
+    [entry] = told["reassign"]
+    done = stages.encode.run(of, data=str(photos), reassign=entry["file"])
+    assert (done["images"], done["captions"]) == (entry["items"], 0)
+    told = report(of, capsys)
+    assert (told["samples"], told["left_out"], len(told["buckets"])) == (12, [], 1)
+    found = Cache(of.cache).open_snapshot()
+    loader = Loader(
+        found, seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0, null_mask="bos", prefetch=0,
+        threads=1, stop_step=1,
+    )  # fmt: skip
+    [(parts, _)] = list(loader)
+    assert len(set(parts[0].sample_ids)) == 12
+    listed = small_cache_copy.parent / "list.csv"
+    for text, named in (
+        ("item,height\na,1\n", "is not a list of pictures"),
+        ("item,height,width\na.png,48,80\n", "has 1 items that source 'photos' has not"),
+        ("item,height,width\na.png,48,83\n", "compression 8 does not divide"),
+    ):
+        listed.write_text(text)
+        with pytest.raises(UserError, match=named):
+            stages.encode.run(of, data=str(photos), reassign=str(listed))
+    with pytest.raises(UserError, match="cannot be read"):
+        stages.encode.run(of, data=str(photos), reassign=str(listed.with_suffix(".absent")))
+    assert stages.encode.run(of, data=str(photos))["images"] == 0
 
 
 # ---------------------------------------------------------------- weights, batches, order

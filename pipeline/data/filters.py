@@ -283,7 +283,7 @@ def _kind(value: Any) -> str:
     return brief(value)
 
 
-def fields(meta: pa.Array, names: set[str]) -> tuple[dict[str, pa.Array], list[str]]:
+def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array], list[str]]:
     """Fields of items' metadata.
 
     Args:
@@ -298,7 +298,7 @@ def fields(meta: pa.Array, names: set[str]) -> tuple[dict[str, pa.Array], list[s
     """
     found: dict[str, list[Any]] = {name: [] for name in names}
     valid: set[str] = set()
-    for text in meta.to_pylist():
+    for text in (text for chunk in meta.chunks for text in chunk.to_pylist()):
         row = json.loads(text) if text else {}
         valid.update(row)
         for name, values in found.items():

@@ -9,7 +9,7 @@ Price: scans, indexes and about 150 bytes a sample are held in memory while join
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -174,9 +174,7 @@ def join(
     height, width, digests, chosen, at = height[found], width[found], digests[found], chosen[found], at[found]
 
     offsets, written, weight = _captions(scan)
-    own = np.frombuffer(
-        layout.text_keys(text.id, (captions.normalise(t, text.normalisation) for t in written.to_pylist())), "S16"
-    )
+    own = np.frombuffer(layout.text_keys(text.id, (captions.normalise(t, text.normalisation) for t in written)), "S16")
     rows = texts.find(own)
     usable_caption = (rows >= 0) & (weight > 0)
     counts = np.diff(offsets)
@@ -223,16 +221,14 @@ def latent_keys(
     return np.frombuffer(layout.latent_keys(recipe.id, whole, table, chosen.tolist()), "S16")
 
 
-def _captions(scan: pa.Table) -> tuple[np.ndarray, pa.Array, np.ndarray]:
+def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
     """Offsets (n + 1,), texts and weights of a scan's captions."""
     column = scan.column("captions")
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-    flat = pc.list_flatten(column)
-    flat = flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat
-    if isinstance(flat, pa.ChunkedArray):
-        flat = pa.concat_arrays(flat.chunks or [pa.array([], column.type.value_type)])
-    weight = flat.field("weight").to_numpy(zero_copy_only=False).astype(np.float32)
-    return np.concatenate([[0], np.cumsum(counts)]), flat.field("text"), weight
+    chunks = [pc.list_flatten(chunk) for chunk in column.chunks]  # in one piece texts could pass Arrow's 2 GiB
+    texts = (text for chunk in chunks for text in chunk.field("text").to_pylist())
+    weight = np.concatenate([np.empty(0, np.float32), *(chunk.field("weight").to_numpy() for chunk in chunks)])
+    return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
 
 
 def _allowed(

@@ -102,7 +102,7 @@ def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, p
     valid = list(builtin)
     if rest:
         fields = {name: name.removeprefix(_META) for name in rest}
-        own, there = filters.fields(whole("meta"), set(fields.values()))
+        own, there = filters.fields(scan.column("meta"), set(fields.values()))
         found |= {name: own[field] for name, field in fields.items() if field in own}
         valid += [name for name in there if name not in builtin]
     return found, valid
