@@ -221,6 +221,8 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
         ("startswith(score, 'a')", "not text"),
         ("matches(tag, '(')", "cannot be computed"),
         ("score == None", "is None"),
+        ("+".join(["score"] * 400) + " > 1", "more than 500 parts"),
+        ("(" * 5000, "is not an expression"),
     ],
 )
 def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: str) -> None:
@@ -470,6 +472,38 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
     shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
     assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
     assert found.head["policies"]["order"] == "largest_first"
+
+
+@pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
+def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small: str) -> None:
+    of = config(root, f"bucket.small={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
+    add(of, "one", pictures(40))
+    add(of, "two", pictures(23, "two-"))
+    opened = made(of)
+
+    def seen(world: int, start: int) -> list[list[tuple[int, bytes]]]:
+        ranks = [
+            Loader(
+                opened, seed=1, phase=0, rank=rank, world=world, microbatch=3, caption_drop=0.1, null_mask="bos",
+                prefetch=2, threads=2, start_step=start, stop_step=60,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        return [
+            [
+                (i, noise.numpy().tobytes())
+                for parts, _ in step
+                for b in parts
+                for i, noise in zip(b.sample_ids, b.noise)
+            ]
+            for step in zip(*ranks, strict=True)
+        ]
+
+    truth = seen(1, 0)
+    assert seen(2, 0) == truth
+    assert seen(4, 7) == truth[7:]
+    draws = [one for step in truth for one in step]
+    assert len(set(draws)) == len(draws), "two visits drew the same noise"
 
 
 # ---------------------------------------------------------------- several resolutions, several captions
