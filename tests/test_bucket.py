@@ -286,6 +286,7 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert told["left_out"] == [
         {"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}
     ]  # fmt: skip
+    assert (train.head["parent"], away.head["parent"]) == (None, None), "the held-out part was the newest for a moment"
     old_train, old_away = items(train), items(away)
     add(of, "two", pictures(100, "two-"))
     stages.bucket.run(of, name="more")
@@ -762,6 +763,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     changed[1] = dataclasses.replace(one[2], captions=(("said otherwise", 1.0),))
     changed[2] = dataclasses.replace(one[3], height=32, width=16)  # another bucket
     changed[3] = dataclasses.replace(one[14], item=one[4].item, captions=one[4].texts)
+    changed[4] = dataclasses.replace(one[5], captions=((one[5].texts[0][0], 2.0),))  # a weight alone
     add(of, "one", [*changed, Picture("new.png", "new")])
     second = stages.bucket.run(of, name="second")
     run, options = CliRunner(), config_file(of)
@@ -778,7 +780,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     assert found["removed"] == [{"source": "one", "item": "00000.png"}]
     assert {e["item"]: e["what"] for e in found["changed"]} == {
         "00001.png": ["picture", "captions"], "00002.png": ["captions"], "00003.png": ["bucket"],
-        "00004.png": ["picture"],
+        "00004.png": ["picture"], "00005.png": ["captions"],
     }  # fmt: skip
     plain = run.invoke(cli, ["snapshots", "diff", "first", "second", *options]).output
     assert plain.splitlines()[:2] == ["1 added", "  one: new.png"]
