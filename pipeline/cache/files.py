@@ -17,14 +17,14 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 
 from pipeline.cache import layout
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer."""
@@ -72,7 +72,8 @@ class Files:
         try:
             yield path
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # permission lost: what is left in tmp/ means nothing and is swept later
+                path.unlink(missing_ok=True)
 
     def publish(self, temporary: Path, name: str) -> bool:
         """Give a finished temporary file its name, unless the name is taken.
@@ -250,4 +251,5 @@ def explained(path: Path) -> Iterator[None]:
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
         }
-        raise CacheError(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CacheError
+        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error

@@ -61,12 +61,21 @@ class Cache:
         if not self.files.exists(Paths.FORMAT):
             if not create:
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
-            if any(name != "tmp" for name in self.files.names("")):
-                raise CacheError(f"{root}: is not empty and not a cache", fix="set `cache:` to an empty or new folder")
+            self.is_at(root)
             self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
         self.files.document(Paths.FORMAT)
         self.root = Path(root)
         self._last_table: tuple[str, pa.Table] | None = None
+
+    @staticmethod
+    def is_at(root: str | Path) -> bool:
+        """Whether there is a cache. CacheError if there is something else, so that none can be made either."""
+        files = Files(root)
+        if files.exists(Paths.FORMAT):
+            return True
+        if any(name != "tmp" for name in files.names("")):
+            raise CacheError(f"{root}: is not empty and not a cache", fix="set `cache:` to an empty or new folder")
+        return False
 
     # ------------------------------------------------------------ recipes
 
