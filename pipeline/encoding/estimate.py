@@ -433,7 +433,8 @@ def lines(told: dict[str, Any], cache: str) -> list[str]:
         )
         out.append(
             f"time: {span(took['device_hours'] * 3600)} on one device ({took['device_hours']:.3g} device-hours, "
-            f"{took['device']}){share}; probed with {took['probed_images']} pictures and {took['probed_captions']} captions"
+            f"{took['device']}){share}; probed with {took['probed_images']} pictures and "
+            f"{took['probed_captions']} captions"
         )
         if took["decode_bound"]:
             out.append("  decoding takes longer than encoding: more encode.workers would help")
