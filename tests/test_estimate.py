@@ -193,6 +193,34 @@ def test_the_probe_keeps_to_its_time(source: Path, make_config: MakeConfig, tmp_
     assert speed.image_s and speed.token_s and speed.decode_s
 
 
+@pytest.mark.parametrize(
+    ("cost", "measured", "batches"), [(10.0, (10.0, 1), [1, 1]), (0.1, (0.1, 4), [1, 1, 4, 4, 4, 4])]
+)
+def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
+    cost: float, measured: tuple[float, int], batches: list[int], source: Path, make_config: MakeConfig,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    clock = [0.0]
+    monkeypatch.setattr(estimate.time, "monotonic", lambda: clock[0])
+    sizes = []
+
+    class Encoder:
+        def encode(self, pictures: np.ndarray) -> None:
+            sizes.append(len(pictures))
+            clock[0] += cost * len(pictures)
+
+    config = make_config(tmp_path)
+    latent, _ = stages.encode._recipes(config)
+    folder = FolderSource(source, "text")
+    items = [item.key for item in folder.items()]
+    decoded: list[float] = []
+    encoder: Any = Encoder()
+    found = estimate._probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
+    assert found == (pytest.approx(measured[0]), measured[1])
+    assert sizes == batches
+    assert len(decoded) == 4
+
+
 def test_a_disk_that_is_too_small_is_told_and_ends_with_6(
     source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
