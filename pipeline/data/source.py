@@ -115,6 +115,14 @@ class Source(ABC):
             Unreadable: there is no such item any more, or its key is not one of this source.
         """
 
+    def head(self, key: str, length: int) -> bytes:
+        """The first `length` bytes at least, or all there are. A source that can only read an item whole does so.
+
+        Raises:
+            Unreadable: as in `read`.
+        """
+        return self.read(key)
+
     @abstractmethod
     def read(self, key: str) -> bytes:
         """The whole file.
@@ -206,6 +214,9 @@ class FolderSource(Source):
 
     def read(self, key: str) -> bytes:
         return self.store.read(key)
+
+    def head(self, key: str, length: int) -> bytes:
+        return self.store.read(key, length)
 
     def _list(self) -> _Listing:
         listing = _Listing()

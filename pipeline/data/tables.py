@@ -284,6 +284,11 @@ class ParquetSource(Source):
             raise Unreadable(f"{shown(key)}: has no picture any more")
         return data
 
+    def head(self, key: str, length: int) -> bytes:
+        if key in self._names:
+            return self.store.read(self._names[key], length)
+        return self.read(key)  # parquet has no smaller piece than a row group's column
+
     def _found(self, key: str) -> tuple[str, int, int, int]:
         try:
             return self._places[key]

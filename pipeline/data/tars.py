@@ -322,6 +322,10 @@ class TarSource(Source):
     def read(self, key: str) -> bytes:
         return self.store.read_range(*self._found(key))
 
+    def head(self, key: str, length: int) -> bytes:
+        part, offset, size = self._found(key)
+        return self.store.read_range(part, offset, min(size, length))
+
     def _place(self, key: str, part: str, where: str) -> None:
         offset, _, size = where.partition("+")
         self._places[key] = (part, int(offset), int(size))

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +111,8 @@ class Claims:
         finally:
             done.set()
             thread.join()
-            self.release(recipe, plan, unit)
+            with suppress(CacheError):  # permission lost: it grows stale; the error that is on its way counts
+                self.release(recipe, plan, unit)
 
     def _content(self, beat: int) -> bytes:
         return json.dumps({"owner": self.token, "beat": beat, **self._place}, sort_keys=True).encode() + b"\n"

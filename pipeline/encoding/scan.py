@@ -42,23 +42,67 @@ AHEAD = 1024
 """Items that may wait for a reader: a listing is not held in memory twice, and stays near what is being read."""
 
 
+HEADS = (1 << 16, 1 << 20)
+"""Bytes that `from_header` reads of a picture; the second number where the first was not enough."""
+
+Look = Callable[[Source, str, int], dict[str, Any]]
+"""(source, key, max_pixels) -> the columns `digest`, `width`, `height`, `reject`, as far as they are found."""
+
+
+def from_bytes(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+    """Digest and size of a picture, from all of its bytes."""
+    try:
+        data = source.read(key)
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {"digest": layout.digest(data), **_size(data, max_pixels)}
+
+
+def from_header(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+    """Size of a picture from its first bytes, as far as they tell: nothing at all if its header lies further behind.
+
+    An orientation that stands behind the pixels (possible in PNG and WebP) is not seen.
+    """
+    try:
+        size = source.stat(key)[0]
+        for length in HEADS:
+            data = source.head(key, length)
+            found = _size(data, max_pixels)
+            if "width" in found or len(data) >= size or "max_pixels" in found["reject"]:
+                return found
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {}
+
+
+def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
+    try:
+        width, height = image.probe(data, max_pixels)
+    except image.ImageReject as reject:
+        return {"reject": str(reject)}
+    return {"width": width, "height": height}
+
+
 def scan(
-    source: Source, name: str, cache: Cache, *, max_pixels: int, workers: int, rehash: bool,
+    source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
     progress: Callable[[int], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
+    look: Look = from_bytes,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
     Args:
         name: the source's name, under which an earlier scan is looked up.
+        cache: where; nothing is written. None: there is no earlier scan.
         rehash: do not trust size and mtime.
         progress: called with the number of items done so far.
         refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
             scan, so that a changed policy takes effect on known rows.
+        look: how a picture that is not known is examined.
 
     Raises:
         UserError: two items have the same sample id, or this is another data set under a known name.
     """
-    last = None if rehash else _last(cache, name)
+    last = None if rehash or cache is None else _last(cache, name)
     runs = _runs(last) if last is not None else {}
     known: dict[str, dict[str, Any]] | None = None
 
@@ -75,16 +119,7 @@ def scan(
         before = (known or {}).get(found.key)
         if before is not None and before["size"] == size and before["mtime_ns"] == mtime:
             return {**before, **own}
-        row = _row(found.key, size=size, mtime_ns=mtime, **own)
-        try:
-            data = source.read(found.key)
-            row["digest"] = layout.digest(data)
-            row["width"], row["height"] = image.probe(data, max_pixels)
-        except OSError as error:
-            row["reject"] = f"unreadable: {error}"
-        except image.ImageReject as reject:
-            row["reject"] = str(reject)
-        return row
+        return _row(found.key, size=size, mtime_ns=mtime, **own, **look(source, found.key, max_pixels))
 
     tables: list[pa.Table] = []
     count = 0
@@ -108,7 +143,8 @@ def scan(
             tables.append(pa.table(columns, schema=SCAN))
     table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
     _unique(name, table)
-    _same_set(cache, name, source, table)
+    if cache is not None:
+        _same_set(cache, name, source, table)
     source.recall(places(table))
     return table
 
