@@ -29,6 +29,7 @@ from pipeline.encoding import claims, on_ray, worker
 from pipeline.encoding import engine as engines
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
+from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.progress import Progress
 from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import RejectRateError, UserError
@@ -79,10 +80,11 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
 
-    with Progress("scan", None) as bar:
+    fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
+    with Progress("scan", None) as bar, stop.polite():
         scan = scanning.scan(
             source, name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
-            rehash=rehash, progress=bar.reach,
+            rehash=rehash, progress=bar.reach, fragments=fragments,
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
@@ -118,6 +120,7 @@ def _run(
         claims.sweep(cache, image_plans)
         worker.missing_units(cache, image_plans)
 
+    fragments.finish()
     rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
     _report_rejects(cache, name, rejected)
     for index in (cache.index(latent.name), cache.index(text.name)):

@@ -290,6 +290,9 @@ def unneeded(
     for path in sorted((cache.root / "claims").rglob("*.json")):
         if old(path):
             yield entry(path, "claimed by a worker that died")
+    for path in sorted((cache.root / "fragments").rglob("*.*")):
+        if old(path):
+            yield entry(path, "of a scan that ended long ago")
     for name in stale_heads:
         if old(cache.files.path(name)):
             yield entry(cache.files.path(name), "no name points to this snapshot")

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
@@ -164,6 +164,13 @@ class Remote(Store):
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(lambda name: self._read_one(name, limit), names))
+
+    def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
+        asked = list(names)
+        if all(name in self._known for name in asked):  # a listing has said it
+            return super().stat_many(asked)
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            return dict(zip(asked, pool.map(self._stat_one, asked), strict=True))
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         if length == 0:
