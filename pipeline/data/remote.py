@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -76,6 +77,12 @@ class Remote(Store):
         self._known: dict[str, dict[str, Any]] = {}
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
+        self._proven = False  # a server has sent a range
+        self._first = threading.Lock()
+
+    @property
+    def far(self) -> bool:
+        return self.ranged
 
     # ------------------------------------------------------------ names
 
@@ -193,10 +200,14 @@ class Remote(Store):
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
         """A range; None if this server sent more than that (and so the whole file)."""
         path = self.path(name)
-        data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
-        if len(data) > length:
-            self.ranged = False
-            return None
+        with nullcontext() if self._proven else self._first:  # many who find it out at once would get many files
+            if not self.ranged:
+                return None
+            data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
+            if len(data) > length:
+                self.ranged = False
+                return None
+            self._proven = True
         return data
 
     def _spool(self, name: str) -> _Spool:

@@ -21,6 +21,7 @@ import posixpath
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cache.layout import digest
+from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, brief, broken, extension, hostile, said, shown, stem
 from pipeline.data.store import Disk, Store, Unreadable
@@ -166,6 +168,17 @@ class Source(ABC):
             Unreadable: as in `stat`, or the bytes cannot be read.
         """
 
+    @property
+    def far(self) -> bool:
+        """Whether every read is a round trip over a network, so that many should be under way at once."""
+        return False
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        """`read`, for keys of which each will be read once, about in this order: what is far away is fetched ahead.
+        The context ends when all have been read or none is wanted any more."""
+        yield self.read
+
 
 class FolderSource(Source):
     """A folder of pictures, searched recursively.
@@ -271,6 +284,18 @@ class FolderSource(Source):
 
     def read(self, key: str) -> bytes:
         return self.store.read(key)
+
+    @property
+    def far(self) -> bool:
+        return self.store.far
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self.far:
+            yield self.read
+            return
+        with Ahead(self.store, ((key, Place(key)) for key in keys), self.read) as ahead:
+            yield ahead.read
 
     def _list(self) -> _Listing:
         listing = _Listing()

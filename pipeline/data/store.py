@@ -29,6 +29,11 @@ class Store(ABC):
     location: str
     """The root, for messages and for finding it again."""
 
+    @property
+    def far(self) -> bool:
+        """Whether every read is a round trip over a network, so that many should be under way at once."""
+        return False
+
     @abstractmethod
     def find(self) -> list[str]:
         """Sorted names of all files under the root that are not hidden."""

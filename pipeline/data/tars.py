@@ -25,11 +25,13 @@ import posixpath
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
+from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, hostile, said, shown
 from pipeline.data.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, parse_json, sidecar
@@ -321,6 +323,19 @@ class TarSource(Source):
 
     def read(self, key: str) -> bytes:
         return self.store.read_range(*self._found(key))
+
+    @property
+    def far(self) -> bool:
+        return self.store.far
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self.far:
+            yield self.read
+            return
+        places = ((key, Place(*self._places[key])) for key in keys if key in self._places)
+        with Ahead(self.store, places, self.read) as ahead:
+            yield ahead.read
 
     def _place(self, key: str, part: str, where: str) -> None:
         offset, _, size = where.partition("+")

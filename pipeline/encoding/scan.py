@@ -31,6 +31,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
 from pipeline.data import detect, image
+from pipeline.data.ahead import TOGETHER
 from pipeline.data.source import Item, Reject, Run, Seen, Source
 from pipeline.data.store import Unreadable
 from pipeline.encoding.fragments import Fragments, Outdated, Rows
@@ -78,7 +79,7 @@ def scan(
         Stopped: a signal asked for the end.
     """
     while True:
-        pool = ThreadPoolExecutor(max(1, workers))
+        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
         try:
             own = _Scan(source, name, cache, pool, max_pixels, rehash, progress, fragments)
             tables = own.tables()
