@@ -22,6 +22,7 @@ from pipeline.config import DataConfig
 from pipeline.data import ahead, remote
 from pipeline.data.detect import open_source
 from pipeline.data.source import Item, Reject, Source, Unreadable
+from pipeline.data.store import Disk
 from pipeline.errors import UserError
 
 COUNT = 12
@@ -245,9 +246,13 @@ def test_no_more_than_the_window_is_fetched_before_it_is_needed(
     order = sorted(keys, key=lambda key: int(key.partition("/")[2].partition(".")[0]))
     with source.reading(order) as read:
         read(order[0])
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert len(ranged_server.ranges) == 3
-        for key in order[1:]:
+        for key in order[1:3]:
+            read(key)
+        time.sleep(0.3)
+        assert len(ranged_server.ranges) == 4, "what has been read makes room for the next"
+        for key in order[3:]:
             read(key)
     assert len(ranged_server.ranges) == len(keys)
 
@@ -291,6 +296,25 @@ def test_a_server_without_ranges_is_found_out_by_one_request(
     with source.reading(keys) as read:
         assert {key: read(key) for key in keys} == truth
     assert plain_server.sent <= 2 * (data / "tars" / "s-0.tar").stat().st_size
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
+    data: Path, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    class Counted(Disk):
+        asked = 0
+
+        def read_range(self, name: str, offset: int, length: int) -> bytes:
+            self.asked += 1
+            return super().read_range(name, offset, length)
+
+    monkeypatch.setattr(Disk, "far", far)
+    store = Counted(data)
+    with ahead.Ahead(store, [("a", ahead.Place("t.parquet", 0, 4))], lambda key: b"alone") as reader:
+        assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
+        assert reader._held == 0
+    assert store.asked == far
 
 
 def test_a_disk_is_read_as_ever(data: Path) -> None:
