@@ -59,19 +59,42 @@ RULE = "fragment-1"
 """Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
 
 
+Look = Callable[[Source, str, int], dict[str, Any]]
+"""(source, key, max_pixels) -> the columns `digest`, `width`, `height`, `reject`, as far as they are found."""
+
+
+def from_bytes(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+    """Digest and size of a picture, from all of its bytes."""
+    try:
+        data = source.read(key)
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {"digest": layout.digest(data), **_size(data, max_pixels)}
+
+
+def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
+    try:
+        width, height = image.probe(data, max_pixels)
+    except image.ImageReject as reject:
+        return {"reject": str(reject)}
+    return {"width": width, "height": height}
+
+
 def scan(
-    source: Source, name: str, cache: Cache, *, max_pixels: int, workers: int, rehash: bool,
+    source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
     progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
-    fragments: Fragments | None = None,
+    look: Look = from_bytes, fragments: Fragments | None = None,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
     Args:
         name: the source's name, under which an earlier scan is looked up.
+        cache: where; None: there is no earlier scan.
         rehash: do not trust size and mtime.
         progress: called with the number of items done so far, and of all (None while only listing them can tell).
         refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
             scan, so that a changed policy takes effect on known rows.
+        look: how a picture that is not known is examined.
         fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
 
     Raises:
@@ -81,8 +104,7 @@ def scan(
     while True:
         pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
         try:
-            own = _Scan(source, name, cache, pool, max_pixels, rehash, progress, fragments)
-            tables = own.tables()
+            tables = _Scan(source, name, cache, pool, max_pixels, look, rehash, progress, fragments).tables()
             break
         except Outdated:
             continue
@@ -90,7 +112,8 @@ def scan(
             pool.shutdown(cancel_futures=True)
     table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
     _unique(name, table)
-    _same_set(cache, name, source, table)
+    if cache is not None:
+        _same_set(cache, name, source, table)
     source.recall(places(table))
     return table
 
@@ -111,13 +134,15 @@ class _Scan:
     """One pass over a source."""
 
     def __init__(
-        self, source: Source, name: str, cache: Cache, pool: ThreadPoolExecutor, max_pixels: int, rehash: bool,
-        progress: Callable[[int, int | None], None], fragments: Fragments | None,
+        self, source: Source, name: str, cache: Cache | None, pool: ThreadPoolExecutor, max_pixels: int, look: Look,
+        rehash: bool, progress: Callable[[int, int | None], None], fragments: Fragments | None,
     ):  # fmt: skip
         self.source, self.name, self.pool = source, name, pool
-        self.max_pixels, self.rehash, self.progress, self.fragments = max_pixels, rehash, progress, fragments
-        self._scans = -1 if rehash else len(cache.files.numbers(Paths.scans(name)))
-        self._last = None if rehash else _last(cache, name)
+        self.max_pixels, self.look, self.rehash = max_pixels, look, rehash
+        self.progress, self.fragments = progress, fragments
+        trusted = None if rehash else cache
+        self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
+        self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
         self._done = 0
         self._whole: int | None = None
@@ -213,16 +238,8 @@ class _Scan:
         before = self._before(found.key, *seen)
         if before is not None:
             return {**before, **own}
-        row = _row(found.key, size=seen[0], mtime_ns=seen[1], **own)
-        try:
-            data = self.source.read(found.key)
-            row["digest"] = layout.digest(data)
-            row["width"], row["height"] = image.probe(data, self.max_pixels)
-        except OSError as error:
-            row["reject"] = f"unreadable: {error}"
-        except image.ImageReject as reject:
-            row["reject"] = str(reject)
-        return row
+        read = self.look(self.source, found.key, self.max_pixels)
+        return _row(found.key, size=seen[0], mtime_ns=seen[1], **own, **read)
 
     def _reach(self, rows: int) -> None:
         self._done += rows
