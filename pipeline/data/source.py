@@ -76,13 +76,14 @@ Seen = dict[str, tuple[int, int] | Unreadable]
 class Run:
     """A piece of a part that is listed, read and shared on its own.
 
-    look: gives a digest of all that decides what `items` yields and what their bytes are, and what `stat` says of the
-        keys; may take as long as asking for every file's size, and runs in any thread.
+    look: what `stat` says of the keys; may take as long as asking for every file's size, and runs in any thread.
+    identity: what `look` gave -> a digest of all that decides what `items` yields and what their bytes are; as slow.
     items: the listing of the piece.
     count: how many items and rejects that will be; None if only listing tells.
     """
 
-    look: Callable[[], tuple[bytes, Seen]]
+    look: Callable[[], Seen]
+    identity: Callable[[Seen], bytes]
     items: Callable[[], Iterator[Item | Reject]]
     count: int | None = None
 
@@ -124,13 +125,16 @@ class Source(ABC):
         """A part cut into runs of `size` items. One with a stamp is one run, which it takes no listing to know."""
         if part.stamp is not None:
             stamp = part.stamp
-            yield Run(lambda: (digest("part", part.name, stamp), {}), lambda: self.part(part.name))
+            yield Run(dict, lambda seen: digest("part", part.name, stamp), lambda: self.part(part.name))
             return
         listing = iter(self.part(part.name))
         while found := list(islice(listing, size)):
-            yield Run(partial(self._look, found), partial(iter, found), len(found))
+            yield self._run(found)
 
-    def _look(self, found: list[Item | Reject]) -> tuple[bytes, Seen]:
+    def _run(self, found: list[Item | Reject]) -> Run:
+        return Run(partial(self._look, found), partial(_identity, found), partial(iter, found), len(found))
+
+    def _look(self, found: list[Item | Reject]) -> Seen:
         seen: Seen = {}
         for one in found:
             if isinstance(one, Item):
@@ -138,8 +142,7 @@ class Source(ABC):
                     seen[one.key] = self.stat(one.key)
                 except Unreadable as error:
                     seen[one.key] = error
-        said_of = (repr(one) for one in found)
-        return digest("items", *said_of, *map(repr, seen.values())), seen
+        return seen
 
     def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
         """Learn (key, part, where) from an earlier listing: `stat` and `read` then work without another."""
@@ -178,6 +181,10 @@ class Source(ABC):
         """`read`, for keys of which each will be read once, about in this order: what is far away is fetched ahead.
         The context ends when all have been read or none is wanted any more."""
         yield self.read
+
+
+def _identity(found: list[Item | Reject], seen: Seen) -> bytes:
+    return digest("items", *map(repr, found), *map(repr, seen.values()))
 
 
 class FolderSource(Source):
@@ -230,18 +237,20 @@ class FolderSource(Source):
         listing, rejects, told = self._listed()
         if rejects:
             early: list[Item | Reject] = sorted(rejects, key=lambda reject: reject.key)
-            yield Run(partial(self._look, early), partial(iter, early), len(early))
+            yield self._run(early)
         keys = sorted(listing.pictures)
         for start in range(0, len(keys), size):
             some = keys[start : start + size]
-            yield Run(partial(self._look_at, some, listing, told), partial(self._some, some, listing, told), len(some))
+            yield Run(
+                partial(self.store.stat_many, some), partial(self._identity, some, listing, told),
+                partial(self._some, some, listing, told), len(some),
+            )  # fmt: skip
 
-    def _look_at(self, keys: list[str], listing: _Listing, told: dict[str, _Told]) -> tuple[bytes, Seen]:
+    def _identity(self, keys: list[str], listing: _Listing, told: dict[str, _Told], seen: Seen) -> bytes:
         beside = {key: listing.beside(key) for key in keys}
-        seen = self.store.stat_many(keys)
         texts = self.store.stat_many(sorted({name for names in beside.values() for name in names}))
         parts = (repr((key, seen[key], [(name, texts[name]) for name in beside[key]], told.get(key))) for key in keys)
-        return digest("files", self.rule.identity(), *parts), seen
+        return digest("files", self.rule.identity(), *parts)
 
     def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
         """All names, what cannot be used, and what the metadata files say."""

@@ -126,7 +126,7 @@ class _Piece:
     part: str = ""
     stamp: str | None = None
     run: Run | None = None
-    looked: Future[tuple[bytes, Seen]] | None = None
+    looked: Future[Seen] | None = None
     seen: Seen = field(default_factory=dict)
 
 
@@ -152,18 +152,22 @@ class _Scan:
         pieces = self._pieces()
         counts = [len(p.table) if p.table is not None else p.run.count if p.run is not None else 0 for p in pieces]
         self._whole = None if None in counts else sum(count or 0 for count in counts)
-        shared: dict[str, _Piece] = {}
+        new: list[tuple[_Piece, Future[bytes]]] = []
         for piece in pieces:
-            if piece.looked is not None:
+            if piece.run is not None and piece.looked is not None:
                 self._check()
-                identity, piece.seen = piece.looked.result()
+                piece.seen = piece.looked.result()
                 if self.fragments is not None and self._new(piece):
-                    own = layout.digest(RULE, self.name, str(self.max_pixels), str(self.rehash), piece.part, identity)
-                    shared[own.hex()] = piece
+                    new.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
                     continue
                 piece.table = self._made(piece)
             elif piece.table is not None:
                 self._reach(len(piece.table))
+        shared: dict[str, _Piece] = {}
+        for piece, identity in new:
+            self._check()
+            limits = (str(self.max_pixels), str(self.rehash))
+            shared[layout.digest(RULE, self.name, *limits, piece.part, identity.result()).hex()] = piece
         taken = 0
         made: set[str] = set()
 
