@@ -33,6 +33,7 @@ from pipeline.encoding import claims, estimate, on_ray, worker
 from pipeline.encoding import engine as engines
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
+from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.progress import Meter, Progress
 from pipeline.encoding.room import Room
 from pipeline.encoding.stopping import Stop, Stopped
@@ -127,8 +128,9 @@ def _people_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 
 def _scan(
-    config: Config, source: Source, cache: Cache | None, table: list[buckets.Shape], rehash: bool, look: scanning.Look
-) -> pa.Table:
+    config: Config, source: Source, cache: Cache | None, table: list[buckets.Shape], rehash: bool, look: scanning.Look,
+    fragments: Fragments | None = None,
+) -> pa.Table:  # fmt: skip
     with Progress("scan", None) as bar:
         return scanning.scan(
             source, source.name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
@@ -136,7 +138,7 @@ def _scan(
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look,
+            look=look, fragments=fragments,
         )  # fmt: skip
 
 
@@ -152,7 +154,9 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
 
-    scan = _scan(config, source, cache, table, rehash, scanning.from_bytes)
+    fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
+    with stop.polite():
+        scan = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
     cache.add_scan(
         name,
         {
@@ -184,6 +188,7 @@ def _run(
         claims.sweep(cache, image_plans)
         worker.missing_units(cache, image_plans)
 
+    fragments.finish()
     rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
     _report_rejects(cache, name, rejected)
     for index in (cache.index(latent.name), cache.index(text.name)):

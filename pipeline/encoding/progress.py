@@ -68,8 +68,8 @@ class Progress:
         """The total is larger than was thought (or smaller)."""
         self.total = (self.total or 0) + more
 
-    def reach(self, done: int) -> None:
-        self.done = done
+    def reach(self, done: int, total: int | None = None) -> None:
+        self.done, self.total = done, total
         self._show()
 
     def forget(self, done: int, rejected: int) -> None:
