@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -143,11 +144,11 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
 
 def _caches(config: Config, dry_run: bool) -> list[Cache]:
     """The own cache, then the others."""
-    others = [Cache(root) for root in config.bucket.caches]
-    first = Cache(config.cache, create=bool(others) and not dry_run)
-    roots = [one.root.resolve() for one in (first, *others)]
+    others = [Cache(root, mirror=config.mirror) for root in config.bucket.caches]
+    first = Cache.of(config, create=bool(others) and not dry_run)
+    roots = [one.location if "://" in one.location else os.path.realpath(one.location) for one in (first, *others)]
     if len(set(roots)) < len(roots):
-        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(map(str, roots)))
+        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(roots))
     return [first, *others]
 
 
@@ -162,7 +163,7 @@ def _sources(caches: list[Cache]) -> dict[str, tuple[Cache, dict[str, Any]]]:
             first = found.setdefault(source, (cache, body))
             if first[1]["table"] != body["table"]:
                 raise CacheError(
-                    f"{first[0].root} and {cache.root} both have a source {source!r}, with different items",
+                    f"{first[0].location} and {cache.location} both have a source {source!r}, with different items",
                     fix="encode one of them with another --source-name: samples are told apart by it",
                 )
     return dict(sorted(found.items()))
@@ -243,7 +244,7 @@ def _reassign_lists(
         where = f"reports/reassign-{source}.csv"
         rows = [move[1:] for move in moves if move[0] == source]
         if rows:
-            told.append({"source": source, "items": len(rows), "file": str(cache.root / where)})
+            told.append({"source": source, "items": len(rows), "file": cache.files.where(where)})
         if dry_run:
             continue
         if not rows:

@@ -24,7 +24,7 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache, or a head is damaged.
     """
-    found = compare.listed(Cache(config.cache))
+    found = compare.listed(Cache.of(config))
     if as_json:
         click.echo(json.dumps({"snapshots": found}))
         return 0
@@ -49,7 +49,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     Raises:
         CacheError: no such snapshot, or one that is damaged.
     """
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     one, other = cache.open_snapshot(a), cache.open_snapshot(b)
     found = compare.difference(one, other)
     kinds: list[tuple[str, Snapshot, list[tuple[int, tuple[str, ...]]]]] = [

@@ -11,6 +11,7 @@ import click
 
 from pipeline import launch
 from pipeline.cache import audit, layout
+from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import captions
@@ -35,7 +36,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there.
     """
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     read = [0, 0]
 
     def count(size: int) -> None:
@@ -53,7 +54,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
     for finding in findings:
-        click.echo(f"{cache.root / finding.path}: {finding.problem}")
+        click.echo(f"{cache.files.where(finding.path)}: {finding.problem}")
         for key in finding.records[:20]:
             click.echo(f"  record {key}")
         if len(finding.records) > 20:
@@ -87,7 +88,7 @@ def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: t
             outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
     for finding in findings:
         if finding.path.startswith("snapshots/"):
-            again = list(audit.verify_snapshot(cache, cache.root / finding.path))
+            again = list(audit.verify_snapshot(cache, finding.path))
             outcomes[finding.path] = "failed: restore it from a copy of the cache" if again else "restored"
         elif finding.path not in outcomes:
             outcomes[finding.path] = "failed: restore it from a copy of the cache"
@@ -104,13 +105,15 @@ class _Encoders:
         self.text: encoders.TextEncoder | None = None
 
     def of(self, recipe: layout.Recipe) -> repair.Encode:
-        def encode(plan: Plan, unit: Unit, bad: Container[bytes]) -> Iterable[worker.Made]:
+        def encode(plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
             rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-            return self._made(recipe, unit, rows, bad)
+            return self._made(recipe, unit, commit, rows, bad)
 
         return encode
 
-    def _made(self, recipe: layout.Recipe, unit: Unit, rows: Any, bad: Container[bytes]) -> Iterator[worker.Made]:
+    def _made(
+        self, recipe: layout.Recipe, unit: Unit, commit: Commit, rows: Any, bad: Container[bytes]
+    ) -> Iterator[worker.Made]:
         if not any(key in bad for key in rows.column("key").to_pylist()):
             return
         device = launch.resolve_device(self.config.encode.device)
@@ -128,6 +131,7 @@ class _Encoders:
                 instruction = captions.instruction(self.config.text)
                 _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
                 self.text = encoders.TextEncoder.load(self.config.text, instruction, device)
+            self.text.mode = commit.provenance.get("text_mode", self.config.text.mode)
             yield from worker.caption_records(recipe, unit, rows, self.text, only=bad)
 
     def _source(self, name: str) -> Source:

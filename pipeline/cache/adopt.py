@@ -3,7 +3,8 @@
 What: `adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of its own.
 Why: a snapshot must be whole in one cache: it can be verified, moved and read without knowing other folders. Adopted
 records are ordinary ones: `verify`, `gc`, `status` and `encode` treat them like those that were encoded here.
-Price: every adopted byte is read once to check it; on another file system it is also copied. Whole units are adopted.
+Price: every adopted byte is read once to check it, and copied where it cannot be linked (another file system, an
+object store). Whole units are adopted.
 
 A record that was encoded here goes before an adopted one of the same key, and an earlier adopted one before a later.
 Killed at any point, the next run continues: units whose plan is published are known by their ids.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -79,20 +81,26 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     """
     if files.exists(name):
         return
-    source = other.path(name)
     with files.temporary() as path:
-        try:
-            os.link(source, path)
-        except FileNotFoundError:
-            raise IntegrityError(f"{source}: is missing", fix="restore it from a copy of that cache") from None
-        except OSError:  # another file system, or links are not allowed: a copy does as well
-            with explained(path):
-                shutil.copyfile(source, path)
+        linked = False
+        if type(files) is type(other) is Files:
+            with suppress(OSError):  # missing, another file system, or links are not allowed: see below
+                os.link(other.path(name), path)
+                linked = True
+        if not linked:
+            try:
+                handle = other.open(name)
+            except FileNotFoundError:
+                raise IntegrityError(
+                    f"{other.where(name)}: is missing", fix="restore it from a copy of that cache"
+                ) from None
+            with explained(path), handle.file() as source, open(path, "xb") as target:
+                shutil.copyfileobj(source, target, 4 << 20)
         try:
             files.publish_content(path, name, digest)
         except IntegrityError as error:
             raise IntegrityError(
-                f"{source}: its bytes do not match its name", expected=digest, found=error.found,
+                f"{other.where(name)}: its bytes do not match its name", expected=digest, found=error.found,
                 fix="sana-pipe verify --repair in that cache",
             ) from None  # fmt: skip
 
@@ -107,7 +115,7 @@ def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
     ours = cache.files.document(where)
     if ours["table"] != theirs["table"]:
         raise CacheError(
-            f"{cache.root} and {other.root} hold int8 records of one recipe with different channel scales",
+            f"{cache.location} and {other.location} hold int8 records of one recipe with different channel scales",
             expected=ours["table"], found=theirs["table"],
             fix="encode both into one cache, or use storage bf16 or bf16-zstd",
         )  # fmt: skip

@@ -20,7 +20,6 @@ import tarfile
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import codec, layout
-from pipeline.cache.files import Files, explained
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.cache.files import Files, Handle, explained
+from pipeline.errors import IntegrityError
 
 BLOCK = 512
 
@@ -96,7 +95,8 @@ class ShardWriter:
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
         self._stack = files.temporary()
         self._path = self._stack.__enter__()
-        self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
+        with explained(self._path):
+            self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
         head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
@@ -211,7 +211,7 @@ class Reader:
         self.recipe_id = recipe.partition("-")[2]
         self._codec = codec.reader(files, recipe)
         self._limit = limit
-        self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._open: OrderedDict[str, Handle] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(
@@ -230,7 +230,7 @@ class Reader:
                 raise IntegrityError(
                     f"{self._where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
-                    fix=f"restore {self.files.path(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                    fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
                 )  # fmt: skip
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"))
         else:
@@ -249,7 +249,7 @@ class Reader:
         return payload
 
     def _where(self, shard: str, offset: int, key: bytes) -> str:
-        return f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
+        return f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
 
     def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview) -> None:
         found = b""
@@ -280,8 +280,8 @@ class Reader:
         found = layout.digest("caption", key, bytes(data[:got]))
         if got != length or found != expected:
             raise IntegrityError(
-                f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at byte "
-                f"{offset} has the wrong checksum",
+                f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at "
+                f"byte {offset} has the wrong checksum",
                 expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
             )  # fmt: skip
         return data.decode("utf-8")
@@ -291,55 +291,36 @@ class Reader:
             self._open.clear()
 
     def _pread(self, shard: str, offset: int, view: memoryview) -> int:
-        handle = self._handle(shard)
-        done = 0
-        while done < len(view):
-            got = os.preadv(handle.descriptor, [view[done:]], offset + done)
-            if got == 0:
-                break
-            done += got
-        return done
+        return self._handle(shard).read_into(view, offset)
 
-    def _handle(self, shard: str) -> _Handle:
+    def _handle(self, shard: str) -> Handle:
         with self._lock:
             handle = self._open.get(shard)
             if handle is not None:
                 self._open.move_to_end(shard)
                 return handle
-            path = self.files.path(layout.Paths.shard(self.recipe, shard))
+            name = layout.Paths.shard(self.recipe, shard)
             try:
-                handle = _Handle(path)
+                handle = self.files.open(name)
             except FileNotFoundError:
                 raise IntegrityError(
-                    f"{path}: the shard is missing", fix="restore it from a copy of the cache"
+                    f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"
                 ) from None
-            except OSError as error:
-                raise CacheError(f"{path}: cannot be opened: {error.strerror}") from None
             self._open[shard] = handle
             while len(self._open) > self._limit:
                 self._open.popitem(last=False)
             return handle
 
 
-class _Handle:
-    """An open file that closes when its last reader lets go of it, so eviction never cuts off a read."""
-
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if (descriptor := getattr(self, "descriptor", None)) is not None:
-            os.close(descriptor)
-
-
-def read_table(path: Path) -> tuple[dict[str, Any], pa.Table]:
+def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
     """Head and record table out of a shard itself (when the index beside it is lost). Reads headers only.
 
     Raises:
         IntegrityError: not a shard of this format.
     """
+    where = files.where(name)
     try:
-        with tarfile.open(path, "r:") as tar:
+        with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
             head = table = None
             for member in tar:
                 if member.name == f"{layout.META}/head.json":
@@ -347,7 +328,7 @@ def read_table(path: Path) -> tuple[dict[str, Any], pa.Table]:
                 elif member.name == f"{layout.META}/records.arrow":
                     table = tar.extractfile(member).read()  # type: ignore[union-attr]
     except (tarfile.TarError, OSError) as error:
-        raise IntegrityError(f"{path}: not a shard: {error}") from None
+        raise IntegrityError(f"{where}: not a shard: {error}") from None
     if head is None or table is None:
-        raise IntegrityError(f"{path}: not a shard of this format: it has no {layout.META} members")
-    return json.loads(head), from_ipc(table, f"{path}!{layout.META}/records.arrow")
+        raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
+    return json.loads(head), from_ipc(table, f"{where}!{layout.META}/records.arrow")

@@ -7,7 +7,7 @@ found out at the first answer; from then on its files are fetched whole, once, i
 Price: temporary files of up to `SPOOL_BYTES` together (never more than half of what is free there); a server without
 ranges costs one whole transfer of a file whenever it has been dropped from there.
 
-Whatever a driver raises becomes `Unreadable` with its message, after `ATTEMPTS` tries unless trying again is no use.
+Whatever a driver raises becomes `Unreadable` with its message, after a few tries unless trying again is no use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -29,9 +30,8 @@ import xxhash
 from pipeline.data.names import hostile, said, shown
 from pipeline.data.store import RangeFile, Store, Unreadable, whole
 from pipeline.errors import UserError
+from pipeline.retrying import tried
 
-ATTEMPTS = 3
-PAUSE_S = 0.5
 BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
@@ -76,6 +76,12 @@ class Remote(Store):
         self._known: dict[str, dict[str, Any]] = {}
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
+        self._proven = False  # a server has sent a range
+        self._first = threading.Lock()
+
+    @property
+    def far(self) -> bool:
+        return self.ranged
 
     # ------------------------------------------------------------ names
 
@@ -165,6 +171,13 @@ class Remote(Store):
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(lambda name: self._read_one(name, limit), names))
 
+    def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
+        asked = list(names)
+        if all(name in self._known for name in asked):  # a listing has said it
+            return super().stat_many(asked)
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            return dict(zip(asked, pool.map(self._stat_one, asked), strict=True))
+
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         if length == 0:
             return b""
@@ -186,10 +199,14 @@ class Remote(Store):
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
         """A range; None if this server sent more than that (and so the whole file)."""
         path = self.path(name)
-        data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
-        if len(data) > length:
-            self.ranged = False
-            return None
+        with nullcontext() if self._proven else self._first:  # many who find it out at once would get many files
+            if not self.ranged:
+                return None
+            data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
+            if len(data) > length:
+                self.ranged = False
+                return None
+            self._proven = True
         return data
 
     def _spool(self, name: str) -> _Spool:
@@ -216,17 +233,13 @@ class Remote(Store):
             return spool
 
     def _tried(self, name: str, ask: Callable[[], T]) -> T:
-        for attempt in range(ATTEMPTS):
-            try:
-                return ask()
-            except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-                kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
-                raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from None
-            except Exception as error:  # every driver has its own
-                if attempt == ATTEMPTS - 1:
-                    raise Unreadable(f"{shown(name)}: {type(error).__name__}: {shown(said(error))}") from None
-                time.sleep(PAUSE_S * 4**attempt)
-        raise AssertionError
+        try:
+            return tried(ask, final=(FileNotFoundError, PermissionError, IsADirectoryError))
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
+            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from None
+        except Exception as error:  # every driver has its own
+            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {shown(said(error))}") from None
 
 
 class _Spool:
