@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from pipeline.config import Config, load
 from pipeline.data import buckets, selection
 from pipeline.data.loader import Loader
 from pipeline.data.schedule import Schedule
+from pipeline.encoding import plan
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from tests import synthetic
 from tests.synthetic import Picture, add, config, pictures
@@ -687,6 +689,32 @@ def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.Mon
         copied = here / path.relative_to(there)
         assert copied.read_bytes() == path.read_bytes()
         assert copied.stat().st_ino != path.stat().st_ino
+
+
+@pytest.mark.parametrize("own", ["disk", "objects"])
+def test_caches_on_disks_and_in_object_stores_mix(
+    tmp_path: Path, s3_bucket: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, disk = f"{s3_bucket}/{uuid4().hex}", str(tmp_path / "disk")
+    here, there = (disk, url) if own == "disk" else (url, disk)
+    mirror = f"mirror.path={tmp_path / 'mirror'}"
+    add(config(here, mirror), "one", pictures(40))
+    add(config(there, mirror), "two", pictures(20, "two-"))
+    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.small=reassign", "bucket.batch=10")
+    told = report(of, capsys)
+    lists = {entry["source"]: entry for entry in told["reassign"]}
+    assert told["samples"] == 60 - sum(entry["items"] for entry in lists.values())
+    assert all(entry["file"].startswith(here) for entry in lists.values())
+    targets = plan.read_targets(lists["one"]["file"], 8)
+    assert len(targets) == lists["one"]["items"]
+    assert set(targets.values()) == {(16, 24)}
+    assert list(audit.verify(Cache.of(of))) == []
+    loader = Loader(
+        Cache.of(of).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=10, caption_drop=0.0,
+        null_mask="bos", prefetch=0, threads=1, stop_step=int(told["steps_per_epoch"]),
+    )  # fmt: skip
+    seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
+    assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen
 
 
 def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
