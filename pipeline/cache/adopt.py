@@ -31,19 +31,17 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
 
     Args:
         recipe: name of their recipe.
-        shards: names of committed shards.
+        shards: names of shards that are committed there and not here.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
         CacheError: int8 records with other channel scales than this cache's.
     """
-    here = {commit.shard for number in cache.files.numbers(Paths.plans(recipe))
-            for commit in index.commits(cache.files, recipe, number)}  # fmt: skip
     needed: list[tuple[Plan, Unit, index.Commit]] = []
     for plan in other.plans(recipe):
         units = {unit.unit: unit for unit in plan.units}
         for commit in index.commits(other.files, recipe, plan.number):
-            if commit.shard in shards - here:
+            if commit.shard in shards:
                 needed.append((plan, units[commit.unit], commit))
     if not needed:
         return
