@@ -22,6 +22,7 @@ import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
+from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.cli import cli
@@ -607,6 +608,29 @@ def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
     before = files(here)
     assert stages.bucket.run(of) == first
     assert files(here) == before
+
+
+def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> None:
+    """Both caches have the same unit; in one of them a picture of it was rejected."""
+    there = tmp_path / "there"
+    add(config(there), "one", pictures(8))
+    here = Path(shutil.copytree(there, tmp_path / "here"))
+    recipe = synthetic.LATENT
+    [segment] = here.glob(f"segments/{recipe.name}/*.json")
+    body = layout.unseal(segment.read_bytes(), str(segment))
+    [commit] = body["commits"]
+    empty = {**commit, "shard": None, "bytes": 0, "records": 0, "table": None}
+    [table] = here.glob(f"tables/{body['table'][:2]}/{body['table']}.arrow")
+    none = Cache(here).files.put_content(to_ipc(from_ipc(table.read_bytes(), "").slice(0, 0)), "tables", "arrow")
+    segment.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": [empty]}))
+    for path in here.glob("shards/latent-*/*/*.tar"):
+        path.unlink()
+    with pytest.raises(UserError, match="nothing is left"):
+        stages.bucket.run(config(here))
+    assert len(made(config(here, f"bucket.caches=[{there}]"))) == 8
+    shutil.rmtree(there)
+    assert len(made(config(here))) == 8, "the adopted records are not this cache's own"
+    assert list(audit.verify(Cache(here))) == []
 
 
 def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

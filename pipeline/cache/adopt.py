@@ -37,37 +37,39 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         IntegrityError: a file of the other cache is missing or damaged.
         CacheError: int8 records with other channel scales than this cache's.
     """
-    needed: list[tuple[Plan, Unit, index.Commit]] = []
+    needed: dict[str, tuple[Plan, Unit, index.Commit]] = {}
     for plan in other.plans(recipe):
         units = {unit.unit: unit for unit in plan.units}
         for commit in index.commits(other.files, recipe, plan.number):
-            if commit.shard in shards:
-                needed.append((plan, units[commit.unit], commit))
+            if commit.shard is not None and commit.shard in shards:
+                # An id of its own: a fork of that cache may have another outcome of the unit it came from.
+                own = layout.digest("adopted", recipe, commit.shard).hex()
+                marked = replace(commit, unit=own, provenance={**commit.provenance, index.ADOPTED: True})
+                needed[own] = (plan, units[commit.unit], marked)
     if not needed:
         return
     cache.add_recipe(other.recipe(recipe))
     _same_scales(cache, other, recipe)
-    for _, _, commit in needed:
+    for _, _, commit in needed.values():
         assert commit.shard is not None
         assert commit.table is not None
         bring(cache.files, other.files, Paths.shard(recipe, commit.shard), commit.shard)
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
     while True:
         known = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
-        fresh = [entry for entry in needed if entry[1].unit not in known]
+        fresh = [own for own in needed if own not in known]
         if not fresh:
             break
-        moved: list[Unit] = []
-        start = 0
-        for _, unit, _ in fresh:
-            moved.append(Unit(unit.unit, start, unit.count, unit.batch))
+        moved, rows, start = list[Unit](), [], 0
+        for own in fresh:
+            plan, unit, _ = needed[own]
+            moved.append(replace(unit, unit=own, start=start))
+            rows.append(other.table(plan.table).slice(unit.start, unit.count))
             start += unit.count
-        rows = pa.concat_tables([other.table(p.table).slice(u.start, u.count) for p, u, _ in fresh])
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, rows)
-    for _, unit, commit in needed:
-        own = replace(commit, provenance={**commit.provenance, index.ADOPTED: True})
-        index.publish_commit(cache.files, recipe, known[unit.unit].number, own)
-    for plan in {known[unit.unit].number: known[unit.unit] for _, unit, _ in needed}.values():
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, pa.concat_tables(rows))
+    for own, (_, _, commit) in needed.items():
+        index.publish_commit(cache.files, recipe, known[own].number, commit)
+    for plan in {known[own].number: known[own] for own in needed}.values():
         index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
 
 
