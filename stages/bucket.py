@@ -111,28 +111,26 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
         return _Made(head, samples, names, report, joined, frame, moves)
 
     told: dict[str, Any] = {"dry_run": dry_run, "name": name}
-    side = Joined(joined.sources)
-    side.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
-    if own.heldout and away.any():
-        kept = Joined(joined.sources)
-        kept.leave("not in the held-out part", int((~away).sum()))
-        told["heldout"] = _publish(
-            make(frame.take(away), kept, "carry", {"heldout": {"share": own.heldout, "side": "heldout"}}),
-            caches, (latents, texts), dry_run,
-            f"{name or 'latest'}.heldout", latest=False,
-        )  # fmt: skip
-    joined.left_out.update(side.left_out)
-    joined.keep.update(side.keep)
-    frame = frame.take(~away)
+    kept_away = None
+    if away.any():
+        side = Joined(joined.sources)
+        side.leave("not in the held-out part", int((~away).sum()))
+        policies: dict[str, Any] = {"heldout": {"share": own.heldout, "side": "heldout"}}
+        kept_away = make(frame.take(away), side, "carry", policies)
+        joined.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
+        frame = frame.take(~away)
     if own.subset is not None:
         pictures = len(np.unique(frame.picture_id))
         if pictures < own.subset:
             told["note"] = f"bucket.subset = {own.subset}, but there are only {pictures} pictures"
         frame = selection.subset(joined, frame, own.subset, earlier)
-    policies: dict[str, Any] = {"order": own.order} if own.order != "random" else {}
+    policies = {"order": own.order} if own.order != "random" else {}
     if own.heldout:
         policies["heldout"] = {"share": own.heldout, "side": "train"}
     made = make(frame, joined, own.small, policies)
+    if kept_away is not None:
+        label = f"{name or 'latest'}.heldout"
+        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, latest=False)
     told |= _publish(made, caches, (latents, texts), dry_run, name)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
     _tell(told, as_json)

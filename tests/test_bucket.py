@@ -301,6 +301,20 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert cache.snapshot_of("latest") == cache.open_snapshot("larger").id, "a held-out part is nobody's newest"
 
 
+def test_nothing_is_published_when_nothing_is_left(root: Path) -> None:
+    add(config(root), "one", pictures(30))
+    before = files(root)
+    for overrides in (
+        ("bucket.heldout=0.3", "bucket.small=drop", "bucket.batch=40"),  # the held-out part alone would be possible
+        ("bucket.sources={one: {weight: 0}}",),
+        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.small=reassign"),
+        ("bucket.filter='width < 0'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=3"),
+    ):
+        with pytest.raises(UserError, match="nothing is left to train on"):
+            stages.bucket.run(config(root, *overrides))
+        assert files(root) == before
+
+
 def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(120))
     sizes, before = (40, 60, 100), None
