@@ -83,6 +83,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Many samples at once, as columns; what `Sample` and `Caption` say of one. Keys and checksums are S16.
+
+    captions: columns of all their captions, in the samples' order; those of sample i are
+        `first[i]:first[i + 1]`. `length` is absent where payloads are plain bf16.
+    """
+
+    samples: dict[str, np.ndarray]
+    captions: dict[str, np.ndarray]
+    first: np.ndarray
+
+
+@dataclass(frozen=True)
 class Bucket:
     """One resolution: `height` and `width` in pixels, its samples and the global batch of a step."""
 
@@ -193,6 +206,38 @@ class Snapshot:
         chunk, at = self._locate(row)
         return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards_of)
 
+    def columns(self, rows: np.ndarray) -> Columns:
+        """Samples by their rows ((n,) int64), without an object for each.
+
+        Raises:
+            IntegrityError: a chunk that is touched for the first time is damaged.
+        """
+        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < len(self)):
+            raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {int(rows.max()) + 1}")
+        numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
+        groups = []
+        counts = np.empty(len(rows), np.int64)
+        for number in np.unique(numbers).tolist():
+            chunk, _ = self._locate(int(self._chunk_starts[number]))
+            mine = np.flatnonzero(numbers == number)
+            at = rows[mine] - int(self._chunk_starts[number])
+            begin = chunk.caption_offsets[at].astype(np.int64)
+            counts[mine] = chunk.caption_offsets[at + 1] - begin
+            groups.append((chunk, mine, at, begin))
+        first = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=first[1:])
+        samples: dict[str, np.ndarray] = {}
+        captions: dict[str, np.ndarray] = {}
+        for chunk, mine, at, begin in groups:
+            own = counts[mine]
+            within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
+            source, target = np.repeat(begin, own) + within, np.repeat(first[mine], own) + within
+            for name, column in chunk.columns.items():
+                samples.setdefault(name, np.empty(len(rows), column.dtype))[mine] = column[at]
+            for name, column in chunk.caption.items():
+                captions.setdefault(name, np.empty(int(first[-1]), column.dtype))[target] = column[source]
+        return Columns(samples, captions, first)
+
     def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
         """Valid rows and weights of a sample's captions, without reading any text."""
         chunk, at = self._locate(row)
@@ -251,6 +296,7 @@ class Snapshot:
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
         buffer = mapped.read_buffer()
+        mapped.close()  # the mapping stays as long as its buffer; a descriptor for each chunk would not
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
         if found != entry[which]:
             raise IntegrityError(
@@ -276,6 +322,8 @@ class _Chunk:
         lists = whole.column("captions")
         lists = lists.chunk(0) if lists.num_chunks else pa.array([], whole.schema.field("captions").type)
         self.length = whole.column("length").to_numpy() if "length" in whole.schema.names else None
+        names = ("sample_id", "shard", "offset", "key", "checksum", "length")
+        self.columns = {name: own for name in names if (own := getattr(self, name)) is not None}
         self.caption_offsets = lists.offsets.to_numpy()
         struct = lists.values
         self.caption: dict[str, np.ndarray] = {}
