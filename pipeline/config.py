@@ -182,6 +182,15 @@ class BucketConfig(_Section):
     pad_text_multiple: Positive = 16
 
 
+class MirrorConfig(_Section):
+    """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
+    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them; shared by all processes of the machine.
+    """
+
+    path: str | None = None
+    gib: Annotated[float, Field(gt=0)] = 64.0
+
+
 class ArchConfig(_Section):
     """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B (diffusers' own defaults)."""
 
@@ -310,9 +319,11 @@ class SampleConfig(_Section):
 
 
 class Config(_Section):
-    """The whole file. Top-level keys are one per stage, plus `cache`, `encoders`, `data` and `model`."""
+    """The whole file. Top-level keys are one per stage, plus `cache` (a folder or a URL, s3://…), its `mirror`, the
+    encoders, `data` and `model`."""
 
     cache: str = "./cache"
+    mirror: MirrorConfig = MirrorConfig()
     vae: VaeConfig
     text: TextConfig
     model: ModelConfig

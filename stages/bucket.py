@@ -28,7 +28,7 @@ def run(config: Config, name: str | None = None) -> str:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
         UserError: nothing is left to train on.
     """
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     scans = {source: cache.last_scan(source) for source in cache.sources()}
     found = {source: body for source, body in scans.items() if body is not None}
     if not found:

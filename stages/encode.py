@@ -73,7 +73,7 @@ def _run(
     name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
-    cache = Cache(config.cache, create=True)
+    cache = Cache.of(config, create=True)
     latent = _with_decoder_of(cache, latent, config)
     cache.files.sweep()
     for recipe in (latent, text):
@@ -252,7 +252,7 @@ def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
     rows.writerows(sorted((r.item, r.reason) for r in rejects))
     cache.files.replace(path, sheet.getvalue().encode())
     if rejects:
-        click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.path(path)}")
+        click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
         for reason, count in Counter(r.reason for r in rejects).most_common(8):
             click.echo(f"  {count:6d}  {reason}")
 
@@ -263,5 +263,5 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
         raise RejectRateError(
             f"{len(rejects)} of {items} items of source {name!r} were rejected",
             expected=f"at most {config.encode.max_reject_rate:.1%} (encode.max_reject_rate)",
-            fix=f"look at {cache.files.path(f'reports/rejects-{name}.csv')}, or raise encode.max_reject_rate",
+            fix=f"look at {cache.files.where(f'reports/rejects-{name}.csv')}, or raise encode.max_reject_rate",
         )

@@ -21,12 +21,12 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     Returns:
         0.
     """
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     found = list(audit.unneeded(cache, older_than_hours * 3600))
     size = sum(entry[1] for entry in found)
     if yes:
         for path, _, _ in found:
-            cache.files.path(path).unlink(missing_ok=True)
+            cache.files.remove(path)
     if as_json:
         entries = [{"path": path, "bytes": count, "why": why} for path, count, why in found]
         click.echo(json.dumps({"removed": yes, "bytes": size, "files": entries}))

@@ -71,7 +71,7 @@ def run(config: Config, checkpoint: str, snapshot: str | None, out: Path, count:
     """
     out = Path(out)
     folder = runs.find(config, checkpoint)
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     architecture, weights = checkpoints.load_model_state(folder)
     _check_fit(architecture, opened, folder)

@@ -20,7 +20,7 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache, or a document of it is damaged.
     """
-    told = audit.status(Cache(config.cache))
+    told = audit.status(Cache.of(config))
     if as_json:
         click.echo(json.dumps(told))
     else:
@@ -40,5 +40,6 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(line)
         for name, snapshot in told["snapshots"].items():
             click.echo(f"snapshot {name}: {snapshot}")
-        click.echo(f"{told['free_bytes'] / 1e9:.1f} GB free; " + ("complete" if told["complete"] else "not complete"))
+        free = "" if told["free_bytes"] is None else f"{told['free_bytes'] / 1e9:.1f} GB free; "
+        click.echo(free + ("complete" if told["complete"] else "not complete"))
     return 0 if told["complete"] else 1

@@ -38,7 +38,7 @@ def run(
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
-    opened = Cache(config.cache).open_snapshot(snapshot or snapshot_of(config, resume))
+    opened = Cache.of(config).open_snapshot(snapshot or snapshot_of(config, resume))
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")

@@ -35,7 +35,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there.
     """
-    cache = Cache(config.cache)
+    cache = Cache.of(config)
     read = [0, 0]
 
     def count(size: int) -> None:
@@ -53,7 +53,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
     for finding in findings:
-        click.echo(f"{cache.root / finding.path}: {finding.problem}")
+        click.echo(f"{cache.files.where(finding.path)}: {finding.problem}")
         for key in finding.records[:20]:
             click.echo(f"  record {key}")
         if len(finding.records) > 20:
@@ -87,7 +87,7 @@ def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: t
             outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
     for finding in findings:
         if finding.path.startswith("snapshots/"):
-            again = list(audit.verify_snapshot(cache, cache.root / finding.path))
+            again = list(audit.verify_snapshot(cache, finding.path))
             outcomes[finding.path] = "failed: restore it from a copy of the cache" if again else "restored"
         elif finding.path not in outcomes:
             outcomes[finding.path] = "failed: restore it from a copy of the cache"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,28 @@ def small_cache(photos: Path, make_config: Callable[..., Config], tmp_path_facto
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     return folder / "cache"
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """An empty bucket on an S3 server on loopback; the environment of this and of started processes names it."""
+    pytest.importorskip("s3fs")
+    server_module = pytest.importorskip("moto.server")
+    import fsspec
+
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_EC2_METADATA_DISABLED", "true"),
+        ):  # fmt: skip
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
 
 
 @pytest.fixture

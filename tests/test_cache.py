@@ -364,7 +364,7 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
 
 def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     cache, name, table = write(tmp_path / "c", recipe=TEXT)
-    head, again = shard.read_table(cache.files.path(layout.Paths.shard(TEXT.name, name)))
+    head, again = shard.read_table(cache.files, layout.Paths.shard(TEXT.name, name))
     assert again.equals(table) and head["recipe"] == TEXT.name
     reader = shard.Reader(cache.files, TEXT.name)
     row = table.to_pylist()[1]

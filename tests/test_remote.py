@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import retrying
 from pipeline.config import DataConfig
 from pipeline.data import remote
 from pipeline.data.detect import open_source
@@ -183,15 +184,15 @@ def test_too_many_bytes_never_pass_for_a_range(plain_server: Server, monkeypatch
 
 
 def test_a_hiccup_is_tried_again_and_a_failure_is_told(ranged_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     keys = list(content(source))
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     first = opened(f"{ranged_server.url}/tars/s-0.tar")
     source.recall((i.key, "s-0.tar", i.where or "") for i in first.items() if isinstance(i, Item))
-    ranged_server.fail = 2
+    ranged_server.fail = retrying.ATTEMPTS - 1
     assert source.read(keys[0])
-    ranged_server.fail = 3
+    ranged_server.fail = retrying.ATTEMPTS
     with pytest.raises(Unreadable, match="503"):
         source.read(keys[0])
     assert not ranged_server.fail
@@ -212,28 +213,14 @@ def test_missing_things_are_told(ranged_server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def s3(data: Path) -> Iterator[str]:
-    pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server")
+def s3(s3_bucket: str, data: Path) -> str:
     import fsspec
 
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
-            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"),
-            ("AWS_EC2_METADATA_DISABLED", "true"),
-        ):  # fmt: skip
-            patch.setenv(name, value)
-        fs = fsspec.filesystem("s3")
-        fs.mkdir("bucket")
-        for path in sorted(data.rglob("*")):
-            if path.is_file():
-                fs.pipe_file(f"bucket/set/{path.relative_to(data)}", path.read_bytes())
-        yield "s3://bucket/set"
-    server.stop()
+    fs = fsspec.filesystem("s3")
+    for path in sorted(data.rglob("*")):
+        if path.is_file():
+            fs.pipe_file(f"bucket/set/{path.relative_to(data)}", path.read_bytes())
+    return f"{s3_bucket}/set"
 
 
 def test_s3_is_the_same_as_a_disk(s3: str, data: Path) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from pipeline.cache import index, layout, shard
-from pipeline.cache.files import STALE_TMP_S, file_digest
+from pipeline.cache import index, shard
+from pipeline.cache.files import STALE_TMP_S
 from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache, Plan, Unit
@@ -59,15 +59,16 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             units += len(plan.units)
             planned += sum(unit.count for unit in plan.units)
             counts = {unit.unit: unit.count for unit in plan.units}
+            written = {entry.name: entry.modified for entry in cache.files.walk(Paths.units(name, plan.number))}
             for commit in index.commits(cache.files, name, plan.number):
                 done += 1
                 made += commit.records
                 size += commit.bytes
                 rejects += len(commit.rejects)
                 planned -= counts.get(commit.unit, 0)
-                path = cache.files.path(Paths.unit(name, plan.number, commit.unit))
-                if path.exists() and moment - path.stat().st_mtime < 600:
-                    recent.append((path.stat().st_mtime, commit.records))
+                when = written.get(Paths.unit(name, plan.number, commit.unit))
+                if when is not None and moment - when < 600:
+                    recent.append((when, commit.records))
         span = moment - min((t for t, _ in recent), default=moment)
         rate = sum(n for _, n in recent) / span if span > 1 else 0.0
         stores[name] = {
@@ -85,7 +86,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
     return {
-        "cache": str(cache.root), "complete": all(s["units"] == s["units_done"] for s in stores.values()),
+        "cache": cache.location, "complete": all(s["units"] == s["units_done"] for s in stores.values()),
         "stores": stores, "sources": sources, "snapshots": names, "free_bytes": cache.files.free_bytes(),
     }  # fmt: skip
 
@@ -100,23 +101,24 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
         progress: called with the bytes of each file that was read.
     """
     for folder in ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names"):
-        for path in sorted((cache.root / folder).rglob("*.json")):
-            name = path.relative_to(cache.root).as_posix()
+        for entry in cache.files.walk(folder):
+            if not entry.name.endswith(".json"):
+                continue
             try:
-                layout.unseal(cache.files.read(name), str(path))
+                cache.files.document(entry.name)
             except CacheError as error:
-                yield Finding(name, error.what)
-            progress(path.stat().st_size if path.exists() else 0)
-    for path in sorted((cache.root / "tables").rglob("*.*")):
-        if file_digest(path) != path.stem:
-            yield Finding(path.relative_to(cache.root).as_posix(), "its bytes do not match its name")
-        progress(path.stat().st_size)
+                yield Finding(entry.name, error.what)
+            progress(entry.size)
+    for entry in cache.files.walk("tables"):
+        if cache.files.digest(entry.name) != PurePosixPath(entry.name).stem:
+            yield Finding(entry.name, "its bytes do not match its name")
+        progress(entry.size)
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
             yield from _verify_unit(cache, name, plan, commit, progress)
-    for path in sorted((cache.root / "snapshots").glob("*.json")):
-        yield from verify_snapshot(cache, path)
+    for head in cache.files.names("snapshots"):
+        yield from verify_snapshot(cache, f"snapshots/{head}")
 
 
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
@@ -144,17 +146,16 @@ def _verify_unit(
     if commit.shard is None:
         return
     name = Paths.shard(recipe, commit.shard)
-    path = cache.files.path(name)
     own: dict[str, Any] = {"recipe": recipe, "plan": plan, "unit": commit.unit}
     try:
-        intact = file_digest(path) == commit.shard
-        progress(path.stat().st_size)
+        intact = cache.files.digest(name) == commit.shard
+        progress(commit.bytes)
     except FileNotFoundError:
         keys = tuple(k.hex() for k in _keys(cache, commit))
         yield Finding(name, f"the shard is missing with its {commit.records} records", records=keys, **own)
         return
-    except OSError as error:
-        yield Finding(name, f"cannot be read: {error.strerror}", **own)
+    except (CacheError, OSError) as error:
+        yield Finding(name, f"cannot be read: {error}", **own)
         return
     if not intact:
         damaged = bad_records(cache, recipe, commit)
@@ -214,11 +215,10 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
     return into
 
 
-def verify_snapshot(cache: Cache, path: Path) -> Iterator[Finding]:
-    """What is wrong with one snapshot: its head, its chunks, shards that are missing or of another size."""
-    name = path.relative_to(cache.root).as_posix()
+def verify_snapshot(cache: Cache, name: str) -> Iterator[Finding]:
+    """What is wrong with one snapshot (its head's file): its head, its chunks, shards missing or of another size."""
     try:
-        snapshot = Snapshot(cache.files, path.stem)
+        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         snapshot.check_shards()
         for number in range(len(snapshot.head["chunks"])):
             snapshot.check_chunk(number)
@@ -269,33 +269,27 @@ def unneeded(
                 kept_shards |= {commit.shard} if commit.shard else set()
                 kept_tables |= {commit.table} if commit.table else set()
 
-    def old(path: Path) -> bool:
-        try:
-            return moment - path.stat().st_mtime >= older_than_s
-        except FileNotFoundError:
-            return False
+    stale, stood_for = set(stale_heads), set(replaced)
 
-    def entry(path: Path, why: str) -> tuple[str, int, str]:
-        return path.relative_to(cache.root).as_posix(), path.stat().st_size, why
+    def why(name: str) -> str | None:
+        folder, stem = name.partition("/")[0], PurePosixPath(name).stem
+        if folder == "tmp":
+            return "left by a writer that died"
+        if folder == "shards" and stem not in kept_shards:
+            return "no commit or snapshot refers to this shard"
+        if folder == "tables" and stem not in kept_tables:
+            return "nothing refers to this table"
+        if folder == "claims":
+            return "claimed by a worker that died"
+        if name in stale:
+            return "no name points to this snapshot"
+        return "its plan's segment stands for it" if name in stood_for else None
 
-    for path in sorted((cache.root / "tmp").glob("*")):
-        if old(path):
-            yield entry(path, "left by a writer that died")
-    for path in sorted((cache.root / "shards").rglob("*.tar")):
-        if path.stem not in kept_shards and old(path):
-            yield entry(path, "no commit or snapshot refers to this shard")
-    for path in sorted((cache.root / "tables").rglob("*.*")):
-        if path.stem not in kept_tables and old(path):
-            yield entry(path, "nothing refers to this table")
-    for path in sorted((cache.root / "claims").rglob("*.json")):
-        if old(path):
-            yield entry(path, "claimed by a worker that died")
-    for name in stale_heads:
-        if old(cache.files.path(name)):
-            yield entry(cache.files.path(name), "no name points to this snapshot")
-    for name in replaced:
-        if old(cache.files.path(name)):
-            yield entry(cache.files.path(name), "its plan's segment stands for it")
+    for folder in ("tmp", "shards", "tables", "claims", "snapshots", "units"):
+        for entry in cache.files.walk(folder):
+            reason = why(entry.name)
+            if reason is not None and moment - entry.modified >= older_than_s:
+                yield entry.name, entry.size, reason
 
 
 def unit_of(cache: Cache, recipe: str, plan: int, unit: str) -> tuple[Plan, Unit]:

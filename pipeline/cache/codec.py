@@ -167,7 +167,7 @@ def reader(files: Files, recipe: str) -> Codec | None:
     found = layout.RECIPES[body["kind"]].from_values(body["values"])
     if found.name != recipe:
         raise IntegrityError(
-            f"{files.path(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=found.name
+            f"{files.where(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=found.name
         )
     storage = storage_of(found)
     return None if storage == PLAIN else Codec(files, found.kind, storage)
@@ -221,7 +221,7 @@ def find_scale(files: Files, recipe: str) -> Scale | None:
         return None
     body = files.document(name)
     if body["recipe"] != recipe:
-        raise IntegrityError(f"{files.path(name)}: belongs to another recipe", expected=recipe, found=body["recipe"])
+        raise IntegrityError(f"{files.where(name)}: belongs to another recipe", expected=recipe, found=body["recipe"])
     return Scale(body["table"], load_scale(files, body["table"]))
 
 
@@ -235,9 +235,9 @@ def load_scale(files: Files, digest: str) -> np.ndarray:
     try:
         values = np.load(io.BytesIO(files.content(name, digest)), allow_pickle=False)
     except ValueError as error:
-        raise IntegrityError(f"{files.path(name)}: is no table of channel scales: {error}") from None
+        raise IntegrityError(f"{files.where(name)}: is no table of channel scales: {error}") from None
     if values.dtype != np.float32 or values.ndim != 1 or not (np.isfinite(values) & (values > 0)).all():
-        raise IntegrityError(f"{files.path(name)}: is no table of channel scales")
+        raise IntegrityError(f"{files.where(name)}: is no table of channel scales")
     return values
 
 

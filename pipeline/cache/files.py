@@ -6,18 +6,21 @@ local disks and NFS alike (`O_EXCL` plus writing is not: a crash leaves half a f
 Why: a process killed at any instant leaves either the old state or the new one, plus an invisible file in `tmp/`.
 Price: every byte is written once and read back once; a file system without hard links is refused with a message.
 
-Paths are relative to the root with forward slashes, so that an object store can stand behind the same operations.
+Names are relative to the root with forward slashes. `Files` is a folder on a disk or on NFS;
+`pipeline.cache.objects.ObjectFiles` is the same over an object store.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +33,39 @@ STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer."""
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A file: its name, its size in bytes, and when it was written (seconds since 1970, by the store's clock)."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Handle:
+    """An open file that closes when its last reader lets go of it, so that no one's eviction cuts off a read."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(view):
+            got = os.preadv(self.descriptor, [view[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def file(self) -> BinaryIO:
+        """The same file as a seekable object of its own."""
+        return os.fdopen(os.dup(self.descriptor), "rb")
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class Files:
     """A folder of published files."""
 
@@ -38,6 +74,17 @@ class Files:
 
     def path(self, name: str) -> Path:
         return self.root / name
+
+    def where(self, name: str) -> str:
+        """The file's full name, for messages."""
+        return str(self.path(name))
+
+    def probe(self) -> None:
+        """Find out, before any work is done, whether publication will hold here.
+
+        Raises:
+            CacheError: it will not, or nothing can be written.
+        """
 
     def exists(self, name: str) -> bool:
         return self.path(name).exists()
@@ -59,6 +106,59 @@ class Files:
 
     def folders(self, folder: str) -> list[str]:
         return [name for name in self.names(folder) if self.path(f"{folder}/{name}").is_dir()]
+
+    def walk(self, folder: str) -> Iterator[Entry]:
+        """All files below a folder, in the order of their names; an absent folder is empty."""
+        for parent, folders, names in os.walk(self.path(folder)):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(parent, name)
+                try:
+                    found = path.stat()
+                except FileNotFoundError:  # a claim or a temporary file that went away meanwhile
+                    continue
+                yield Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Sizes in bytes of those of the files that are there."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = self.path(name).stat().st_size
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise CacheError(f"{self.where(name)}: cannot be read: {error.strerror}") from None
+        return found
+
+    def read_many(self, names: list[str]) -> Iterator[bytes]:
+        """`read` of many small files, in order."""
+        return map(self.read, names)
+
+    def open(self, name: str) -> Handle:
+        """Open a content-addressed file for reading at offsets.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            CacheError: it cannot be read.
+        """
+        try:
+            return Handle(os.open(self.path(name), os.O_RDONLY))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
+
+    def map(self, name: str) -> mmap.mmap:
+        """A content-addressed file, mapped into memory for reading. Raises as `open`."""
+        handle = self.open(name)
+        if os.fstat(handle.descriptor).st_size == 0:
+            raise IntegrityError(f"{self.where(name)}: is empty", fix="restore the file from a copy of the cache")
+        return mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
+
+    def digest(self, name: str) -> str:
+        """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
+        return digest_of(self.open(name))
 
     # ------------------------------------------------------------ writing
 
@@ -113,7 +213,7 @@ class Files:
         """Publish bytes under the digest of their content; returns the digest. A damaged namesake is replaced."""
         name = layout.content_digest(data)
         target = layout.Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
-        if self.exists(target) and self.path(target).read_bytes() == data:
+        if self.exists(target) and self.read(target) == data:
             return name
         with self.temporary() as path:
             with explained(path), open(path, "xb") as file:
@@ -171,14 +271,14 @@ class Files:
         if found != list(range(len(found))):
             missing = sorted(set(range(max(found) + 1)) - set(found))
             raise IntegrityError(
-                f"{self.path(folder)}: documents are missing",
+                f"{self.where(folder)}: documents are missing",
                 expected="numbers without a gap",
                 found=f"no {missing[:5]}",
             )
         return found
 
     def document(self, name: str) -> dict:
-        return layout.unseal(self.read(name), str(self.path(name)))
+        return layout.unseal(self.read(name), self.where(name))
 
     def content(self, name: str, digest: str) -> bytes:
         """Read a content-addressed file and check it."""
@@ -186,7 +286,7 @@ class Files:
         found = layout.content_digest(data)
         if found != digest:
             raise IntegrityError(
-                f"{self.path(name)}: its bytes do not match its name",
+                f"{self.where(name)}: its bytes do not match its name",
                 expected=digest,
                 found=found,
                 fix="restore the file from a copy of the cache",
@@ -209,16 +309,22 @@ class Files:
                 continue
         return count
 
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> int | None:
+        """Room for more, in bytes; None where the store does not tell."""
         return shutil.disk_usage(self.root).free
 
 
 def file_digest(path: Path) -> str:
     """Hex xxh3-128 of a file's bytes, read in pieces."""
-    state = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(4 << 20):
-            state.update(piece)
+    return digest_of(Handle(os.open(path, os.O_RDONLY)))
+
+
+def digest_of(handle: Handle) -> str:
+    """Hex xxh3-128 of an open file's bytes."""
+    state, piece, offset = xxhash.xxh3_128(), memoryview(bytearray(4 << 20)), 0
+    while got := handle.read_into(piece, offset):
+        state.update(piece[:got])
+        offset += got
     return state.hexdigest()
 
 

@@ -71,9 +71,10 @@ def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
     """Commits of a plan, sorted by unit: out of its segment if there is one, else out of its unit documents."""
     if files.exists(Paths.segment(recipe, plan)):
         return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
+    names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
     return [
-        Commit.from_body(files.document(Paths.unit(recipe, plan, unit)))
-        for unit in sorted(committed(files, recipe, plan))
+        Commit.from_body(layout.unseal(data, files.where(name)))
+        for name, data in zip(names, files.read_many(names), strict=True)
     ]
 
 
@@ -114,10 +115,10 @@ def _unit_table(files: Files, kind: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
     name = Paths.table(commit.table, "arrow")
-    table = from_ipc(files.content(name, commit.table), str(files.path(name)))
+    table = from_ipc(files.content(name, commit.table), files.where(name))
     if table.schema != RECORDS[kind] or table.num_rows != commit.records:
         raise IntegrityError(
-            f"{files.path(name)}: is not the record table of unit {commit.unit}",
+            f"{files.where(name)}: is not the record table of unit {commit.unit}",
             expected=f"{commit.records} {kind} records", found=f"{table.num_rows} rows of {table.schema.names}",
         )  # fmt: skip
     return _with_shard(table, commit.shard)
@@ -149,7 +150,7 @@ class RecordIndex:
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
                 name = Paths.table(digest, "arrow")
-                tables.append(from_ipc(files.content(name, digest), str(files.path(name))))
+                tables.append(from_ipc(files.content(name, digest), files.where(name)))
             else:
                 tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]

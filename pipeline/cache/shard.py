@@ -21,7 +21,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +28,8 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import codec, layout
-from pipeline.cache.files import Files, explained
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.cache.files import Files, Handle, explained
+from pipeline.errors import IntegrityError
 
 BLOCK = 512
 
@@ -245,7 +244,7 @@ class Reader:
         self.recipe_id = recipe.partition("-")[2]
         self._codec = codec.reader(files, recipe)
         self._limit = limit
-        self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._open: OrderedDict[str, Handle] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -270,7 +269,7 @@ class Reader:
                 raise IntegrityError(
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
-                    fix=f"restore {self.files.path(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                    fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
                 )  # fmt: skip
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
@@ -345,7 +344,7 @@ class Reader:
 
     def where(self, shard: str, offset: int, key: bytes) -> str:
         """A record's place, for messages."""
-        return f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
+        return f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
 
     def _read(
         self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
@@ -378,8 +377,8 @@ class Reader:
         found = layout.digest("caption", key, bytes(data[:got]))
         if got != length or found != expected:
             raise IntegrityError(
-                f"{self.files.path(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at byte "
-                f"{offset} has the wrong checksum",
+                f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at "
+                f"byte {offset} has the wrong checksum",
                 expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
             )  # fmt: skip
         return data.decode("utf-8")
@@ -389,58 +388,41 @@ class Reader:
             self._open.clear()
 
     def _pread(self, shard: str, offset: int, view: memoryview) -> int:
-        done = 0
-        while done < len(view):
-            got = self._preadv(shard, offset + done, [view[done:]])
-            if got == 0:
-                break
-            done += got
-        return done
+        return self._handle(shard).read_into(view, offset)
 
     def _preadv(self, shard: str, offset: int, views: list[memoryview]) -> int:
         """Fill views one after the other from a place in a shard; returns how many bytes came, perhaps too few."""
-        return os.preadv(self._handle(shard).descriptor, views, offset)
+        handle = self._handle(shard)  # held while it is read from: eviction may let go of it
+        return os.preadv(handle.descriptor, views, offset)
 
-    def _handle(self, shard: str) -> _Handle:
+    def _handle(self, shard: str) -> Handle:
         with self._lock:
             handle = self._open.get(shard)
             if handle is not None:
                 self._open.move_to_end(shard)
                 return handle
-            path = self.files.path(layout.Paths.shard(self.recipe, shard))
+            name = layout.Paths.shard(self.recipe, shard)
             try:
-                handle = _Handle(path)
+                handle = self.files.open(name)
             except FileNotFoundError:
                 raise IntegrityError(
-                    f"{path}: the shard is missing", fix="restore it from a copy of the cache"
+                    f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"
                 ) from None
-            except OSError as error:
-                raise CacheError(f"{path}: cannot be opened: {error.strerror}") from None
             self._open[shard] = handle
             while len(self._open) > self._limit:
                 self._open.popitem(last=False)
             return handle
 
 
-class _Handle:
-    """An open file that closes when its last reader lets go of it, so eviction never cuts off a read."""
-
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if (descriptor := getattr(self, "descriptor", None)) is not None:
-            os.close(descriptor)
-
-
-def read_table(path: Path) -> tuple[dict[str, Any], pa.Table]:
+def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
     """Head and record table out of a shard itself (when the index beside it is lost). Reads headers only.
 
     Raises:
         IntegrityError: not a shard of this format.
     """
+    where = files.where(name)
     try:
-        with tarfile.open(path, "r:") as tar:
+        with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
             head = table = None
             for member in tar:
                 if member.name == f"{layout.META}/head.json":
@@ -448,7 +430,7 @@ def read_table(path: Path) -> tuple[dict[str, Any], pa.Table]:
                 elif member.name == f"{layout.META}/records.arrow":
                     table = tar.extractfile(member).read()  # type: ignore[union-attr]
     except (tarfile.TarError, OSError) as error:
-        raise IntegrityError(f"{path}: not a shard: {error}") from None
+        raise IntegrityError(f"{where}: not a shard: {error}") from None
     if head is None or table is None:
-        raise IntegrityError(f"{path}: not a shard of this format: it has no {layout.META} members")
-    return json.loads(head), from_ipc(table, f"{path}!{layout.META}/records.arrow")
+        raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
+    return json.loads(head), from_ipc(table, f"{where}!{layout.META}/records.arrow")

@@ -23,7 +23,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.index import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, to_ipc
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 CHUNK_ROWS = 1 << 18
 
@@ -148,7 +148,7 @@ class Snapshot:
         found = identity(self.head)
         if found != snapshot_id:
             raise IntegrityError(
-                f"{files.path(where)}: is another snapshot", expected=snapshot_id, found=found, fix="restore the file"
+                f"{files.where(where)}: is another snapshot", expected=snapshot_id, found=found, fix="restore the file"
             )
         self.buckets = [
             Bucket(**{k: b[k] for k in ("height", "width", "samples", "batch")}) for b in self.head["buckets"]
@@ -160,7 +160,7 @@ class Snapshot:
         self._starts = np.concatenate([[0], np.cumsum([b.samples for b in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c["rows"] for c in self.head["chunks"]])]).astype(np.int64)
         if self._starts[-1] != self._chunk_starts[-1]:
-            raise IntegrityError(f"{files.path(where)}: buckets and chunks count differently")
+            raise IntegrityError(f"{files.where(where)}: buckets and chunks count differently")
         self._chunks: dict[int, _Chunk] = {}
         self._names: dict[int, pa.Table] = {}
 
@@ -175,20 +175,18 @@ class Snapshot:
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
         for kind, recipe in (("latent", self.latent_recipe), ("text", self.text_recipe)):
-            for shard in self.head["shards"][kind]:
-                path = self.files.path(Paths.shard(recipe.name, shard["name"]))
-                try:
-                    size = path.stat().st_size
-                except FileNotFoundError:
+            wanted = {Paths.shard(recipe.name, shard["name"]): shard["bytes"] for shard in self.head["shards"][kind]}
+            found = self.files.sizes(wanted)
+            for name, size in wanted.items():
+                if name not in found:
                     raise IntegrityError(
-                        f"{path}: a shard of snapshot {self.id} is missing", fix="restore it from a copy of the cache"
-                    ) from None
-                except OSError as error:
-                    raise CacheError(f"{path}: cannot be read: {error.strerror}") from None
-                if size != shard["bytes"]:
+                        f"{self.files.where(name)}: a shard of snapshot {self.id} is missing",
+                        fix="restore it from a copy of the cache",
+                    )
+                if found[name] != size:
                     raise IntegrityError(
-                        f"{path}: has another size than snapshot {self.id} says",
-                        expected=f"{shard['bytes']} bytes", found=f"{size} bytes",
+                        f"{self.files.where(name)}: has another size than snapshot {self.id} says",
+                        expected=f"{size} bytes", found=f"{found[name]} bytes",
                         fix="restore it from a copy of the cache",
                     )  # fmt: skip
 
@@ -290,13 +288,11 @@ class Snapshot:
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
         """Map a chunk and check its digest."""
         entry = self.head["chunks"][number]
-        path = self.files.path(Paths.table(entry[which], "arrow"))
+        path = self.files.where(Paths.table(entry[which], "arrow"))
         try:
-            mapped = pa.memory_map(str(path), "r")
+            buffer = pa.py_buffer(self.files.map(Paths.table(entry[which], "arrow")))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
-        buffer = mapped.read_buffer()
-        mapped.close()  # the mapping stays as long as its buffer; a descriptor for each chunk would not
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
         if found != entry[which]:
             raise IntegrityError(

@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import index, layout
-from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Snapshot, identity
+from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -49,15 +50,18 @@ class Cache:
     """A cache folder.
 
     Args:
-        root: its path.
-        create: make it if it is not there.
+        root: its path, or the URL of a place in an object store.
+        create: make it if it is not there; whether publication will hold there is probed first.
+        mirror: where copies of what an object store holds are kept, and how much of them; None for the default.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
     """
 
-    def __init__(self, root: str | Path, *, create: bool = False):
-        self.files = Files(root)
+    def __init__(self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None):
+        self.files = files_at(root, mirror)
+        if create:
+            self.files.probe()
         if not self.files.exists(Paths.FORMAT):
             if not create:
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
@@ -65,8 +69,18 @@ class Cache:
                 raise CacheError(f"{root}: is not empty and not a cache", fix="set `cache:` to an empty or new folder")
             self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
         self.files.document(Paths.FORMAT)
-        self.root = Path(root)
+        self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
+
+    @classmethod
+    def of(cls, config: Config, *, create: bool = False) -> Cache:
+        """The cache that a configuration names."""
+        return cls(config.cache, create=create, mirror=config.mirror)
+
+    @property
+    def root(self) -> Path:
+        """The folder of a cache on a disk."""
+        return self.files.root
 
     # ------------------------------------------------------------ recipes
 
@@ -79,7 +93,7 @@ class Cache:
         found = layout.RECIPES[body["kind"]].from_values(body["values"])
         if found.name != name:
             raise IntegrityError(
-                f"{self.files.path(Paths.recipe(name))}: holds another recipe", expected=name, found=found.name
+                f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=found.name
             )
         return found
 
@@ -188,7 +202,7 @@ class Cache:
         if name is None:
             found = self.snapshot_of("latest")
             if found is None:
-                raise CacheError(f"{self.root}: holds no snapshot yet", fix="sana-pipe bucket")
+                raise CacheError(f"{self.location}: holds no snapshot yet", fix="sana-pipe bucket")
             return Snapshot(self.files, found)
         pointed = self.snapshot_of(name)
         if pointed is not None:
@@ -197,7 +211,7 @@ class Cache:
         if len(ids) == 1:
             return Snapshot(self.files, ids[0])
         raise CacheError(
-            f"{self.root}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
+            f"{self.location}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
             expected="one of the names " + (", ".join(self.snapshot_names()) or "(none yet)") + " or an id",
             fix="sana-pipe bucket --name " + name,
         )

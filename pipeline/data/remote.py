@@ -7,7 +7,7 @@ found out at the first answer; from then on its files are fetched whole, once, i
 Price: temporary files of up to `SPOOL_BYTES` together (never more than half of what is free there); a server without
 ranges costs one whole transfer of a file whenever it has been dropped from there.
 
-Whatever a driver raises becomes `Unreadable` with its message, after `ATTEMPTS` tries unless trying again is no use.
+Whatever a driver raises becomes `Unreadable` with its message, after a few tries unless trying again is no use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import xxhash
 from pipeline.data.names import hostile, said, shown
 from pipeline.data.store import RangeFile, Store, Unreadable, whole
 from pipeline.errors import UserError
+from pipeline.retrying import tried
 
-ATTEMPTS = 3
-PAUSE_S = 0.5
 BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
@@ -216,17 +215,13 @@ class Remote(Store):
             return spool
 
     def _tried(self, name: str, ask: Callable[[], T]) -> T:
-        for attempt in range(ATTEMPTS):
-            try:
-                return ask()
-            except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-                kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
-                raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from None
-            except Exception as error:  # every driver has its own
-                if attempt == ATTEMPTS - 1:
-                    raise Unreadable(f"{shown(name)}: {type(error).__name__}: {shown(said(error))}") from None
-                time.sleep(PAUSE_S * 4**attempt)
-        raise AssertionError
+        try:
+            return tried(ask, final=(FileNotFoundError, PermissionError, IsADirectoryError))
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
+            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from None
+        except Exception as error:  # every driver has its own
+            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {shown(said(error))}") from None
 
 
 class _Spool:

@@ -54,7 +54,12 @@ class Ring:
         try:
             memory = self.free.pop()  # the one that was used last is the warmest
         except IndexError:
-            memory = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.pin)
+            # numpy asks for huge pages, torch does not
+            memory = (
+                torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+                if self.pin
+                else torch.from_numpy(np.empty(self.size, np.uint8))
+            )
             self.made += 1
         return np.asarray(_Lease(self, memory))
 

@@ -133,7 +133,7 @@ class _StorageCosts:
 
 def reopened(config: Config, name: str) -> Source:
     """A source of the cache as another process reads it: not listed again."""
-    return scanning.reopen(Cache(config.cache), name, config.data)
+    return scanning.reopen(Cache.of(config), name, config.data)
 
 
 def device(config: Config) -> Any:

@@ -76,7 +76,7 @@ def encode_unit(order: Order, recipe: str, plan: int, unit: str) -> Done:
         _kept.clear()
         config = Config.model_validate_json(order.config)
         sources = {name: opened() for name, opened in order.openers}
-        runner = _kept[order.config] = engine.Runner(config, Cache(config.cache), sources, check=True)
+        runner = _kept[order.config] = engine.Runner(config, Cache.of(config), sources, check=True)
     whole = runner.cache.plan(recipe, plan)
     wanted = next(u for u in whole.units if u.unit == unit)
     if engine.is_done(runner.cache, whole, wanted):  # a retry of a task whose node died after the commit

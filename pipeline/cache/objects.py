@@ -1,0 +1,285 @@
+"""A cache in an object store: the operations of `Files` over fsspec.
+
+What: `ObjectFiles` publishes with the store's conditional put ("if nothing of that name is there") where `Files` uses
+a hard link, and reads shards and tables through a mirror on the machine's own disk. `files_at` opens either.
+Why: a store makes an object visible whole or not at all, so a put that is refused when the name is taken is all that
+publication needs; whether a store really refuses is tried out before anything is encoded (some ignore the condition).
+Files are never opened for writing there: leaving such a block by an exception commits what was written so far.
+Price: listing, asking and putting are requests, some ten milliseconds each; a shard is written to this disk first and
+then sent (each part with a checksum that the store verifies), a document is read back. Credentials and addresses are
+those of the driver (s3fs: AWS_*, or fsspec's own configuration).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import fsspec
+import xxhash
+
+from pipeline.cache.files import Entry, Files, Handle, file_digest
+from pipeline.cache.mirror import Mirror
+from pipeline.config import MirrorConfig
+from pipeline.errors import CacheError, IntegrityError
+from pipeline.retrying import tried
+
+TOGETHER = 16
+"""Requests side by side, where many small objects are read."""
+
+_PIECE = 16 << 20
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+
+T = TypeVar("T")
+
+
+def files_at(root: str | Path, mirror: MirrorConfig | None = None) -> Files:
+    """The files of a cache: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder)."""
+    text = str(root)
+    if isinstance(root, Path) or "://" not in text:
+        return Files(root)
+    if text.startswith("file://"):
+        return Files(text.removeprefix("file://"))
+    return ObjectFiles(text, mirror or MirrorConfig())
+
+
+class ObjectFiles(Files):
+    """Objects below a URL.
+
+    Args:
+        url: of the cache.
+        mirror: where copies are kept on this machine.
+
+    Raises:
+        CacheError: nobody knows the scheme, its driver is not installed, or it does not start.
+    """
+
+    def __init__(self, url: str, mirror: MirrorConfig):
+        self.url = url.rstrip("/")
+        scheme = url.partition("://")[0].lower()
+        try:
+            # Without listings that are kept: another machine's commits would not be seen.
+            self.fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            extra = _EXTRAS.get(scheme)
+            raise CacheError(
+                f"{url}: cannot be opened: {error}", expected="a folder, s3, gs, or another scheme of fsspec",
+                fix=f"pip install 'sana-pipe[{extra}]'" if extra else f"install the fsspec driver for {scheme}://",
+            ) from None  # fmt: skip
+        except Exception as error:  # drivers raise what they like: no region, no credentials, ...
+            raise CacheError(f"{url}: cannot be opened: {type(error).__name__}: {error}") from None
+        self._base = str(root).rstrip("/")
+        folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
+        self.mirror = Mirror(folder, int(mirror.gib * 2**30))
+
+    def path(self, name: str) -> Path:
+        raise TypeError(f"{self.where(name)} is not on a disk")
+
+    @property
+    def root(self) -> Path:  # type: ignore[override]
+        raise TypeError(f"{self.url} is not on a disk")
+
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def probe(self) -> None:
+        """Put an object twice: the second put has to be refused."""
+        name, data = f"tmp/probe-{uuid4().hex}", b"sana-pipe\n"
+        try:
+            if not self._create(name, data) or self._create(name, data + b"again"):
+                raise CacheError(
+                    f"{self.url}: this object store does not refuse to overwrite (a conditional put, If-None-Match), "
+                    "which publication needs",
+                    fix="use another store, or encode into a folder and copy it",
+                )
+            if self.read(name) != data:
+                raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
+        finally:
+            self.remove(name)
+
+    # ------------------------------------------------------------ reading
+
+    def exists(self, name: str) -> bool:
+        return self._info(name) is not None
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._read(name, lambda path: self.fs.cat_file(path))
+        except FileNotFoundError:
+            raise IntegrityError(f"{self.where(name)}: is missing", fix="restore it from a copy of the cache") from None
+
+    def read_many(self, names: list[str]) -> Iterator[bytes]:
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            yield from pool.map(self.read, names)
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(name for name, _ in self._list(folder))
+
+    def folders(self, folder: str) -> list[str]:
+        return sorted(name for name, kind in self._list(folder) if kind == "directory")
+
+    def walk(self, folder: str) -> Iterator[Entry]:
+        try:
+            found = self._read(folder, lambda path: self.fs.find(path, detail=True))
+        except FileNotFoundError:
+            return
+        for path, info in sorted(found.items()):
+            if path != self._path(folder) and info.get("type") == "file":
+                yield Entry(self._name(path), int(info["size"]), _moment(info))
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        wanted = list(names)
+        found: dict[str, int] = {}
+        for folder in sorted({"/".join(name.split("/")[:-1][:2]) for name in wanted}):
+            found.update((entry.name, entry.size) for entry in self.walk(folder))
+        return {name: found[name] for name in wanted if name in found}
+
+    def open(self, name: str) -> Handle:
+        return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
+
+    def digest(self, name: str) -> str:
+        """Of the object itself; a copy here of one that is damaged is dropped, so that its records are judged too."""
+        state, size = xxhash.xxh3_128(), self._size(name)
+        for start in range(0, size, _PIECE):
+            end = min(start + _PIECE, size)
+            piece = self._read(name, partial(self.fs.cat_file, start=start, end=end))
+            if len(piece) != end - start:
+                raise CacheError(
+                    f"{self.where(name)}: the server sent another range than was asked for",
+                    expected=f"{end - start} bytes from {start}", found=f"{len(piece)} bytes",
+                )  # fmt: skip
+            state.update(piece)
+        if state.hexdigest() != PurePosixPath(name).stem:
+            self.mirror.drop(name)
+        return state.hexdigest()
+
+    # ------------------------------------------------------------ writing
+
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        with self.mirror.temporary() as path:
+            yield path
+
+    def publish(self, temporary: Path, name: str) -> bool:
+        try:
+            self._write(name, lambda path: self.fs.put_file(str(temporary), path, mode="create"))
+        except FileExistsError:
+            return False
+        size = temporary.stat().st_size
+        if self._size(name) != size:
+            raise IntegrityError(f"{self.where(name)}: was not stored whole", expected=f"{size} bytes")
+        return True
+
+    def put(self, name: str, data: bytes) -> bool:
+        if not self._create(name, data):
+            return False
+        if self.read(name) != data:
+            raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
+        return True
+
+    def publish_content(self, temporary: Path, name: str, digest: str) -> None:
+        found = file_digest(temporary)
+        if found != digest:
+            raise IntegrityError(
+                f"{temporary}: reads back other bytes than were written", expected=digest, found=found,
+                fix="check the disk",
+            )  # fmt: skip
+        if not self.publish(temporary, name) and self.digest(name) != digest:
+            self._write(name, lambda path: self.fs.put_file(str(temporary), path))
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._write(name, lambda path: self.fs.pipe_file(path, data))
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._asked(name, self.fs.rm_file, "removed")
+
+    def sweep(self) -> int:
+        """Remove this machine's unfinished copies. Unfinished uploads are invisible; a lifecycle rule of the bucket
+        (abort incomplete multipart uploads) frees their room."""
+        return self.mirror.sweep()
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    # ------------------------------------------------------------ requests
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+    def _name(self, path: str) -> str:
+        return path[len(self._base) + 1 :]
+
+    def _list(self, folder: str) -> list[tuple[str, str]]:
+        try:
+            found = self._read(folder, lambda path: self.fs.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+        base = self._path(folder)
+        pairs = [(str(info["name"]).rstrip("/"), str(info["type"])) for info in found]
+        return [(path.rpartition("/")[2], kind) for path, kind in pairs if path != base]
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        try:
+            return self._read(name, self.fs.info)
+        except FileNotFoundError:
+            return None
+
+    def _size(self, name: str) -> int:
+        return int(self._read(name, self.fs.info)["size"])
+
+    def _fetch(self, name: str, path: Path) -> None:
+        self._read(name, lambda remote: self.fs.get_file(remote, str(path)))
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            self._write(name, lambda path: self.fs.pipe_file(path, data, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def _read(self, name: str, ask: Callable[[str], T]) -> T:
+        return self._asked(name, ask, "read")
+
+    def _write(self, name: str, ask: Callable[[str], T]) -> T:
+        try:
+            return self._asked(name, ask, "written")
+        except FileNotFoundError as error:
+            raise CacheError(f"{self.where(name)}: cannot be written: {error}", fix="make the bucket") from None
+
+    def _asked(self, name: str, ask: Callable[[str], T], what: str) -> T:
+        """Ask the store, again if need be.
+
+        Raises:
+            FileNotFoundError, FileExistsError: as the driver.
+            CacheError: anything else that it says.
+        """
+        try:
+            return tried(
+                lambda: ask(self._path(name)),
+                final=(FileNotFoundError, FileExistsError, PermissionError, NotImplementedError),
+            )
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except PermissionError as error:
+            raise CacheError(
+                f"{self.where(name)}: may not be {what}: {error}", fix="check the credentials and the bucket's policy"
+            ) from None
+        except NotImplementedError:
+            raise CacheError(f"{self.where(name)}: {self.fs.protocol} cannot be {what} this way") from None
+        except Exception as error:  # every driver has its own
+            raise CacheError(f"{self.where(name)}: cannot be {what}: {type(error).__name__}: {error}") from None
+
+
+def _moment(info: dict[str, Any]) -> float:
+    """When an object was written; drivers call it differently."""
+    when = next((info[key] for key in ("LastModified", "mtime", "updated", "last_modified") if info.get(key)), 0.0)
+    if isinstance(when, str):
+        when = datetime.fromisoformat(when)
+    return when.timestamp() if isinstance(when, datetime) else float(when)

@@ -1,0 +1,332 @@
+"""A cache in an object store, over the S3 protocol: the same files as on a disk, the same laws, plain errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+import stages.bucket
+import stages.encode
+import stages.gc
+import stages.status
+import stages.verify
+from pipeline import retrying
+from pipeline.cache import layout
+from pipeline.cache.files import Files
+from pipeline.cache.objects import ObjectFiles, files_at
+from pipeline.cache.shard import ShardWriter
+from pipeline.cache.store import Cache
+from pipeline.config import Config, MirrorConfig, dump
+from pipeline.data.loader import Loader
+from pipeline.errors import CacheError, IntegrityError
+from pipeline.processes import command
+from tests.test_cache import LATENT
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def place(s3_bucket: str) -> str:
+    """A place of its own in the bucket."""
+    return f"{s3_bucket}/{uuid4().hex}"
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> MirrorConfig:
+    return MirrorConfig(path=str(tmp_path / "mirror"))
+
+
+@pytest.fixture
+def objects(place: str, mirror: MirrorConfig) -> ObjectFiles:
+    found = files_at(place, mirror)
+    assert isinstance(found, ObjectFiles)
+    return found
+
+
+def put_raw(files: ObjectFiles, name: str, data: bytes) -> None:
+    files.fs.pipe_file(f"{files.url.removeprefix('s3://')}/{name}", data)
+
+
+# ---------------------------------------------------------------- the same operations
+
+
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_both_stores_answer_alike(kind: str, tmp_path: Path, place: str, mirror: MirrorConfig) -> None:
+    files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
+    assert files.names("") == [] and list(files.walk("a")) == [] and not files.exists("a/b.json")
+    assert files.put("a/00000000.json", b"zero") and files.put("a/b/00000001.json", b"one")
+    assert not files.put("a/00000000.json", b"other") and files.read("a/00000000.json") == b"zero"
+    assert files.names("a") == ["00000000.json", "b"] and files.folders("a") == ["b"] and files.folders("") >= ["a"]
+    assert [(e.name, e.size) for e in files.walk("a")] == [("a/00000000.json", 4), ("a/b/00000001.json", 3)]
+    assert all(abs(e.modified - next(files.walk("a")).modified) < 60 and e.modified > 1e9 for e in files.walk("a"))
+    assert files.sizes(["a/00000000.json", "a/none", "c/none"]) == {"a/00000000.json": 4}
+    assert list(files.read_many(["a/b/00000001.json", "a/00000000.json"])) == [b"one", b"zero"]
+    assert files.numbers("a") == [0]
+    with pytest.raises(IntegrityError, match="missing"):
+        files.numbers("a/b")
+    with pytest.raises(IntegrityError, match=r"a/none.*missing"):
+        files.read("a/none")
+    digest = files.put_content(b"content", "tables", "npy")
+    name = layout.Paths.table(digest, "npy")
+    assert files.digest(name) == digest == layout.content_digest(b"content")
+    assert files.content(name, digest) == b"content" == bytes(files.map(name))
+    with pytest.raises(FileNotFoundError):
+        files.open(layout.Paths.table("0" * 32, "npy"))
+    handle, view = files.open(name), bytearray(4)
+    assert handle.read_into(memoryview(view), 3) == 4 and view == b"tent"
+    assert handle.read_into(memoryview(view), 5) == 2 and handle.file().read() == b"content"
+    files.replace("r", b"1")
+    files.replace("r", b"2")
+    assert files.read("r") == b"2"
+    files.remove("r")
+    files.remove("r")
+    assert not files.exists("r")
+
+
+def test_a_damaged_namesake_is_replaced(objects: ObjectFiles) -> None:
+    digest = layout.content_digest(b"right")
+    name = layout.Paths.table(digest, "npy")
+    put_raw(objects, name, b"wrong")
+    assert objects.put_content(b"right", "tables", "npy") == digest
+    assert objects.read(name) == b"right"
+
+
+def test_one_of_many_that_put_wins(objects: ObjectFiles) -> None:
+    for turn in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            wins = list(pool.map(lambda own, t=turn: objects.put(f"race/{t}", b"%d" % own), range(8)))
+        assert sum(wins) == 1
+        assert objects.read(f"race/{turn}") == b"%d" % wins.index(True)
+
+
+def test_a_store_that_overwrites_is_refused_at_once(
+    place: str, mirror: MirrorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cache(place, create=True, mirror=mirror)  # the server as it is
+    import s3fs
+
+    real = s3fs.S3FileSystem._call_s3
+
+    async def careless(self: object, method: str, *args: object, **options: object) -> object:
+        options.pop("IfNoneMatch", None)
+        return await real(self, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", careless)
+    with pytest.raises(CacheError, match="does not refuse to overwrite"):
+        Cache(place + "-2", create=True, mirror=mirror)
+
+
+def test_a_shard_that_is_given_up_leaves_nothing(objects: ObjectFiles) -> None:
+    import numpy as np
+
+    with pytest.raises(RuntimeError), ShardWriter(objects, LATENT, "u") as writer:
+        writer.add(b"k" * 16, np.zeros((32, 4, 4), np.uint16))
+        raise RuntimeError
+    assert list(objects.walk("")) == [] and list(objects.mirror.root.glob("tmp/*")) == []
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of several parts of which one cannot be sent: no object, and no upload that is left open."""
+    import s3fs
+
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+    real, parts = s3fs.S3FileSystem._call_s3, 0
+
+    async def call(self: object, method: str, *args: object, **options: object) -> object:
+        nonlocal parts
+        if method == "upload_part":
+            parts += 1
+            if parts % 2 == 0:
+                raise OSError("connection reset")
+        return await real(self, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    with objects.temporary() as path:
+        path.write_bytes(bytes(101 << 20))
+        with pytest.raises(CacheError, match=r"shards/x\.tar: cannot be written: OSError: connection reset"):
+            objects.publish(path, "shards/x.tar")
+        assert parts >= 2 * retrying.ATTEMPTS
+        assert not objects.exists("shards/x.tar")
+        bucket = objects.url.removeprefix("s3://").partition("/")[0]
+        assert objects.fs.list_multipart_uploads(bucket) == []
+
+
+def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+    objects.put("a", b"1")
+    real, asked, fine = s3fs.S3FileSystem._call_s3, [], retrying.ATTEMPTS
+
+    async def moody(self: object, method: str, *args: object, **options: object) -> object:
+        if method == "get_object":
+            asked.append(method)
+            if len(asked) < fine:
+                raise OSError("503 slow down")
+        return await real(self, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", moody)
+    assert objects.read("a") == b"1"
+    assert len(asked) == retrying.ATTEMPTS
+    asked.clear()
+    fine += 1
+    with pytest.raises(CacheError, match="503 slow down"):
+        objects.read("a")
+
+
+def test_no_such_bucket_and_no_such_scheme_are_told(s3_bucket: str, mirror: MirrorConfig) -> None:
+    with pytest.raises(CacheError, match="there is no cache here"):
+        Cache("s3://nowhere/cache", mirror=mirror)
+    with pytest.raises(CacheError, match=r"s3://nowhere/cache.*cannot be written"):
+        Cache("s3://nowhere/cache", create=True, mirror=mirror)
+    with pytest.raises(CacheError, match="nonsense"):
+        Cache("nonsense://x/y", create=True, mirror=mirror)
+
+
+# ---------------------------------------------------------------- the mirror
+
+
+def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "mirror"
+    files = files_at(place, MirrorConfig(path=str(folder), gib=25_000 / 2**30))
+    assert isinstance(files, ObjectFiles)
+    names = [layout.Paths.table(files.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy") for n in range(4)]
+    fetched: list[str] = []
+    real = files.fs.get_file
+    files.fs.get_file = lambda path, *args: (fetched.append(path), real(path, *args))  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            assert bytes(files.map(names[0])) == bytes([0]) * 10_000
+        assert len(fetched) == 1
+        copy = next(folder.glob("??/*.npy"))
+        copy.write_bytes(b"\1" + copy.read_bytes()[1:])  # a damaged copy is fetched again
+        assert bytes(files.map(names[0])) == bytes([0]) * 10_000 and len(fetched) == 2
+        held = files.open(names[0])
+        for name in names:
+            files.open(name)
+        left = [path.name for path in folder.glob("??/*.npy")]
+        assert len(left) == 2 and Path(names[3]).name in left and Path(names[0]).name not in left
+        view = memoryview(bytearray(10_000))
+        assert held.read_into(view, 0) == 10_000 and bytes(view) == bytes([0]) * 10_000  # dropped, and still open
+        with pytest.raises(CacheError, match=r"mirror\.gib"):
+            big = files.put_content(bytes(30_000), "tables", "npy")
+            files.open(layout.Paths.table(big, "npy"))
+    finally:
+        del files.fs.get_file
+    assert list(folder.glob("tmp/*")) == []
+
+
+def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
+    files = files_at(place, MirrorConfig(path=str(tmp_path)))
+    digest = files.put_content(os.urandom(3_000_000), "tables", "npy")
+    code = (
+        "import sys, fsspec\nfrom pipeline.cache.objects import files_at\nfrom pipeline.config import MirrorConfig\n"
+        "f = files_at(sys.argv[1], MirrorConfig(path=sys.argv[2])); count = []\n"
+        "real = f.fs.get_file; f.fs.get_file = lambda *a: (count.append(1), real(*a))\n"
+        "assert len(f.map(sys.argv[3])) == 3_000_000; print(len(count))"
+    )
+    argv = [sys.executable, "-c", code, place, str(tmp_path), layout.Paths.table(digest, "npy")]
+    started = [subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) for _ in range(3)]
+    assert sum(int(process.communicate()[0]) for process in started) == 1
+    assert all(process.returncode == 0 for process in started)
+
+
+# ---------------------------------------------------------------- the whole job
+
+
+def content(files: Files) -> dict[str, bytes]:
+    return {e.name: files.read(e.name) for e in files.walk("") if e.name.split("/")[0] not in ("tmp", "reports")}
+
+
+@pytest.mark.timeout(300)
+def test_encode_bucket_load_verify_repair_over_s3(
+    place: str, photos: Path, small_cache: Path, make_config: MakeConfig, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = make_config(tmp_path, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
+    assert stages.encode.run(config, data=str(photos))["images"] == 12
+    stages.bucket.run(config)
+    here = Cache.of(config)
+    assert isinstance(here.files, ObjectFiles)
+    assert content(here.files) == content(Files(small_cache))
+    assert stages.encode.run(config, data=str(photos))["images"] == 0
+    assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
+
+    settings: dict = {
+        "seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.1, "null_mask": "bos",
+        "prefetch": 1, "threads": 2, "stop_step": 3,
+    }  # fmt: skip
+    for (ours, state), (local, same) in zip(
+        Loader(here.open_snapshot(), **settings), Loader(Cache(small_cache).open_snapshot(), **settings), strict=True
+    ):
+        assert state == same
+        assert all(
+            a.latents.equal(b.latents) and a.captions.equal(b.captions) for a, b in zip(ours, local, strict=True)
+        )
+
+    name = next(entry.name for entry in here.files.walk("shards") if "/latent-" in entry.name)
+    row = here.index(name.split("/")[1]).columns
+    data = bytearray(here.files.read(name))
+    data[int(row["offset"][0]) + 5] ^= 1
+    put_raw(here.files, name, bytes(data))
+    capsys.readouterr()
+    assert stages.verify.run(config, as_json=True) == IntegrityError.exit_code
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["path"] == name and len(finding["records"]) == 1
+    assert stages.verify.run(config, mend=True) == 0
+    assert content(here.files) == content(Files(small_cache))
+
+    put_raw(here.files, "shards/latent-x/00/left.tar", b"left")
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    assert not here.files.exists("shards/latent-x/00/left.tar")
+    assert stages.verify.run(config) == 0
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_killed_over_s3_then_finished(
+    fault_seed: int, place: str, photos: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    units = ("encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.claim_timeout_s=3")
+    whole = make_config(tmp_path / "whole", *units)
+    (tmp_path / "whole").mkdir()
+    config = make_config(tmp_path, *units, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
+
+    def start(which: Config) -> subprocess.Popen[bytes]:
+        path = tmp_path / "config.yaml"
+        path.write_text(dump(which))
+        argv = command("encode", "--config", str(path), "--data", str(photos))
+        return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    assert start(whole).wait() == 0
+    chance, seen = random.Random(fault_seed), Cache.of(config, create=True).files
+    process = start(config)
+    wanted = chance.randrange(1, 12)
+    done = threading.Event()
+    while process.poll() is None and not done.wait(0.05):
+        if sum(1 for _ in seen.walk("units")) >= wanted:
+            process.send_signal(signal.SIGKILL)
+            done.set()
+    process.wait()
+    process = start(config)
+    _, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert content(seen) == content(Files(tmp_path / "whole" / "cache"))
+
+
+def test_nothing_of_a_disk_is_reached_by_mistake(objects: ObjectFiles) -> None:
+    with pytest.raises(TypeError, match="not on a disk"):
+        objects.path("x")
+    with pytest.raises(TypeError, match="not on a disk"):
+        _ = objects.root
