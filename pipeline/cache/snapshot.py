@@ -305,19 +305,23 @@ class Snapshot:
         return table
 
 
+def _mapped(column: pa.ChunkedArray) -> pa.Array:
+    """A column of one piece as it is; pyarrow's and numpy's own ways to join pieces copy even a single one."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 class _Chunk:
     """Numpy views of a mapped chunk."""
 
     def __init__(self, table: pa.Table):
         whole = table.combine_chunks()
-        self.sample_id = whole.column("sample_id").to_numpy()
-        self.shard = whole.column("shard").to_numpy()
-        self.offset = whole.column("offset").to_numpy()
-        self.key = fixed(whole.column("key"))
-        self.checksum = fixed(whole.column("checksum"))
-        lists = whole.column("captions")
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], whole.schema.field("captions").type)
-        self.length = whole.column("length").to_numpy() if "length" in whole.schema.names else None
+        self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
+        self.shard = _mapped(whole.column("shard")).to_numpy()
+        self.offset = _mapped(whole.column("offset")).to_numpy()
+        self.key = fixed(_mapped(whole.column("key")))
+        self.checksum = fixed(_mapped(whole.column("checksum")))
+        lists = _mapped(whole.column("captions"))
+        self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
         names = ("sample_id", "shard", "offset", "key", "checksum", "length")
         self.columns = {name: own for name in names if (own := getattr(self, name)) is not None}
         self.caption_offsets = lists.offsets.to_numpy()
