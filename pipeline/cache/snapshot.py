@@ -10,6 +10,7 @@ Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, po
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,10 +291,12 @@ class Snapshot:
         entry = self.head["chunks"][number]
         path = self.files.where(Paths.table(entry[which], "arrow"))
         try:
-            buffer = pa.py_buffer(self.files.map(Paths.table(entry[which], "arrow")))
+            mapped = self.files.map(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+        buffer = pa.py_buffer(mapped)
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
+        mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
