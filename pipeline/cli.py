@@ -153,7 +153,11 @@ def bucket(config_path: str | None, overrides: tuple[str, ...], name: str | None
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
 )  # fmt: skip
 def train(
-    config_path: str | None, overrides: tuple[str, ...], snapshot: str | None, resume: str | None, quarantine: str | None
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    snapshot: str | None,
+    resume: str | None,
+    quarantine: str | None,
 ) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
     config = _load(config_path, overrides)

@@ -261,7 +261,10 @@ def test_whole_files(tmp_path: Path) -> None:
                     path = next(cache.glob(f"shards/{kind}-*/*/{name}.tar"))
                     data = bytearray(path.read_bytes())
                     if size == other and data[a : a + size] != data[b : b + size]:
-                        data[a - 640 : a + size], data[b - 640 : b + size] = data[b - 640 : b + size], data[a - 640 : a + size]
+                        data[a - 640 : a + size], data[b - 640 : b + size] = (
+                            data[b - 640 : b + size],
+                            data[a - 640 : a + size],
+                        )
                         path.write_bytes(data)
                         return [path]
         raise AssertionError("no two records of equal size")
@@ -307,7 +310,9 @@ def test_whole_files(tmp_path: Path) -> None:
     assert tally.judge("doubled and extra shard", lambda: read(cache), []) is False
     assert tally.harmless == 1
     assert {path for path, _, _ in audit.unneeded(Cache(cache), older_than_s=0)} >= {
-        t.relative_to(cache).as_posix() for t in shards(cache, "latent") if t.stem not in {p.stem for p in shards(root, "latent")}
+        t.relative_to(cache).as_posix()
+        for t in shards(cache, "latent")
+        if t.stem not in {p.stem for p in shards(root, "latent")}
     }
     assert tally.judge("control", lambda: read(root), []) is False
 

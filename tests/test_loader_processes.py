@@ -1,4 +1,4 @@
-"""The loader's laws with real processes: order under gloo; killed at random instants and resumed at other world sizes."""
+"""The loader's laws with real processes: order under gloo; killed at random instants, resumed at other world sizes."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ class Consumers:
 
     def __init__(self) -> None:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.workers.consumer"], cwd=ROOT, env=environ, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        command = [sys.executable, "-m", "tests.workers.consumer"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def start(self, **job: Any) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -328,7 +328,9 @@ class Reader:
     def _intact(self, one: Wanted, verify: bool) -> bool:
         if one.length not in (None, one.into.nbytes):
             return False
-        return not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
+        return (
+            not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
+        )
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pipeline.errors import CacheError
@@ -125,10 +126,10 @@ class Ahead(Generic[T]):
                     return
                 step = self._next
                 self._next += 1
-                self._doing[step] = (time.monotonic(), lambda step=step: f"planning step {step}")  # type: ignore[misc]
+                self._doing[step] = (time.monotonic(), f"planning step {step}".__str__)
             found: Any
             try:
-                found = self._work(step, lambda what: self._note(step, what))
+                found = self._work(step, partial(self._note, step))
             except BaseException as error:  # whatever it is, the consumer must see it at this step
                 found = _Failed(error)
             with self._changed:
