@@ -19,7 +19,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -162,17 +162,9 @@ class Files:
 
     # ------------------------------------------------------------ writing
 
-    @contextmanager
-    def temporary(self) -> Iterator[Path]:
+    def temporary(self) -> AbstractContextManager[Path]:
         """A path under `tmp/` that no other writer uses; removed at the end if still there."""
-        folder = self.root / "tmp"
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        return temporary_in(self.root / "tmp")
 
     def publish(self, temporary: Path, name: str) -> bool:
         """Give a finished temporary file its name, unless the name is taken.
@@ -297,21 +289,34 @@ class Files:
 
     def sweep(self) -> int:
         """Remove temporary files that no living writer can own. Returns how many."""
-        count = 0
-        now = time.time()
-        for name in self.names("tmp"):
-            path = self.path(f"tmp/{name}")
-            try:
-                if now - path.stat().st_mtime > STALE_TMP_S:
-                    path.unlink()
-                    count += 1
-            except OSError:
-                continue
-        return count
+        return sweep_in(self.root / "tmp")
 
     def free_bytes(self) -> int | None:
         """Room for more, in bytes; None where the store does not tell."""
         return shutil.disk_usage(self.root).free
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """A path in a folder (made if need be) that nobody else uses; removed at the end if still there."""
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sweep_in(folder: Path) -> int:
+    """Remove temporary files that no living process can own. Returns how many."""
+    count = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_TMP_S:
+                path.unlink()
+                count += 1
+    return count
 
 
 def file_digest(path: Path) -> str:

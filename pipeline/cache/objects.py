@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -161,10 +161,8 @@ class ObjectFiles(Files):
 
     # ------------------------------------------------------------ writing
 
-    @contextmanager
-    def temporary(self) -> Iterator[Path]:
-        with self.mirror.temporary() as path:
-            yield path
+    def temporary(self) -> AbstractContextManager[Path]:
+        return self.mirror.temporary()
 
     def publish(self, temporary: Path, name: str) -> bool:
         try:

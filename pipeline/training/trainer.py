@@ -33,7 +33,9 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaConfig, SanaTransformer, read_config
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.sana_files import load_transformer
 from pipeline.parallel.activation import checkpoint_blocks
 from pipeline.parallel.data_parallel import shard
 from pipeline.parallel.mesh import gather, on_main, started, together
@@ -149,7 +151,7 @@ def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
     else:
         if fresh:
             folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
-            return SanaTransformer.from_folder(folder, variant=weights.variant)
+            return load_transformer(folder, variant=weights.variant)
         architecture = read_config(hub.resolve(weights, ("config.json",)))
     model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
     model.reset_buffers()

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.loader import Batch, State
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaConfig, SanaTransformer
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
 from pipeline.training import optim
 from pipeline.training.step import Step
 from pipeline.training.trainer import Task
