@@ -1,7 +1,7 @@
 """Processes that read batches and write down what they consumed, forked from one that has imported what they need.
 
 Reads jobs from stdin, one JSON object per line: {out, cache, rank, world, start, stop, pace, options}. Forks a process
-for each and answers with its id. That process appends to `out`, for each step consumed, `{"step", "seen"}` in one write.
+for each and answers with its id. That process appends `{"step", "seen"}` to `out` for each step consumed, in one write.
 """
 
 from __future__ import annotations
