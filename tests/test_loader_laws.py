@@ -268,16 +268,17 @@ def test_buffers_are_used_again(cache: Cache) -> None:
 
 
 def test_a_batch_stays_until_the_next_but_one_is_asked_for(cache: Cache) -> None:
-    """For copies to a GPU in flight, which hold no tensor: the memory of a batch that was let go of is not reused while
-    the next one is in use."""
+    """For copies to a GPU in flight, which hold no tensor: the buffer of a batch that was let go of is not free while
+    the next one is in use, and free once the one after that is."""
     own = loader(cache, stop_step=20)
-    steps, recent = iter(own), []
+    steps, places = iter(own), []
     for _ in range(20):
         batches, _ = next(steps)
-        place = batches[0].latents.data_ptr()
+        places.append(batches[0].latents.data_ptr())  # latents stand first in the buffer
         del batches
-        assert place not in recent[-1:], "the buffer of the last batch was used for the next one"
-        recent.append(place)
+        free = {memory.data_ptr() for memory in own.ring.free}
+        assert not free & set(places[-2:]), "a buffer is free too early"
+    assert own.ring.made <= 3
 
 
 def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]) -> None:
@@ -456,6 +457,17 @@ def test_quarantine_replaces_the_same_samples_everywhere(
     for line in lines[1]:
         assert set(line) == {"shard", "record", "sample", "step", "by", "reason"}
         assert line["shard"] in line["reason"] and line["record"] in line["reason"]
+
+
+def test_a_substitute_fits_into_the_text_length(cache: Cache) -> None:
+    """Other ranks know nothing of it: the length of a step must not change."""
+    planner = Planner(cache.open_snapshot(), seed=5, phase=1)
+    plan = planner.step(0)
+    long = planner.substitutes(plan, 0)
+    short = planner.substitutes(dataclasses.replace(plan, length=4), 0)
+    assert 0 < len(short) < len(long)
+    assert all(int(other.texts["rows"][0]) <= 4 for other in short)
+    assert int(plan.samples["sample_id"][0]) not in [int(other.samples["sample_id"][0]) for other in long]
 
 
 def test_only_what_is_handed_out_is_written_down(rotten: tuple[Cache, set[int]], tmp_path: Path) -> None:
