@@ -85,7 +85,7 @@ def pictures(folder: Path, count: int) -> FolderSource:
 def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
     cache = Cache(root, create=True)
     scan = scanning.scan(
-        source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done: None
+        source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
     )
     work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
     config = EncodeConfig(image_batch=BATCH, unit_images=BATCH)

@@ -281,11 +281,13 @@ def unneeded(
             return "nothing refers to this table"
         if folder == "claims":
             return "claimed by a worker that died"
+        if folder == "fragments":
+            return "of a scan that ended long ago"
         if name in stale:
             return "no name points to this snapshot"
         return "its plan's segment stands for it" if name in stood_for else None
 
-    for folder in ("tmp", "shards", "tables", "claims", "snapshots", "units"):
+    for folder in ("tmp", "shards", "tables", "claims", "fragments", "snapshots", "units"):
         for entry in cache.files.walk(folder):
             reason = why(entry.name)
             if reason is not None and moment - entry.modified >= older_than_s:

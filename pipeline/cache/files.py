@@ -27,7 +27,7 @@ from typing import BinaryIO
 import xxhash
 
 from pipeline.cache import layout
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer."""
@@ -292,8 +292,12 @@ class Files:
         return sweep_in(self.root / "tmp")
 
     def free_bytes(self) -> int | None:
-        """Room for more, in bytes; None where the store does not tell."""
-        return shutil.disk_usage(self.root).free
+        """Room for more, in bytes (quotas do not count); None where the store does not tell."""
+        return free_at(self.root)
+
+    def scratch_bytes(self) -> int:
+        """Room where unfinished files are written, in bytes."""
+        return free_at(self.root)
 
 
 @contextmanager
@@ -305,7 +309,16 @@ def temporary_in(folder: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # permission lost: what is left there means nothing and is swept later
+            path.unlink(missing_ok=True)
+
+
+def free_at(folder: Path) -> int:
+    """Free bytes where a folder is or will be (quotas do not count)."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 def sweep_in(folder: Path) -> int:
@@ -361,4 +374,5 @@ def explained(path: Path) -> Iterator[None]:
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
         }
-        raise CacheError(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CacheError
+        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error

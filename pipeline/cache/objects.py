@@ -24,7 +24,7 @@ from uuid import uuid4
 import fsspec
 import xxhash
 
-from pipeline.cache.files import Entry, Files, Handle, file_digest
+from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
@@ -205,6 +205,9 @@ class ObjectFiles(Files):
 
     def free_bytes(self) -> int | None:
         return None
+
+    def scratch_bytes(self) -> int:
+        return free_at(self.mirror.root)
 
     # ------------------------------------------------------------ requests
 

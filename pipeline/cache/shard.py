@@ -96,7 +96,8 @@ class ShardWriter:
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
         self._stack = files.temporary()
         self._path = self._stack.__enter__()
-        self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
+        with explained(self._path):
+            self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
         head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}

@@ -28,8 +28,8 @@ import torch
 from pipeline.cache.shard import Reader, RecordError, Wanted
 from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
-from pipeline.data.ahead import Ahead, Doing
 from pipeline.data.planner import Plan, Planner
+from pipeline.data.readahead import Ahead, Doing
 from pipeline.data.ring import Carver, Ring, room
 from pipeline.errors import ConfigError, UserError
 
