@@ -209,12 +209,22 @@ def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as
 @_configured
 @click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
 @click.option("--resume", metavar="auto|PATH", help="`auto`: the newest complete checkpoint of train.output.")
-def train(config_path: str | None, overrides: tuple[str, ...], snapshot: str | None, resume: str | None) -> Any:
+@click.option(
+    "--quarantine", metavar="FILE",
+    help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
+)  # fmt: skip
+def train(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    snapshot: str | None,
+    resume: str | None,
+    quarantine: str | None,
+) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    return stage.run(config, snapshot=snapshot, resume=resume)
+    return stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
 
 
 @cli.command()

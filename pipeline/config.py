@@ -324,7 +324,15 @@ class ParallelConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass."""
+    """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
+
+    Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
+    (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
+    text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
+    there: the same values, fewer bytes.
+    length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
+    shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+    """
 
     output: str = "./runs/default"
     steps: Positive = 10_000
@@ -338,8 +346,12 @@ class TrainConfig(_Section):
     flow: FlowConfig = FlowConfig()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
-    prefetch: NotNegative = 2
+    text: Literal["padded", "packed"] = "padded"
+    length_window: NotNegative = 0
+    prefetch: NotNegative | None = None
+    prefetch_mib: Positive = 128
     loader_threads: Positive = 2
+    loader_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3

@@ -14,7 +14,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data.loader import Loader, State
-from pipeline.launch import Launch, detect
+from pipeline.launch import Launch, detect, resolve_device
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
 
 
@@ -22,6 +22,7 @@ def run(
     config: Config,
     snapshot: str | None = None,
     resume: str | Path | None = None,
+    quarantine: str | Path | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Report:
     """Train on a snapshot.
@@ -29,6 +30,7 @@ def run(
     Args:
         snapshot: a name, an id or its beginning; None is the newest, or for a resumed run the one it began with.
         resume: None, `auto` or a checkpoint folder.
+        quarantine: a file for the records that cannot be read; other samples then take their places.
         say: prints one line (default: print, flushed); called on the first process only.
 
     Raises:
@@ -40,10 +42,10 @@ def run(
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
-    return fit(config, task(config, opened, launch), launch, resume=resume, say=speak)
+    return fit(config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak)
 
 
-def task(config: Config, snapshot: Snapshot, launch: Launch) -> Task:
+def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:
     """What the trainer needs to know of a snapshot."""
     train = config.train
 
@@ -61,10 +63,16 @@ def task(config: Config, snapshot: Snapshot, launch: Launch) -> Task:
             threads=train.loader_threads,
             start_step=start,
             stop_step=stop,
+            prefetch_mib=train.prefetch_mib,
+            text=train.text,
+            length_window=train.length_window,
+            pin=resolve_device(train.device, launch).type == "cuda",
+            timeout_s=train.loader_timeout_s,
+            quarantine=quarantine,
         )
 
     return Task(
-        origin=State(snapshot.id, train.seed, train.phase, 0),
+        origin=State(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
         channels=snapshot.latent_recipe.channels,
         text_width=snapshot.text_recipe.width,

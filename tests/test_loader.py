@@ -18,7 +18,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import captions
-from pipeline.data.loader import Batch, Loader, State, bf16
+from pipeline.data.loader import Batch, Loaded, Loader, State, bf16
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.models import encoders
 
@@ -36,7 +36,7 @@ def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batc
 def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
     """All tensors of a step: microbatches of rank 0, then of rank 1, ..."""
     flat = [batch for part in parts for batch in part]
-    names = [f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket")]
+    names = [f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket", "cu_seqlens")]
     return [torch.cat([getattr(batch, name) for batch in flat]) for name in names]
 
 
@@ -92,8 +92,8 @@ def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch:
     from pipeline.cache.shard import Reader
 
     read: list[int] = []
-    real = Reader._pread
-    monkeypatch.setattr(Reader, "_pread", lambda self, s, o, view: read.append(len(view)) or real(self, s, o, view))
+    real = Reader._preadv
+    monkeypatch.setattr(Reader, "_preadv", lambda self, s, o, v: read.append(sum(map(len, v))) or real(self, s, o, v))
     load(small_cache, steps=1)
     at_start = sum(read)
     read.clear()
@@ -248,7 +248,7 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
 ) -> None:
     real = Loader.load
 
-    def fail_at_four(self: Loader, step: int) -> list[Batch]:
+    def fail_at_four(self: Loader, step: int, doing: object = None) -> Loaded:
         if step == 4:
             raise OSError("the disk is gone")
         return real(self, step)

@@ -19,8 +19,9 @@ import os
 import tarfile
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -197,6 +198,39 @@ def finite(bits: np.ndarray) -> bool:
     return not bool(np.any((bits & 0x7F80) == 0x7F80))
 
 
+GAP = 8192
+"""Records that lie closer than this many bytes are read in one call, with what lies between."""
+RUN = 64
+"""At most so many in one call."""
+_own = threading.local()
+
+
+def _gap(size: int) -> memoryview:
+    """Where the bytes between two records go: nobody reads them."""
+    if not hasattr(_own, "gap"):
+        _own.gap = memoryview(bytearray(GAP))
+    return _own.gap[:size]
+
+
+class Wanted(NamedTuple):
+    """A record to be read: its place, what it must be, and where its values go (C-contiguous uint16)."""
+
+    shard: str
+    offset: int
+    key: bytes
+    checksum: bytes
+    into: np.ndarray
+    length: int | None = None
+
+
+class RecordError(IntegrityError):
+    """One record's bytes are not those that were written. `shard` is its name, `key` the record's 16 bytes."""
+
+    def __init__(self, shard: str, key: bytes, what: str, **more: Any):
+        super().__init__(what, **more)
+        self.shard, self.key = shard, key
+
+
 class Reader:
     """Reads verified records by offset. Safe for use by several threads.
 
@@ -214,9 +248,15 @@ class Reader:
         self._open: OrderedDict[str, Handle] = OrderedDict()
         self._lock = threading.Lock()
 
+    @property
+    def plain(self) -> bool:
+        """Whether payloads are the bits themselves."""
+        return self._codec is None
+
     def read(
-        self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray, length: int | None = None
-    ) -> None:
+        self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray, length: int | None = None,
+        attempts: int = 2,
+    ) -> None:  # fmt: skip
         """Read one record into `into` (C-contiguous uint16: bf16 bits) and verify it; a mismatch is read once more.
 
         Args:
@@ -228,13 +268,70 @@ class Reader:
         if self._codec is None:
             if length not in (None, into.nbytes):
                 raise IntegrityError(
-                    f"{self._where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
+                    f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
                     fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
                 )  # fmt: skip
-            self._read(shard, offset, key, expected, memoryview(into.data).cast("B"))
+            self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
-            self._codec.decode(self.stored(shard, offset, key, expected, length), into, self._where(shard, offset, key))
+            self._codec.decode(self.stored(shard, offset, key, expected, length), into, self.where(shard, offset, key))
+
+    def read_batch(self, batch: list[Wanted], *, verify: bool = True, doing: Callable[[Wanted], None] | None = None,
+    ) -> list[tuple[int, RecordError]]:  # fmt: skip
+        """Read many records, in the order of their places; neighbours in one call. Each is verified, and read once
+        more alone if it is wrong.
+
+        Args:
+            verify: False skips the checksums: for measuring what they cost.
+            doing: told of each record before it is read.
+
+        Returns:
+            The records that stay wrong, by their number in `batch`, in its order.
+
+        Raises:
+            IntegrityError: not of one record: a shard is missing, or stored otherwise than its recipe says.
+        """
+        bad: list[tuple[int, RecordError]] = []
+        order = sorted(range(len(batch)), key=lambda i: batch[i][:2])
+        at = 0
+        while at < len(order):
+            first = batch[order[at]]
+            run, end = [order[at]], first.offset + first.into.nbytes
+            views = [memoryview(first.into.data).cast("B")]
+            at += 1
+            while self._codec is None and at < len(order) and len(run) < RUN:
+                following = batch[order[at]]
+                gap = following.offset - end
+                if following.shard != first.shard or not 0 <= gap <= GAP:
+                    break
+                if gap:
+                    views.append(_gap(gap))
+                views.append(memoryview(following.into.data).cast("B"))
+                end = following.offset + following.into.nbytes
+                run.append(order[at])
+                at += 1
+            if doing is not None:
+                doing(first)
+            whole = self._codec is None and self._preadv(first.shard, first.offset, views) == end - first.offset
+            for i in run:
+                one = batch[i]
+                if whole and self._intact(one, verify):
+                    continue
+                if doing is not None:
+                    doing(one)
+                try:
+                    again = 2 if self._codec is not None else 1  # a plain record has been read once already
+                    self.read(one.shard, one.offset, one.key, one.checksum, one.into, one.length, again)
+                except RecordError as error:
+                    bad.append((i, error))
+        return sorted(bad, key=lambda pair: pair[0])
+
+    def _intact(self, one: Wanted, verify: bool) -> bool:
+        if one.length not in (None, one.into.nbytes):
+            return False
+        return (
+            not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
+        )
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.
@@ -243,29 +340,32 @@ class Reader:
             IntegrityError: as `read`.
         """
         if length is None:
-            raise IntegrityError(f"{self._where(shard, offset, key)}: how long its payload is was not recorded")
+            raise IntegrityError(f"{self.where(shard, offset, key)}: how long its payload is was not recorded")
         payload = bytearray(length)
         self._read(shard, offset, key, expected, memoryview(payload))
         return payload
 
-    def _where(self, shard: str, offset: int, key: bytes) -> str:
+    def where(self, shard: str, offset: int, key: bytes) -> str:
+        """A record's place, for messages."""
         return f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
 
-    def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview) -> None:
+    def _read(
+        self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
+    ) -> None:  # fmt: skip
         found = b""
-        for _ in range(2):
+        for _ in range(attempts):
             got = self._pread(shard, offset, view)
             found = layout.checksum(self.recipe_id, key, view[:got])
             if got == len(view) and found == expected:
                 return
-        where = self._where(shard, offset, key)
+        where = self.where(shard, offset, key)
         if got != len(view):
-            raise IntegrityError(
-                f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
+            raise RecordError(
+                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
                 fix="restore this shard from a copy of the cache",
             )  # fmt: skip
-        raise IntegrityError(
-            f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(),
+        raise RecordError(
+            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(),
             fix="restore this shard from a copy of the cache",
         )  # fmt: skip
 
@@ -292,6 +392,11 @@ class Reader:
 
     def _pread(self, shard: str, offset: int, view: memoryview) -> int:
         return self._handle(shard).read_into(view, offset)
+
+    def _preadv(self, shard: str, offset: int, views: list[memoryview]) -> int:
+        """Fill views one after the other from a place in a shard; returns how many bytes came, perhaps too few."""
+        handle = self._handle(shard)  # held while it is read from: eviction may let go of it
+        return os.preadv(handle.descriptor, views, offset)
 
     def _handle(self, shard: str) -> Handle:
         with self._lock:

@@ -10,6 +10,7 @@ Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, po
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,19 @@ class Sample:
     checksum: bytes
     captions: tuple[Caption, ...]
     length: int | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Many samples at once, as columns; what `Sample` and `Caption` say of one. Keys and checksums are S16.
+
+    captions: columns of all their captions, in the samples' order; those of sample i are
+        `first[i]:first[i + 1]`. `length` is absent where payloads are plain bf16.
+    """
+
+    samples: dict[str, np.ndarray]
+    captions: dict[str, np.ndarray]
+    first: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -192,6 +206,38 @@ class Snapshot:
         chunk, at = self._locate(row)
         return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards_of)
 
+    def columns(self, rows: np.ndarray) -> Columns:
+        """Samples by their rows ((n,) int64), without an object for each.
+
+        Raises:
+            IntegrityError: a chunk that is touched for the first time is damaged.
+        """
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
+            raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {int(rows.max()) + 1}")
+        numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
+        groups = []
+        counts = np.empty(len(rows), np.int64)
+        for number in np.unique(numbers).tolist():
+            chunk, _ = self._locate(int(self._chunk_starts[number]))
+            mine = np.flatnonzero(numbers == number)
+            at = rows[mine] - int(self._chunk_starts[number])
+            begin = chunk.caption_offsets[at].astype(np.int64)
+            counts[mine] = chunk.caption_offsets[at + 1] - begin
+            groups.append((chunk, mine, at, begin))
+        first = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=first[1:])
+        samples: dict[str, np.ndarray] = {}
+        captions: dict[str, np.ndarray] = {}
+        for chunk, mine, at, begin in groups:
+            own = counts[mine]
+            within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
+            source, target = np.repeat(begin, own) + within, np.repeat(first[mine], own) + within
+            for name, column in chunk.columns.items():
+                samples.setdefault(name, np.empty(len(rows), column.dtype))[mine] = column[at]
+            for name, column in chunk.caption.items():
+                captions.setdefault(name, np.empty(int(first[-1]), column.dtype))[target] = column[source]
+        return Columns(samples, captions, first)
+
     def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
         """Valid rows and weights of a sample's captions, without reading any text."""
         chunk, at = self._locate(row)
@@ -256,10 +302,12 @@ class Snapshot:
         entry = self.head["chunks"][number]
         path = self.files.where(Paths.table(entry[which], "arrow"))
         try:
-            buffer = pa.py_buffer(self.files.map(Paths.table(entry[which], "arrow")))
+            mapped = self.files.map(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+        buffer = pa.py_buffer(mapped)
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
+        mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
@@ -271,19 +319,25 @@ class Snapshot:
         return table
 
 
+def _mapped(column: pa.ChunkedArray) -> pa.Array:
+    """A column of one piece as it is; pyarrow's and numpy's own ways to join pieces copy even a single one."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 class _Chunk:
     """Numpy views of a mapped chunk."""
 
     def __init__(self, table: pa.Table):
         whole = table.combine_chunks()
-        self.sample_id = whole.column("sample_id").to_numpy()
-        self.shard = whole.column("shard").to_numpy()
-        self.offset = whole.column("offset").to_numpy()
-        self.key = fixed(whole.column("key"))
-        self.checksum = fixed(whole.column("checksum"))
-        lists = whole.column("captions")
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], whole.schema.field("captions").type)
-        self.length = whole.column("length").to_numpy() if "length" in whole.schema.names else None
+        self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
+        self.shard = _mapped(whole.column("shard")).to_numpy()
+        self.offset = _mapped(whole.column("offset")).to_numpy()
+        self.key = fixed(_mapped(whole.column("key")))
+        self.checksum = fixed(_mapped(whole.column("checksum")))
+        lists = _mapped(whole.column("captions"))
+        self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
+        names = ("sample_id", "shard", "offset", "key", "checksum", "length")
+        self.columns = {name: own for name in names if (own := getattr(self, name)) is not None}
         self.caption_offsets = lists.offsets.to_numpy()
         struct = lists.values
         self.caption: dict[str, np.ndarray] = {}

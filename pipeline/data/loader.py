@@ -2,43 +2,55 @@
 
 What: `Loader` yields, per optimizer step, this rank's microbatches and the state after them.
 Why: records are read with preadv straight into the rows of the batch, verified there, by threads (no worker
-processes, no shared memory, nothing left behind); an error in a thread reaches the training loop at that batch.
-Price: the scalars of a global batch (which caption, how long) are worked out on every rank.
+processes, no shared memory, nothing left behind), in buffers that are used again and again; an error in a thread
+reaches the training loop at that batch.
+Price: the plan of a global batch (which samples, which captions, how long) is worked out on every rank. Buffers have
+the size of the largest step there can be (every caption at its longest); memory that is not pinned is only taken up as
+far as it is written.
 
 The state belongs to the batches that were handed out with it, so prefetching never runs ahead of it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.cache.shard import Reader
-from pipeline.cache.snapshot import Caption, Sample, Snapshot
+from pipeline.cache.shard import Reader, RecordError, Wanted
+from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
-from pipeline.data.captions import choose
-from pipeline.data.schedule import Schedule
-from pipeline.errors import ConfigError
+from pipeline.data.planner import Plan, Planner
+from pipeline.data.readahead import Doing, ReadAhead
+from pipeline.data.ring import Carver, Ring, room
+from pipeline.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True)
 class Batch:
     """One microbatch of one rank, on the CPU.
 
+    Its tensors lie in a buffer of the loader, which is used again once none of them is left and the next batch but one
+    has been asked for: copies to a GPU may be in flight until then, whoever lets go of the tensors.
+
     Attributes:
         latents: (b, C, h, w) bf16, already multiplied by the recipe's scaling factor.
-        captions: (b, L, D) bf16, zeros past the mask; caption drop already applied.
+        captions: (b, L, D) bf16, zeros past the mask; or packed: (t, D), one after the other without padding.
+            Caption drop is already applied.
         mask: (b, L) bool, True where attention may look.
         noise: (b, C, h, w) fp32 standard normal, keyed by (seed, phase, visit, sample id).
         logit: (b,) fp32 standard normal, keyed alike; the objective makes times of it.
         sample_ids: which samples these are.
         bucket: (H, W) in pixels.
+        cu_seqlens: (b + 1,) int32 where each packed caption begins and the last one ends; None if they are padded.
     """
 
     latents: torch.Tensor
@@ -48,19 +60,24 @@ class Batch:
     logit: torch.Tensor
     sample_ids: tuple[int, ...]
     bucket: tuple[int, int]
+    cu_seqlens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: `step` optimizer steps of this order are done."""
+    """Where a run stands: `step` optimizer steps of this order are done.
+
+    length_window: part of the order (`train.length_window`); not written where it is 0.
+    """
 
     snapshot: str
     seed: int
     phase: int
     step: int
+    length_window: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "length_window" or value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
@@ -68,24 +85,24 @@ class State:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One sample of a global batch: its records, the caption chosen for this visit, and its draws."""
+class Replaced:
+    """A record that could not be read, and the sample that stood in for its own at one step."""
 
-    sample: Sample
-    visit: int
-    caption: Caption
-    draws: randomness.Draws
+    shard: str
+    record: str
+    sample: int
+    step: int
+    by: int
+    reason: str
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """One optimizer step before it is cut into ranks and microbatches. `length`: rows that text is padded to."""
+class Loaded:
+    """This rank's part of a step, as it was read. size: bytes of its tensors."""
 
-    step: int
-    epoch: int
-    bucket: int
-    length: int
-    members: tuple[Member, ...]
+    batches: list[Batch]
+    size: int
+    replaced: list[Replaced]
 
 
 class Loader:
@@ -99,19 +116,33 @@ class Loader:
         caption_drop: share of visits that see the null record instead of their caption.
         null_mask: `caption` keeps the caption's mask on a drop (NVlabs' trainer), `bos` shows only the null
             record's valid rows (`SanaPipeline` at inference).
-        prefetch: steps read ahead by threads; 0 reads inline.
+        prefetch: steps read ahead by threads at most (None: as `prefetch_mib` allows); 0 reads inline, without
+            threads and without a time limit.
         threads: how many.
         start_step, stop_step: the first step, and the one before which to stop (None: never).
+        prefetch_mib: no further step is begun while those read ahead hold this many MiB.
+        text: `padded` or `packed` (see `Batch`).
+        length_window: see `Planner`.
+        pin: buffers in page-locked memory.
+        timeout_s: how long one read may take while the training loop waits for it.
+        quarantine: a file. A record that stays wrong after one re-read then does not stop the run: another sample of
+            its bucket takes its place, the same on any topology, and the file gets a line of JSON.
+        verify: False skips the checksums; only for measuring what they cost.
+
+    Attributes:
+        replaced: how many samples were replaced in the batches handed out.
 
     Raises:
         ConfigError: `world` does not divide a global batch.
         IntegrityError: a shard is missing or cut short (at construction), or bytes are wrong (at their batch).
+        CacheError: a read takes longer than `timeout_s` (at its batch); names shard and record.
     """
 
     def __init__(
         self, snapshot: Snapshot, *, seed: int, phase: int, rank: int, world: int, microbatch: int,
-        caption_drop: float, null_mask: str, prefetch: int, threads: int, start_step: int = 0,
-        stop_step: int | None = None,
+        caption_drop: float, null_mask: str, prefetch: int | None, threads: int, start_step: int = 0,
+        stop_step: int | None = None, prefetch_mib: int = 128, text: str = "padded", length_window: int = 0,
+        pin: bool = False, timeout_s: float = 300.0, quarantine: Path | str | None = None, verify: bool = True,
     ):  # fmt: skip
         batches = sorted({bucket.batch for bucket in snapshot.buckets})
         for batch in batches:
@@ -122,16 +153,21 @@ class Loader:
                     expected=f"a number of processes out of {fits}",
                     fix=f"launch that many, or set bucket.batch to a multiple of {world} and run sana-pipe bucket",
                 )
+        if text not in ("padded", "packed"):
+            raise ValueError(f"text must be 'padded' or 'packed', found {text!r}")
         snapshot.check_shards()
         self.snapshot, self.seed, self.phase = snapshot, seed, phase
         self.rank, self.world, self.microbatch = rank, world, microbatch
         self.caption_drop, self.null_mask = caption_drop, null_mask
-        self.prefetch, self.threads = prefetch, threads
+        self.prefetch, self.prefetch_mib, self.threads, self.timeout_s = prefetch, prefetch_mib, threads, timeout_s
         self.start_step, self.stop_step = start_step, stop_step
-        self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
-        self._multiple = int(snapshot.head["policies"]["pad_text_multiple"])
+        self.packed, self.length_window, self.verify = text == "packed", length_window, verify
+        self.quarantine = None if quarantine is None else Path(quarantine)
+        self.replaced = 0
+        self.planner = Planner(snapshot, seed=seed, phase=phase, length_window=length_window)
         self._latents = Reader(snapshot.files, snapshot.latent_recipe.name)
         self._text = Reader(snapshot.files, snapshot.text_recipe.name)
+        self._shards = snapshot.shards
         null = snapshot.null
         self._null = np.empty((null["rows"], snapshot.text_recipe.width), np.uint16)
         self._null_valid = int(null["valid"])
@@ -143,78 +179,186 @@ class Loader:
             self._null,
             null.get("length"),
         )
+        self.ring = Ring(self._largest(), pin=pin)
 
-    def global_batch(self, step: int) -> GlobalBatch:
-        """The whole batch of a step, the same on every rank; reads no tensor bytes."""
-        plan = self.schedule.step(step)
-        members = []
-        for position, visit in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True):
-            sample = self.snapshot.sample(self.snapshot.row(plan.bucket, position))
-            drawn = randomness.draws(self.seed, self.phase, visit, sample.sample_id)
-            at = choose([caption.weight for caption in sample.captions], drawn.caption)
-            members.append(Member(sample, visit, sample.captions[at], drawn))
-        longest = max(member.caption.rows for member in members)
-        length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.text_recipe.max_length)
-        return GlobalBatch(step, plan.epoch, plan.bucket, length, tuple(members))
+    def load(self, step: int, doing: Doing | None = None) -> Loaded:
+        """Read this rank's microbatches of a step.
 
-    def load(self, step: int) -> list[Batch]:
-        """Read this rank's microbatches of a step."""
-        whole = self.global_batch(step)
-        share = len(whole.members) // self.world
-        mine = whole.members[self.rank * share : (self.rank + 1) * share]
-        return [self._batch(whole, mine[i : i + self.microbatch]) for i in range(0, share, self.microbatch)]
+        Args:
+            doing: told of each read before it is done.
+        """
+        whole = self.planner.step(step)
+        share = len(whole) // self.world
+        plan = whole.part(slice(self.rank * share, (self.rank + 1) * share))
+        replaced: list[Replaced] = []
+        tried: dict[int, Iterator[Plan]] = {}
+        while True:
+            loaded, bad = self._read(plan, doing)
+            if not bad:
+                return Loaded(loaded.batches, loaded.size, replaced)
+            for i, error in bad.items():
+                plan = self._replace(plan, i, error, tried, replaced)
 
     def __iter__(self) -> Iterator[tuple[list[Batch], State]]:
-        step = self.start_step
-        if self.prefetch == 0:
-            while self.stop_step is None or step < self.stop_step:
-                yield self.load(step), self._state(step + 1)
-                step += 1
-            return
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="loader")
-        ahead: deque[Future[list[Batch]]] = deque()
-        planned = step
+        step, recent = self.start_step, deque[list[Batch]]()
+        ahead: ReadAhead[Loaded] | None = None
+        if self.prefetch != 0:
+            ahead = ReadAhead(
+                self.load, step, self.stop_step, threads=self.threads, steps=self.prefetch,
+                limit=self.prefetch_mib << 20, size=lambda loaded: loaded.size, timeout_s=self.timeout_s,
+            )  # fmt: skip
         try:
             while self.stop_step is None or step < self.stop_step:
-                while len(ahead) <= self.prefetch and (self.stop_step is None or planned < self.stop_step):
-                    ahead.append(pool.submit(self.load, planned))
-                    planned += 1
-                yield ahead.popleft().result(), self._state(step + 1)
+                if len(recent) == 2:
+                    recent.popleft()  # its copies to a GPU are done: the next batch but one is being asked for
+                loaded = self.load(step) if ahead is None else ahead.get()
+                self._note(loaded.replaced)
+                recent.append(loaded.batches)
                 step += 1
+                yield loaded.batches, State(self.snapshot.id, self.seed, self.phase, step, self.length_window)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            if ahead is not None:
+                ahead.close()
 
-    def _state(self, step: int) -> State:
-        return State(self.snapshot.id, self.seed, self.phase, step)
+    def _largest(self) -> int:
+        """Bytes of the largest part of a step that there can be."""
+        recipe, text = self.snapshot.latent_recipe, self.snapshot.text_recipe
+        rows = max(text.max_length, self._null_valid)
+        largest = 0
+        for bucket in self.snapshot.buckets:
+            share = bucket.batch // self.world
+            elements = recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
+            sizes = (elements * 2, elements * 4, rows * text.width * 2, rows, 4)
+            largest = max(largest, sum(room(share * size) for size in sizes))
+        return largest
 
-    def _batch(self, whole: GlobalBatch, members: tuple[Member, ...]) -> Batch:
+    def _read(self, plan: Plan, doing: Doing | None) -> tuple[Loaded, dict[int, RecordError]]:
+        """Read a plan; also the samples with a record that stays wrong."""
         recipe, width = self.snapshot.latent_recipe, self.snapshot.text_recipe.width
-        bucket = self.snapshot.buckets[whole.bucket]
+        bucket, count = self.snapshot.buckets[plan.bucket], len(plan)
         shape = (recipe.channels, bucket.height // recipe.compression, bucket.width // recipe.compression)
-        latents = np.empty((len(members), *shape), np.uint16)
-        captions = np.zeros((len(members), whole.length, width), np.uint16)
-        mask = np.zeros((len(members), whole.length), bool)
-        noise = np.empty((len(members), *shape), np.float32)
-        for i, member in enumerate(members):
-            sample, caption = member.sample, member.caption
-            self._latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latents[i], sample.length)
-            randomness.noise(self.seed, self.phase, member.visit, sample.sample_id, noise[i])
-            rows = caption.rows
-            if member.draws.drop < self.caption_drop:
-                rows = min(rows if self.null_mask == "caption" else self._null_valid, len(self._null))
-                captions[i, :rows] = self._null[:rows]
-            else:
-                self._text.read(
-                    caption.shard, caption.offset, caption.key, caption.checksum, captions[i, :rows], caption.length
-                )
-            mask[i, :rows] = True
-        return Batch(
-            bf16(latents), bf16(captions), torch.from_numpy(mask), torch.from_numpy(noise),
-            torch.tensor([member.draws.logit for member in members], dtype=torch.float32),
-            tuple(member.sample.sample_id for member in members), (bucket.height, bucket.width),
-        )  # fmt: skip
+        ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
+        draws = [randomness.draws(self.seed, self.phase, visit, own) for visit, own in zip(visits, ids, strict=True)]
+        dropped = [own.drop < self.caption_drop for own in draws]
+        rows = plan.texts["rows"].tolist()
+        for i in range(count):
+            if dropped[i]:
+                rows[i] = min(rows[i] if self.null_mask == "caption" else self._null_valid, len(self._null))
+        bounds = np.zeros(count + 1, np.int64)
+        np.cumsum(rows, out=bounds[1:])
+
+        carver = Carver(self.ring.take())
+        latents, noise = carver.cut((count, *shape), np.uint16), carver.cut((count, *shape), np.float32)
+        mask, logit = carver.cut((count, plan.length), bool), carver.cut((count,), np.float32)
+        if self.packed:
+            captions = carver.cut((int(bounds[-1]), width), np.uint16)
+            ends = bounds.tolist()
+            texts = [captions[ends[i] : ends[i + 1]] for i in range(count)]
+        else:
+            captions = carver.cut((count, plan.length, width), np.uint16)
+            texts = [captions[i, : rows[i]] for i in range(count)]
+            for i in range(count):
+                captions[i, rows[i] :] = 0
+        np.less(np.arange(plan.length), np.asarray(rows)[:, None], out=mask)
+        logit[:] = [own.logit for own in draws]
+
+        bad: dict[int, RecordError] = {}
+        spoken = [i for i in range(count) if not dropped[i]]
+        for reader, kind, columns, into, which in (
+            (self._latents, "latent", plan.samples, latents, range(count)),
+            (self._text, "text", plan.texts, texts, spoken),
+        ):
+            wanted = _wanted(columns, self._shards[kind], into, which)
+            for at, error in reader.read_batch(wanted, verify=self.verify, doing=_told(reader, doing)):
+                bad.setdefault(which[at], error)
+        for i in range(count):
+            if dropped[i]:
+                texts[i][:] = self._null[: rows[i]]
+            if not bad:
+                randomness.noise(self.seed, self.phase, visits[i], ids[i], noise[i])
+
+        size = latents.nbytes + noise.nbytes + captions.nbytes + mask.nbytes + logit.nbytes
+        whole = (bf16(latents), bf16(captions), *(torch.from_numpy(array) for array in (mask, noise, logit)))
+        batches = []
+        for first in range(0, count, self.microbatch):
+            part = slice(first, min(first + self.microbatch, count))
+            own = slice(int(bounds[part.start]), int(bounds[part.stop])) if self.packed else part
+            starts = torch.from_numpy((bounds[part.start : part.stop + 1] - bounds[part.start]).astype(np.int32))
+            tensors = (whole[0][part], whole[1][own], whole[2][part], whole[3][part], whole[4][part])
+            packed = starts if self.packed else None
+            batches.append(Batch(*tensors, tuple(ids[part]), (bucket.height, bucket.width), packed))
+        return Loaded(batches, size, []), bad
+
+    def _replace(
+        self, plan: Plan, i: int, error: RecordError, tried: dict[int, Iterator[Plan]], replaced: list[Replaced]
+    ) -> Plan:
+        """The plan with another sample in i's place; notes what was bad.
+
+        Raises:
+            RecordError: there is no quarantine, or nothing to put in its place.
+        """
+        if self.quarantine is None:
+            raise error
+        if i not in tried:
+            tried[i] = iter(self.planner.substitutes(plan, i))
+        other = next(tried[i], None)
+        if other is None:
+            raise error
+        gone, new = int(plan.samples["sample_id"][i]), int(other.samples["sample_id"][0])
+        replaced.append(Replaced(error.shard, error.key.hex(), gone, plan.step, new, error.what))
+        return plan.put(i, other)
+
+    def _note(self, replaced: list[Replaced]) -> None:
+        """Count what was replaced in a step that is handed out, and write it down."""
+        if not replaced or self.quarantine is None:
+            return
+        self.replaced += len(replaced)
+        lines = [
+            json.dumps({**asdict(own), "sample": f"{own.sample:016x}", "by": f"{own.by:016x}"}) + "\n"
+            for own in replaced
+        ]
+        try:
+            with open(self.quarantine, "a", encoding="utf-8") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes
+                file.write("".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.quarantine}: cannot be written: {error.strerror}", fix="--quarantine FILE where you may write"
+            ) from None
+
+
+def _wanted(columns: dict[str, np.ndarray], shards: list[str], into: Any, which: Any) -> list[Wanted]:
+    """Records to be read. `into`: an array for each row of the columns; `which`: those rows that are read."""
+    numbers, offsets = columns["shard"].tolist(), columns["offset"].tolist()
+    keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
+    lengths = columns["length"].tolist() if "length" in columns else [None] * len(numbers)
+    return [
+        Wanted(shards[numbers[i]], offsets[i], keys[i * 16 : i * 16 + 16], checksums[i * 16 : i * 16 + 16], into[i],
+               lengths[i])
+        for i in which
+    ]  # fmt: skip
+
+
+def _told(reader: Reader, doing: Doing | None) -> Callable[[Wanted], None] | None:
+    if doing is None:
+        return None
+    return lambda one: doing(lambda: f"reading {reader.where(one.shard, one.offset, one.key)}")
 
 
 def bf16(bits: np.ndarray) -> torch.Tensor:
     """A bf16 tensor over the same memory as an array of its bits (uint16)."""
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def unpack(captions: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Packed captions (t, D) as padded ones (b, L, D), zeros past the mask, on their device and without waiting for it.
+
+    Args:
+        cu_seqlens: (b + 1,) int32.
+        mask: (b, L) bool, as in `Batch`.
+    """
+    places = cu_seqlens[:-1, None] + torch.arange(mask.shape[1], device=mask.device, dtype=cu_seqlens.dtype)
+    rows = captions[places.clamp(max=len(captions) - 1)]
+    return rows.masked_fill_(~mask[..., None], 0)

@@ -277,9 +277,10 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
     """
     ours, theirs = origin.as_dict(), document.state.as_dict()
     wrong = [
-        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {theirs[name]}, this run {value}"
-        for name, value in ours.items()
-        if name != "step" and theirs[name] != value
+        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {theirs.get(name, 0)}, "
+        f"this run {ours.get(name, 0)}"
+        for name in {**ours, **theirs}
+        if name != "step" and theirs.get(name, 0) != ours.get(name, 0)
     ]
     mine, its = architecture.to_dict(), document.architecture.to_dict()
     wrong += [

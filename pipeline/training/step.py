@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch
+from pipeline.data.loader import Batch, unpack
 from pipeline.errors import UserError
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel.data_parallel import COMPUTE, sync_gradients
@@ -121,8 +121,10 @@ class Step:
         latents, noise = self._here(batch.latents).float(), self._here(batch.noise)
         sigma, timesteps = (self._here(values) for values in self.objective.sigmas(batch.logit))
         noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
-        captions = self._here(batch.captions).to(self.dtype)
-        prediction = self.model(noised, captions, self._here(batch.mask), timesteps)
+        captions, mask = self._here(batch.captions), self._here(batch.mask)
+        if batch.cu_seqlens is not None:
+            captions = unpack(captions, self._here(batch.cu_seqlens), mask)
+        prediction = self.model(noised, captions.to(self.dtype), mask, timesteps)
         return self.objective.loss(prediction, self.objective.target(latents, noise))
 
     def _here(self, tensor: Tensor) -> Tensor:

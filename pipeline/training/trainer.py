@@ -306,6 +306,7 @@ class _Window:
     samples: int = 0
     waited: float = 0.0
     padded: int = 0
+    replaced: int = 0  # since the start
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
         self.losses.append(outcome.loss)
@@ -349,6 +350,7 @@ class _Loop:
             optim.set_learning_rate(self.optimizer, rate)
             outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
             window.add(outcome, microbatches, waited)
+            window.replaced = getattr(loader, "replaced", 0)
             last = state.step == self.train.steps or self.step.stop_wanted
             if last or state.step % self.train.log_every == 0:
                 self._log(outcome, window, rate, microbatches)
@@ -373,7 +375,7 @@ class _Loop:
         elapsed = time.perf_counter() - window.began
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
-        total = torch.tensor([float(window.padded)], dtype=torch.float64, device=self.device)
+        total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
         worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -389,7 +391,8 @@ class _Loop:
             "data_wait": wait,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": int(total.item()),
+            "padded_tokens": int(total[0].item()),
+            "quarantined": int(total[1].item()),
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }

@@ -106,10 +106,12 @@ def task(
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = State(snapshot, train.seed, train.phase, step + 1)
+            state = State(snapshot, train.seed, train.phase, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
-    return Task(State(snapshot, train.seed, train.phase, 0), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader)
+    return Task(
+        State(snapshot, train.seed, train.phase, 0, train.length_window), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader
+    )
 
 
 def model(settings: Config, seed: int = 0) -> SanaTransformer:
