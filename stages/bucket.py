@@ -260,9 +260,10 @@ def _tell(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(told))
         return
-    parts = [("", told), *([("held out: ", told["heldout"])] if "heldout" in told else [])]
-    for title, one in parts:
-        click.echo(f"{title}{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
+    for one in [told, *([told["heldout"]] if "heldout" in told else [])]:
+        if one is not told:
+            click.echo("held out:")
+        click.echo(f"{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
         for row in one["buckets"]:
             click.echo(
                 f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "
