@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from pipeline.encoding.progress import Progress
 from pipeline.encoding.stopping import Stop
 
 SIDE, BATCH = 256, 4
+UNIT, PICTURE_S = 16, 0.05
+"""Pictures of a unit, and seconds that the sleeping encoder takes for one."""
+
 RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=image.choose("auto"))
 
 
@@ -49,7 +53,7 @@ class Real:
         blocks = ("ResBlock",) * 4
         self.model = AutoencoderDC(
             latent_channels=16, encoder_block_types=blocks, decoder_block_types=blocks,
-            encoder_block_out_channels=(64, 64, 128, 128), decoder_block_out_channels=(16, 16, 16, 16),
+            encoder_block_out_channels=(48, 48, 96, 96), decoder_block_out_channels=(16, 16, 16, 16),
             encoder_layers_per_block=(2, 2, 2, 2), decoder_layers_per_block=(1, 1, 1, 1),
             encoder_qkv_multiscales=((), (), (), ()), decoder_qkv_multiscales=((), (), (), ()),
             downsample_block_type="conv", upsample_block_type="interpolate",
@@ -88,7 +92,7 @@ def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
         source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
     )
     work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
-    config = EncodeConfig(image_batch=BATCH, unit_images=BATCH)
+    config = EncodeConfig(image_batch=BATCH, unit_images=UNIT)
     return cache, planning.plan_images(cache, RECIPE, work, config)
 
 
@@ -120,14 +124,16 @@ def child(root: str, folder: str, seconds: str, task: str, tasks: str) -> None:
     source = FolderSource(Path(folder), "text", "pictures")
     cache = Cache(root)
     todo = worker.missing_units(cache, cache.plans(RECIPE.name))
-    runner = Runner(cache, source, float(seconds))
+    runner: Any = Runner(cache, source, float(seconds))
     print("ready", flush=True)
     sys.stdin.readline()
-    engine.run_here(runner, todo, int(task), int(tasks), Claims(cache.files, 2.0), Stop(0.0), Progress("pictures", 0))  # type: ignore[arg-type]
+    bar, own = Progress("pictures", 0), Claims(cache.files, 2.0)
+    engine.run_here(runner, todo, int(task), int(tasks), own, Stop(0.0), bar)
+    print("done", flush=True)
 
 
 def processes(work: Path, source: FolderSource, seconds: float, tasks: int) -> float:
-    """Seconds that `tasks` processes take, starts not counted."""
+    """Seconds that `tasks` processes take, without starting and ending them."""
     with tempfile.TemporaryDirectory(dir=work) as root:
         cache, _ = prepare(Path(root) / "cache", source)
         command = [sys.executable, "-m", "benchmarks.encode_pipeline", "--child", str(cache.root), source.location]
@@ -149,9 +155,13 @@ def processes(work: Path, source: FolderSource, seconds: float, tasks: int) -> f
             process.stdin.write("go\n")
             process.stdin.flush()
         for process in started:
-            if process.wait():
-                raise RuntimeError("a benchmark process failed")
-        return time.perf_counter() - began
+            assert process.stdout is not None
+            process.stdout.readline()
+        took = time.perf_counter() - began
+        ended = [process.wait() for process in started]
+        if any(ended):
+            raise RuntimeError("a benchmark process failed")
+        return took
 
 
 def main() -> None:
@@ -161,11 +171,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         return child(*given.child)
-    count, rounds = (32, 3) if given.quick else (160, 5)
+    count, many, rounds, turns = (16, 128, 3, 2) if given.quick else (160, 256, 5, 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        source = pictures(work / "pictures", count)
+        source, longer = pictures(work / "pictures", count), pictures(work / "longer", many)
         ready = [image.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
         encoder = Real()
         encoder.encode(np.stack(ready[:BATCH]))
@@ -181,15 +191,15 @@ def main() -> None:
                 done = encode(cache, plans, source, encoder)
                 piped.append(done / (time.perf_counter() - began))
         one, two = [], []
-        for _ in range(rounds):
-            one.append(processes(work, source, 0.03, 1))
-            two.append(processes(work, source, 0.03, 2))
+        for _ in range(turns):
+            one.append(processes(work, longer, PICTURE_S, 1))
+            two.append(processes(work, longer, PICTURE_S, 2))
     efficiency = median([p / b for p, b in zip(piped, bare, strict=True)])
     scaling = median([a / b for a, b in zip(one, two, strict=True)])
     table(
         ["what", "images/s"],
         [["bare encoder loop", median(bare)], ["worker", median(piped)],
-         ["1 process, sleeping encoder", count / median(one)], ["2 processes", count / median(two)]],
+         ["1 process, sleeping encoder", many / median(one)], ["2 processes", many / median(two)]],
     )  # fmt: skip
     finish({"orchestration_efficiency": efficiency, "two_process_scaling": scaling})
     return None
