@@ -169,17 +169,61 @@ class EncodeConfig(_Section):
         return data
 
 
+class SourceConfig(_Section):
+    """What `bucket` does with one source. weight: visits of each of its samples per epoch, at most three decimals (0.25:
+    every fourth epoch; 2: twice an epoch); 0 leaves the source out. filter: as `bucket.filter`, on its items alone."""
+
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    filter: str | None = None
+
+    @model_validator(mode="after")
+    def _decimals(self) -> SourceConfig:
+        if round(self.weight, 3) != self.weight:
+            raise ValueError("weight must have at most three decimals")
+        return self
+
+
 class BucketConfig(_Section):
-    """How samples become batches. `batch` is the global batch of one optimizer step, whatever the number of GPUs.
+    """How samples become batches, and which samples. `batch` is the global batch of one optimizer step, whatever the
+    number of GPUs. `tokens`, if given, takes its place: the most latent tokens of a step, so that large buckets have
+    small batches; the batch is rounded down to a multiple of `batch_multiple`. `batches` goes before both:
+    `{"1024x1024": 32}` (height x width). All batches must be multiples of `batch_multiple`: choose one that the numbers
+    of GPUs you will ever use divide.
 
     small: what happens to the samples that do not fill a last batch of an epoch: `carry` takes them into the next
-    epoch (nothing is lost), `drop` leaves them out of this epoch (another remainder each epoch); a bucket smaller
-    than one batch is then left out, and the report says so.
+    epoch (nothing is lost), `drop` leaves them out of this epoch (another remainder each epoch) and a bucket smaller
+    than one batch altogether; `repeat` fills the last batch of each epoch with second visits; `reassign` moves the
+    samples of buckets smaller than one batch to the nearest bucket that is not (their latents have to be encoded again:
+    `bucket` says how) and is `carry` for the rest.
+    order: `largest_first` begins the first epoch with one batch of each bucket, the largest pictures first.
+
+    caches: other cache folders whose sources are used, too. The shards that a snapshot uses are linked (or copied) into
+    the own cache. sources: settings by name of the source. filter: an expression that samples must satisfy, such as
+    `min(width, height) >= 512 and score > 5`; see pipeline/data/filters.py.
+    dedup: `image` keeps one of the samples whose files are equal bytes: that of the source listed first in `sources`,
+    then of the first source and item by name.
+    heldout: share of the pictures, chosen by their digest, that goes to a snapshot of its own (NAME.heldout).
+    subset: use so many pictures, those with the smallest sample ids: a larger number later keeps all of them, in the
+    same order. grow: name of an earlier snapshot whose pictures are taken before all others.
+    resolutions: Sana's table at each of these, for caches that were encoded at several `data.resolution`; none: at
+    `data.resolution` alone.
     """
 
     batch: Positive = 64
-    small: Literal["carry", "drop"] = "carry"
+    tokens: Positive | None = None
+    batches: dict[str, Positive] = {}
+    batch_multiple: Positive = 1
+    small: Literal["carry", "drop", "repeat", "reassign"] = "carry"
+    order: Literal["random", "largest_first"] = "random"
     pad_text_multiple: Positive = 16
+    caches: list[str] = []
+    sources: dict[str, SourceConfig] = {}
+    filter: str | None = None
+    dedup: Literal["none", "image"] = "none"
+    heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    subset: Positive | None = None
+    grow: str | None = None
+    resolutions: list[Positive] = []
 
 
 class MirrorConfig(_Section):

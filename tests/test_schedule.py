@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,3 +115,189 @@ def test_the_oracle_can_fail() -> None:
         p for _, positions, _ in walk(Stuck([16], [4], seed=0, phase=0, small="carry"), 4) for p in positions
     )
     assert max(seen.values()) > 1
+
+
+# ---------------------------------------------------------------- orders that never change
+
+
+def order_digest(schedule: Schedule) -> str:
+    """Over the first steps and two late ones."""
+    state = xxhash.xxh3_128()
+    for t in [*range(300), 10**6, 10**9 + 7]:
+        p = schedule.step(t)
+        state.update(repr((p.step, p.epoch, p.bucket, p.positions.tolist(), p.visits.tolist())).encode())
+    return state.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("small", "counts", "batches", "expected"),
+    [
+        ("carry", [17, 3, 64, 1000], [4, 8, 16, 7], "655d42f5d60e5e613d19de6503588c66"),
+        ("carry", [12345], [64], "84b9666ff56f03a8aeab713f49fcf9e9"),
+        ("carry", [5, 5, 5], [2, 2, 2], "09b9bbc297e5b2d9297846070f3c0c18"),
+        ("drop", [17, 3, 64, 1000], [4, 8, 16, 7], "50ac082b4c63c2018c2a3966bbec361b"),
+        ("drop", [12345], [64], "5581ad4a1984921e731c310af14c96b4"),
+        ("drop", [5, 5, 5], [2, 2, 2], "cc1fefcbcf8ad77029107badd7be74be"),
+    ],
+)
+def test_orders_of_earlier_versions_are_kept(
+    small: str, counts: list[int], batches: list[int], expected: str
+) -> None:
+    """Written down before weights and `repeat` existed: a snapshot made then trains in the same order now."""
+    assert order_digest(Schedule(counts, batches, seed=3, phase=1, small=small)) == expected
+
+
+def test_weighted_orders_are_kept() -> None:
+    parts = [[(10, Fraction(3, 2)), (7, Fraction(1, 4))], None, [(40, Fraction(1))]]
+    own = {"seed": 3, "phase": 1, "parts": parts, "first": [2, 0]}
+    found = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], small=small, **own)) for small in WEIGHTED}
+    assert found == WEIGHTED
+
+
+WEIGHTED = {
+    "carry": "1f4a3f00235b59760f64e08d80178263",
+    "drop": "378ed733c573a751b17741fc6cfcd106",
+    "repeat": "84a265fd6c0475ec184d137f93704034",
+}
+
+# ---------------------------------------------------------------- weights, repeat, largest first
+
+WEIGHTS = st.sampled_from([Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(3)])
+mixes = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(1, 25), WEIGHTS), min_size=1, max_size=3), st.integers(1, 9)),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+def mixed(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, seed: int) -> Schedule | None:
+    """None where no bucket ever fills a batch."""
+    counts, batches = [sum(n for n, _ in parts) for parts, _ in buckets], [batch for _, batch in buckets]
+    first = sorted(range(len(buckets)), key=lambda b: -counts[b]) if seed % 2 else ()
+    try:
+        parts = [parts for parts, _ in buckets]
+        return Schedule(counts, batches, seed=seed, phase=0, small=small, parts=parts, first=first)
+    except ValueError:
+        assert small == "drop"
+        return None
+
+
+@given(mixes, st.sampled_from(["carry", "drop", "repeat"]), st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_weights_are_exact(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, seed: int) -> None:
+    """Oracle: part k of n samples has had floor(E n w) visits after E epochs, spread evenly; nothing else is seen."""
+    schedule = mixed(buckets, small, seed)
+    if schedule is None:
+        return
+    epochs = 50 if small == "carry" else 10
+    seen = [Counter[int]() for _ in buckets]
+    numbers: set[tuple[int, int, int]] = set()
+    done = 0
+    for epoch in range(epochs):
+        whole = [0] * len(buckets)
+        for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
+            plan = schedule.step(step)
+            assert (plan.step, plan.epoch, len(plan.positions)) == (step, epoch, buckets[plan.bucket][1])
+            seen[plan.bucket].update(plan.positions.tolist())
+            whole[plan.bucket] += 1
+            done += len(plan.positions)
+            numbers |= {(plan.bucket, *pair) for pair in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True)}
+        for (parts, batch), count in zip(buckets, whole, strict=True):
+            due = sum(floor((epoch + 1) * n * w) - floor(epoch * n * w) for n, w in parts)
+            if small == "drop":
+                assert count == due // batch
+            if small == "repeat":
+                assert count == -(-due // batch)
+    assert len(numbers) == done, "two visits of a sample have the same number, so the same noise"
+    for (parts, batch), counted in zip(buckets, seen, strict=True):
+        first = 0
+        for samples, weight in parts:
+            due = floor(epochs * samples * weight)
+            visits = [counted[i] for i in range(first, first + samples)]
+            first += samples
+            if small == "carry":
+                assert due - batch < sum(visits) <= due, "more than the stated remainder is missing"
+                assert min(visits) >= due // samples - batch
+            elif small == "drop":
+                assert sum(visits) <= due
+            else:
+                assert sum(visits) >= due
+                assert min(visits) >= due // samples
+        assert not set(counted) - set(range(first))
+
+
+@given(cases, st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_exactly_once_under_repeat(buckets: list[tuple[int, int]], seed: int) -> None:
+    counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
+    schedule = Schedule(counts, batches, seed=seed, phase=0, small="repeat")
+    seen: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
+    for epoch in range(50):
+        here: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
+        for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
+            plan = schedule.step(step)
+            here[plan.bucket].update(plan.positions.tolist())
+        for bucket, (count, batch) in enumerate(buckets):
+            assert set(here[bucket]) == set(range(count)), "an epoch misses a sample"
+            assert 0 <= sum(here[bucket].values()) - count < batch, "more is repeated than fills a batch"
+            seen[bucket] += here[bucket]
+            assert max(seen[bucket].values()) - min(seen[bucket].values()) <= 1
+
+
+def test_whole_parts_are_seen_evenly_at_every_epoch_end() -> None:
+    parts = [(8, Fraction(1, 2)), (4, Fraction(3))]
+    schedule = Schedule([12], [4], seed=0, phase=0, small="carry", parts=[parts])
+    seen: Counter[int] = Counter()
+    for epoch in range(20):
+        for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
+            seen.update(schedule.step(step).positions.tolist())
+        slow, fast = [seen[i] for i in range(8)], [seen[i] for i in range(8, 12)]
+        assert sum(slow) == 4 * (epoch + 1) and max(slow) - min(slow) <= 1
+        assert fast == [3 * (epoch + 1)] * 4
+
+
+@given(cases, st.integers(0, 99), st.sampled_from(["carry", "drop", "repeat"]))
+@settings(max_examples=15, deadline=None)
+def test_largest_first_only_reorders_the_first_epoch(buckets: list[tuple[int, int]], seed: int, small: str) -> None:
+    counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
+    if small == "drop" and all(n < b for n, b in buckets):
+        return
+    plain = Schedule(counts, batches, seed=seed, phase=0, small=small)
+    order = list(range(len(buckets)))[::-1]
+    first = Schedule(counts, batches, seed=seed, phase=0, small=small, first=order)
+    steps = plain.steps_in(0)
+    assert sorted(walk(plain, steps)) == sorted(walk(first, steps))
+    filled = {plain.step(t).bucket for t in range(steps)}
+    shown = [b for b in order if b in filled]
+    assert [first.step(t).bucket for t in range(len(shown))] == shown
+    for t in range(steps, steps + 20):
+        assert walk_one(plain, t) == walk_one(first, t)
+
+
+def walk_one(schedule: Schedule, step: int) -> tuple[int, list[int]]:
+    plan = schedule.step(step)
+    return plan.bucket, plan.positions.tolist()
+
+
+def test_largest_is_the_one_with_most_pixels() -> None:
+    sizes = [(512, 512), (1024, 1024), (768, 1024)]
+    head = {
+        "buckets": [{"height": h, "width": w, "samples": 40, "batch": 4} for h, w in sizes],
+        "policies": {"small": "carry", "order": "largest_first"},
+    }
+    schedule = Schedule.of(head, seed=1, phase=0)
+    assert [schedule.step(t).bucket for t in range(3)] == [1, 2, 0]
+
+
+def test_a_late_step_of_a_weighted_stream_needs_nothing_before_it() -> None:
+    parts = [(10**9, Fraction(1, 1000)), (12345, Fraction(333, 1000)), (3, Fraction(7))]
+    for small in ("carry", "drop", "repeat"):
+        schedule = Schedule([10**9 + 12348], [64], seed=0, phase=0, small=small, parts=[parts])
+        plan = schedule.step(10**12)
+        assert plan.epoch == schedule.epoch_of(10**12) and len(plan.positions) == 64
+        assert schedule.steps_upto(plan.epoch) <= 10**12 < schedule.steps_upto(plan.epoch + 1)
+
+
+def test_parts_that_do_not_add_up_are_refused() -> None:
+    for parts in ([(3, Fraction(1))], [(4, Fraction(0))]):
+        with pytest.raises(ValueError, match="its parts are"):
+            Schedule([4], [2], seed=0, phase=0, small="carry", parts=[parts])

@@ -155,9 +155,11 @@ class RecordIndex:
                 tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
-        names = [name for t in tables for name in t.column("shard").to_pylist()]
         number = {name: i for i, name in enumerate(self.shards)}
-        shard = np.fromiter((number[name] for name in names), np.uint32, len(names))
+        shard = np.concatenate([np.empty(0, np.uint32), *(_numbers(t.column("shard"), number) for t in tables)])
+        self._fill(whole, shard)
+
+    def _fill(self, whole: pa.Table, shard: np.ndarray) -> None:
         keys = fixed(whole.column("key"))
         # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
         order = np.argsort(keys, kind="stable")
@@ -166,7 +168,7 @@ class RecordIndex:
             last[:-1] = keys[order][1:] != keys[order][:-1]
         order = order[last]
         self.columns: dict[str, np.ndarray] = {"shard": shard[order]}
-        for name in schema.names:
+        for name in whole.schema.names:
             column = whole.column(name)
             values = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
             self.columns[name] = values[order]
@@ -185,6 +187,15 @@ class RecordIndex:
 
     def has(self, key: bytes) -> bool:
         return bool(self.find(as_keys([key]))[0] >= 0)
+
+
+def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
+    """Names of shards (a dictionary column) as uint32 numbers."""
+    chunks = [np.empty(0, np.uint32)]
+    for chunk in column.chunks:
+        names = np.array([number.get(name, 0) for name in chunk.dictionary.to_pylist()], np.uint32)
+        chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
+    return np.concatenate(chunks)
 
 
 def as_keys(keys: list[bytes]) -> np.ndarray:

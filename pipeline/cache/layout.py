@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -163,6 +164,41 @@ def null_key(recipe_id: str) -> bytes:
 def sample_id(source: str, item: str) -> int:
     """64-bit id of a sample: the source's name and the item's key in it."""
     return int.from_bytes(digest("sample", source, item)[:8], "little")
+
+
+def latent_keys(recipe_id: str, digests: Iterable[bytes], heights: list[int], widths: list[int]) -> bytes:
+    """`latent_key` of many pictures, one after the other: 16 bytes each."""
+    start, ends = _framed("latent") + _framed(recipe_id), {size: b"" for size in zip(heights, widths, strict=True)}
+    for height, width in ends:
+        ends[height, width] = _framed(f"{height}x{width}") + _framed("")
+    state, length = xxhash.xxh3_128_digest, (16).to_bytes(8, "little")
+    start += length
+    pairs = zip(digests, heights, widths, strict=True)
+    return b"".join([state(start + digest + ends[height, width]) for digest, height, width in pairs])
+
+
+def text_keys(recipe_id: str, normalised: Iterable[str]) -> bytes:
+    """`text_key` of many captions, one after the other: 16 bytes each."""
+    start = _framed("text") + _framed(recipe_id) + (16).to_bytes(8, "little")
+    state = xxhash.xxh3_128_digest
+    return b"".join([state(start + state(_framed(text))) for text in normalised])
+
+
+def sample_ids(source: str, items: Iterable[str], variant: str = "") -> bytes:
+    """`sample_id` of many items of a source, one after the other: 8 bytes each, little-endian.
+
+    Args:
+        variant: tells several samples of one item apart.
+    """
+    start, end = _framed("sample") + _framed(source), _framed(variant) if variant else b""
+    state = xxhash.xxh3_128_digest
+    return b"".join([state(start + _framed(item) + end)[:8] for item in items])
+
+
+def _framed(part: str) -> bytes:
+    """A part as `digest` takes it in."""
+    data = part.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(8, "little") + data
 
 
 def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> bytes:

@@ -73,10 +73,7 @@ class Planner:
 
     def __init__(self, snapshot: Snapshot, *, seed: int, phase: int, length_window: int = 0):
         self.snapshot, self.seed, self.phase = snapshot, seed, phase
-        self.schedule = Schedule(
-            [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets],
-            seed=seed, phase=phase, small=snapshot.head["policies"]["small"],
-        )  # fmt: skip
+        self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._multiple = int(snapshot.head["policies"]["pad_text_multiple"])
         self._order: Schedule | Windows = self.schedule
         if length_window > 1:

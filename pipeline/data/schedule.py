@@ -1,6 +1,6 @@
-"""The training order: a pure function of (bucket sizes, global batches, seed, phase, step).
+"""The training order: a pure function of (the snapshot's head, seed, phase, step).
 
-What: `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, epoch) of its global batch.
+What: `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch.
 Why: ranks, microbatches and prefetching only slice it, so any number of nodes agree without talking, and the state of
 a run is one integer. Step t is found in O(batch) time and memory at any t.
 Price: a keyed permutation of six Feistel rounds per index instead of a stored shuffle.
@@ -9,13 +9,28 @@ An epoch of a bucket with n samples and global batch B visits each sample once:
 * `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; what does not fill a
   batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one (n >= B).
 * `drop`: each epoch uses floor(n / B) whole batches of its own permutation; the remainder is another one each epoch.
-The order of batches within an epoch is a permutation of its own, across all buckets.
+* `repeat`: each epoch has ceil(n / B) batches; what the last one lacks is filled with a second visit of samples of the
+  bucket, which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
+
+Weights. A bucket may consist of parts, each with a weight w = p / q (at most three decimals). A part of n samples gets
+floor((e + 1) n w) - floor(e n w) visits in epoch e: after E epochs floor(E n w), exactly. It spends them pass after
+pass over its own permutations, so that at the end of any epoch two samples of a part differ by at most one visit (but
+for `drop`'s remainder). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice an epoch,
+weight 0.5 every other epoch; the weights of other parts do not enter.
+
+The order of batches within an epoch is a permutation of its own, across all buckets. `largest_first` begins the first
+epoch of a phase with one batch of each bucket that fills one in that epoch, in falling order of pixels per sample: a
+step that does not fit into memory fails among the first. The rest of that epoch, and all others, are permuted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,7 +47,8 @@ class Step:
         epoch: the epoch it belongs to.
         bucket: index of its bucket.
         positions: (B,) int64 positions of the samples in the bucket.
-        visits: (B,) int64 how often each of them was visited before.
+        visits: (B,) int64 how often each of them was visited before; under `repeat` twice that (first visits of an
+            epoch) or an odd number (the fillers): no two visits of a sample have the same number.
     """
 
     step: int
@@ -73,6 +89,113 @@ def _mix(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
+class _Plain:
+    """A bucket without parts, under `carry` or `drop`."""
+
+    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int]):
+        self.count, self.batch, self.small, self.key = count, batch, small, key
+
+    def upto(self, epochs: int) -> int:
+        """Batches in the first `epochs` epochs."""
+        return epochs * self.count // self.batch if self.small == "carry" else epochs * (self.count // self.batch)
+
+    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and visits of batch `own` of an epoch."""
+        if self.small == "carry":
+            visits = np.arange(self.batch, dtype=np.int64) + (self.upto(epoch) + own) * self.batch
+            epochs, places = visits // self.count, visits % self.count
+        else:
+            epochs = np.full(self.batch, epoch, np.int64)
+            places = np.arange(self.batch, dtype=np.int64) + own * self.batch
+        return _passes("samples", self.key, self.count, epochs, places), epochs
+
+
+class _Mixed:
+    """A bucket of weighted parts, or one under `repeat`. parts: (samples, weight)."""
+
+    def __init__(self, parts: Sequence[tuple[int, Fraction]], batch: int, small: str, key: tuple[int, int, int]):
+        self.parts, self.batch, self.small, self.key = parts, batch, small, key
+        self.count = sum(samples for samples, _ in parts)
+        self.rate = sum((samples * weight for samples, weight in parts), Fraction(0))
+        # Visits per epoch repeat with the weights' common denominator, and so do whole batches per epoch.
+        self.period = lcm(*(weight.denominator for _, weight in parts))
+        self.prefix = [0]
+        if small != "carry":
+            up = 0 if small == "drop" else batch - 1
+            for epoch in range(self.period):
+                self.prefix.append(self.prefix[-1] + (self.visits(epoch + 1) - self.visits(epoch) + up) // batch)
+
+    def visits(self, epochs: int) -> int:
+        """Visits due to the weights in the first `epochs` epochs."""
+        return sum(self.spent(part, epochs) for part in range(len(self.parts)))
+
+    def spent(self, part: int, epochs: int) -> int:
+        samples, weight = self.parts[part]
+        return epochs * samples * weight.numerator // weight.denominator
+
+    def upto(self, epochs: int) -> int:
+        if self.small == "carry":
+            return self.visits(epochs) // self.batch
+        whole, rest = divmod(epochs, self.period)
+        return whole * self.prefix[-1] + self.prefix[rest]
+
+    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.small != "carry":
+            return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + own * self.batch)
+        at = (self.upto(epoch) + own) * self.batch
+        end, found = at + self.batch, []
+        while at < end:
+            epoch = self.epoch_of(at)
+            start, after = self.visits(epoch), self.visits(epoch + 1)
+            found.append(self.slots(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
+            at = min(end, after)
+        return np.concatenate([p for p, _ in found]), np.concatenate([v for _, v in found])
+
+    def epoch_of(self, visit: int) -> int:
+        """The epoch of a visit of the bucket's stream: visits(epoch) <= visit < visits(epoch + 1)."""
+        low = int(visit / self.rate)  # visits(e) lies above e * rate - parts and not above e * rate
+        high = low + int((len(self.parts) + 1) / self.rate) + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.visits(middle) <= visit else (low, middle)
+        return low
+
+    def slots(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and visits at some of an epoch's slots, which mix the parts and, under `repeat`, the fillers."""
+        due = self.visits(epoch + 1) - self.visits(epoch)
+        size = -(-due // self.batch) * self.batch if self.small == "repeat" else due
+        mixed = permute(slots, size, "mix", *self.key, epoch)
+        positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+        low = first = 0
+        for part, (samples, _) in enumerate(self.parts):
+            start = self.spent(part, epoch)
+            high = low + self.spent(part, epoch + 1) - start
+            mine = (mixed >= low) & (mixed < high)
+            if mine.any():
+                passes, places = np.divmod(mixed[mine] - low + start, samples)
+                positions[mine] = first + _passes("part", (*self.key, part), samples, passes, places)
+                visits[mine] = passes
+            low, first = high, first + samples
+        if self.small == "repeat":
+            visits *= 2
+            mine = mixed >= due
+            if mine.any():
+                filled = self.batch * self.upto(epoch) - self.visits(epoch)
+                passes, places = np.divmod(mixed[mine] - due + filled, self.count)
+                positions[mine] = _passes("fill", self.key, self.count, passes, places)
+                visits[mine] = 2 * passes + 1
+        return positions, visits
+
+
+def _passes(what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Place -> position by the permutation of its pass."""
+    positions = np.empty(len(places), np.int64)
+    for own in np.unique(passes):
+        mine = passes == own
+        positions[mine] = permute(places[mine], size, what, *key, int(own))
+    return positions
+
+
 class Schedule:
     """The order of training.
 
@@ -80,28 +203,57 @@ class Schedule:
         counts: samples per bucket.
         batches: global batch per bucket.
         seed, phase: other values, another order.
-        small: `carry` or `drop` (see the module's docstring).
+        small: `carry`, `drop` or `repeat` (see the module's docstring).
+        parts: per bucket None, or (samples, weight) of its parts in the order of positions.
+        first: buckets of which the first epoch of the phase shows one batch each at its beginning, in this order.
 
     Raises:
-        ValueError: no bucket ever fills a batch.
+        ValueError: no bucket ever fills a batch, or the parts do not add up.
     """
 
-    def __init__(self, counts: list[int], batches: list[int], *, seed: int, phase: int, small: str):
-        if small not in ("carry", "drop"):
-            raise ValueError(f"small must be 'carry' or 'drop', found {small!r}")
+    def __init__(
+        self, counts: list[int], batches: list[int], *, seed: int, phase: int, small: str,
+        parts: Sequence[Sequence[tuple[int, Fraction]] | None] | None = None, first: Sequence[int] = (),
+    ):  # fmt: skip
+        if small not in ("carry", "drop", "repeat"):
+            raise ValueError(f"small must be 'carry', 'drop' or 'repeat', found {small!r}")
         self.counts, self.batches = list(counts), list(batches)
         self.seed, self.phase, self.small = seed, phase, small
-        if not any(self._upto(bucket, 1 << 32) for bucket in range(len(counts))):
+        self._buckets: list[_Plain | _Mixed] = []
+        for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
+            own, key = parts[bucket] if parts else None, (seed, phase, bucket)
+            if own is not None and (sum(n for n, _ in own) != count or any(w <= 0 for _, w in own)):
+                raise ValueError(f"bucket {bucket} has {count} samples; its parts are {own}")
+            if own is None and small != "repeat":
+                self._buckets.append(_Plain(count, batch, small, key))
+            else:
+                self._buckets.append(_Mixed(own or [(count, Fraction(1))], batch, small, key))
+        self._first = [bucket for bucket in first if self._buckets[bucket].upto(1)]
+        if not any(bucket.upto(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
 
-    def _upto(self, bucket: int, epochs: int) -> int:
-        """Batches of a bucket in its first `epochs` epochs."""
-        count, batch = self.counts[bucket], self.batches[bucket]
-        return epochs * count // batch if self.small == "carry" else epochs * (count // batch)
+    @classmethod
+    def of(cls, head: dict[str, Any], *, seed: int, phase: int) -> Schedule:
+        """The order of a snapshot, from its head."""
+        buckets, policies = head["buckets"], head["policies"]
+        parts = [
+            [(part["samples"], Fraction(*part["weight"])) for part in bucket["parts"]] if "parts" in bucket else None
+            for bucket in buckets
+        ]
+        first: list[int] = []
+        if policies.get("order") == "largest_first":
+            first = sorted(
+                range(len(buckets)),
+                key=lambda b: (-buckets[b]["height"] * buckets[b]["width"], -buckets[b]["batch"], b),
+            )
+        return cls(
+            [b["samples"] for b in buckets], [b["batch"] for b in buckets], seed=seed, phase=phase,
+            small=policies["small"], parts=parts, first=first,
+        )  # fmt: skip
 
     def steps_upto(self, epochs: int) -> int:
         """Optimizer steps in the first `epochs` epochs."""
-        return sum(self._upto(bucket, epochs) for bucket in range(len(self.counts)))
+        return sum(bucket.upto(epochs) for bucket in self._buckets)
 
     def steps_in(self, epoch: int) -> int:
         return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
@@ -119,21 +271,17 @@ class Schedule:
     def step(self, step: int) -> Step:
         """The global batch of a step."""
         epoch = self.epoch_of(step)
-        before = [self._upto(b, epoch) for b in range(len(self.counts))]
-        here = [self._upto(b, epoch + 1) - before[b] for b in range(len(self.counts))]
-        ends = np.cumsum(here).tolist()
-        slot = int(permute(np.array([step - sum(before)]), ends[-1], "order", self.seed, self.phase, epoch)[0])
-        bucket = bisect_right(ends, slot)
-        own = slot - (ends[bucket] - here[bucket])
-        count, batch = self.counts[bucket], self.batches[bucket]
-        if self.small == "carry":
-            visits = np.arange(batch, dtype=np.int64) + (before[bucket] + own) * batch
-            epochs, places = visits // count, visits % count
+        before = [bucket.upto(epoch) for bucket in self._buckets]
+        here = [bucket.upto(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
+        at, shown = step - sum(before), self._first if epoch == 0 else []
+        if at < len(shown):
+            bucket, own = shown[at], 0
         else:
-            epochs = np.full(batch, epoch, np.int64)
-            places = np.arange(batch, dtype=np.int64) + own * batch
-        positions = np.empty(batch, np.int64)
-        for e in np.unique(epochs):
-            mine = epochs == e
-            positions[mine] = permute(places[mine], count, "samples", self.seed, self.phase, bucket, int(e))
-        return Step(step, epoch, bucket, positions, epochs)
+            for b in shown:
+                here[b] -= 1
+            ends = np.cumsum(here).tolist()
+            slot = int(permute(np.array([at - len(shown)]), ends[-1], "order", self.seed, self.phase, epoch)[0])
+            bucket = bisect_right(ends, slot)
+            own = slot - (ends[bucket] - here[bucket]) + (bucket in shown)
+        positions, visits = self._buckets[bucket].members(epoch, own)
+        return Step(step, epoch, bucket, positions, visits)
