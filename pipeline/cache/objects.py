@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 
 import fsspec
@@ -49,6 +49,24 @@ def files_at(root: str | Path, mirror: MirrorConfig | None = None) -> Files:
     return ObjectFiles(text, mirror or MirrorConfig())
 
 
+class _Ranges(Handle):
+    """An object, read by ranges."""
+
+    def __init__(self, files: ObjectFiles, name: str):
+        self._files, self._name = files, name
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        data = self._files.read_range(self._name, offset, len(view)) if len(view) else b""
+        view[: len(data)] = data
+        return len(data)
+
+    def file(self) -> BinaryIO:
+        return self._files.open(self._name).file()
+
+    def __del__(self) -> None:
+        pass
+
+
 class ObjectFiles(Files):
     """Objects below a URL.
 
@@ -77,6 +95,7 @@ class ObjectFiles(Files):
         self._base = str(root).rstrip("/")
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
+        self.room = self.mirror.limit
 
     def path(self, name: str) -> Path:
         raise TypeError(f"{self.where(name)} is not on a disk")
@@ -142,6 +161,24 @@ class ObjectFiles(Files):
 
     def open(self, name: str) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
+
+    def ranged(self, name: str) -> Handle:
+        self._size(name)
+        return _Ranges(self, name)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of an object; fewer where it ends.
+
+        Raises:
+            CacheError: the server sent more than was asked for.
+        """
+        piece = self._read(name, partial(self.fs.cat_file, start=offset, end=offset + length))
+        if len(piece) > length:
+            raise CacheError(
+                f"{self.where(name)}: the server sent another range than was asked for",
+                expected=f"{length} bytes from {offset}", found=f"{len(piece)} bytes",
+            )  # fmt: skip
+        return piece
 
     def digest(self, name: str) -> str:
         """Of the object itself; a copy here of one that is damaged is dropped, so that its records are judged too."""
