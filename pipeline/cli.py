@@ -82,6 +82,9 @@ def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
     help="What --data is. Default: seen from what is there.",
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
+@click.option(
+    "--reassign", metavar="FILE", help="Encode these pictures for other buckets, too; `bucket` writes such a list."
+)
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option(
     "--text-mode",
@@ -103,6 +106,7 @@ def encode(
     data: str,
     format: str | None,
     source_name: str | None,
+    reassign: str | None,
     rehash: bool,
     text_mode: str | None,
     task_index: int | None,
@@ -125,6 +129,7 @@ def encode(
         config,
         data=data,
         source_name=source_name,
+        reassign=reassign,
         rehash=rehash,
         task_index=task_index,
         task_count=task_count,
@@ -136,12 +141,61 @@ def encode(
 @cli.command()
 @_configured
 @click.option("--name", metavar="NAME", help="Name for the snapshot. Default: only its id.")
-def bucket(config_path: str | None, overrides: tuple[str, ...], name: str | None) -> Any:
-    """Join latents and captions into an immutable snapshot, grouped by resolution."""
+@click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
+@click.option("--dry-run", is_flag=True, help="Report what would be in it, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def bucket(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    name: str | None,
+    caches: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> Any:
+    """Join latents and captions into an immutable snapshot, grouped by resolution.
+
+    Which samples (filters, weights, duplicates, held-out part, subset) and how they are batched: the section `bucket`
+    of the configuration.
+    """
     config = _load(config_path, overrides)
+    if caches:
+        own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
+        config = config.model_copy(update={"bucket": own})
     from stages import bucket as stage
 
-    return stage.run(config, name=name)
+    return stage.run(config, name=name, dry_run=dry_run, as_json=as_json)
+
+
+@cli.group(invoke_without_command=True)
+@_configured
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.pass_context
+def snapshots(context: click.Context, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+    """List the snapshots of the cache, or compare two of them (`snapshots diff A B`)."""
+    if context.invoked_subcommand is not None:
+        if config_path or overrides or as_json:
+            raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
+        return None
+    config = _load(config_path, overrides)
+    from stages import snapshots as stage
+
+    return stage.run(config, as_json=as_json)
+
+
+@snapshots.command()
+@_configured
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
+def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as_json: bool) -> Any:
+    """Samples that B has and A has not, the reverse, and those that changed. A, B: names or ids.
+
+    Exit code 0 if they hold the same samples, 1 if not.
+    """
+    config = _load(config_path, overrides)
+    from stages import snapshots as stage
+
+    return stage.diff(config, a, b, as_json=as_json)
 
 
 @cli.command()

@@ -170,8 +170,9 @@ class EncodeConfig(_Section):
 
 
 class SourceConfig(_Section):
-    """What `bucket` does with one source. weight: visits of each of its samples per epoch, at most three decimals (0.25:
-    every fourth epoch; 2: twice an epoch); 0 leaves the source out. filter: as `bucket.filter`, on its items alone."""
+    """What `bucket` does with one source. weight: visits of each of its samples per epoch, at most three decimals
+    (0.25: every fourth epoch; 2: twice an epoch); 0 leaves the source out. filter: as `bucket.filter`, on its items
+    alone."""
 
     weight: Annotated[float, Field(ge=0)] = 1.0
     filter: str | None = None

@@ -1,73 +1,300 @@
-"""`sana-pipe bucket`: the cache to an immutable snapshot. Moves no tensor bytes; takes seconds."""
+"""`sana-pipe bucket`: the cache, or several, to an immutable snapshot. Moves no tensor bytes of its own cache.
+
+Scans and indexes of every cache, then filters, join, deduplication, held-out part, subset, small buckets; then the
+shards of other caches are adopted and the snapshot is published.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import click
+import numpy as np
+import pyarrow as pa
 
 from pipeline.cache import layout, snapshot
+from pipeline.cache.adopt import adopt, bring
+from pipeline.cache.index import RecordIndex
+from pipeline.cache.layout import Paths
+from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import buckets
+from pipeline.data import buckets, selection
 from pipeline.data.captions import instruction
-from pipeline.data.join import Joined, assemble, join
-from pipeline.errors import CacheError
+from pipeline.data.filters import Filter
+from pipeline.data.join import BucketReport, Frame, Joined, assemble, join, unjudged, usable
+from pipeline.errors import CacheError, UserError
 
 
-def run(config: Config, name: str | None = None) -> str:
-    """Make a snapshot of every source in the cache.
+@dataclass
+class _Made:
+    """A snapshot that is ready to be published."""
+
+    head: dict[str, Any]
+    samples: pa.Table
+    names: pa.Table
+    report: list[BucketReport]
+    joined: Joined
+    frame: Frame
+    moves: list[selection.Move] = field(default_factory=list)
+
+
+def run(config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False) -> str:
+    """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
-        name: a name that will point to it, beside `latest`.
+        name: a name that will point to it, beside `latest`. The held-out part is called NAME.heldout.
+        dry_run: report, and write nothing.
+        as_json: print one JSON object instead of lines.
 
     Returns:
-        The snapshot's id.
+        The snapshot's id; "" for a dry run.
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
-        UserError: nothing is left to train on.
+        UserError: nothing is left to train on, or a setting names what is not there.
     """
-    cache = Cache.of(config)
-    scans = {source: cache.last_scan(source) for source in cache.sources()}
-    found = {source: body for source, body in scans.items() if body is not None}
+    own = config.bucket
+    caches = _caches(config, dry_run)
+    cache = caches[0]
+    found = _sources(caches)
     if not found:
         raise CacheError(
             f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
         )
-    latent, text = _recipes(config, cache, found)
-    table = buckets.table(config.data, latent.compression)
-    latents, texts = cache.index(latent.name), cache.index(text.name)
-    joined = Joined()
-    for source, body in sorted(found.items()):
-        join(joined, source, cache.table(body["table"]), table, latent, text, latents, texts)
-    head, samples, names, report = assemble(
-        joined, table, batch=config.bucket.batch, small=config.bucket.small,
-        pad_text_multiple=config.bucket.pad_text_multiple, latent=latent, text=text, latents=latents, texts=texts,
-        sources={source: body["table"] for source, body in sorted(found.items())},
-    )  # fmt: skip
-    snapshot_id = cache.add_snapshot(snapshot.build(cache.files, head, samples, names), name)
-
-    click.echo(f"{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
-    for row in report:
-        click.echo(
-            f"{row.height:>5}x{row.width:<5} {row.samples:>9} {row.batch:>6} {row.steps:>12.2f} {row.crop:>10.1%}"
-            + (f"  {row.note}" if row.note else "")
+    if unknown := sorted(set(own.sources) - set(found)):
+        raise CacheError(
+            f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(found))
         )
-    click.echo(f"{head['counts']['samples']} samples, {sum(row.steps for row in report):.2f} optimizer steps per epoch")
-    for reason, count in head["left_out"].items():
-        click.echo(f"left out: {count:6d}  {reason}")
-    click.echo(f"snapshot {snapshot_id}" + (f" ({name})" if name else ""))
-    return snapshot_id
+    latent, text = _recipes(config, found)
+    tables = buckets.resolutions(own, config.data, latent.compression)
+    shapes = [shape for _, table in tables for shape in table]
+    batches = buckets.batches(own, shapes, latent.compression)
+    latents, texts = (RecordIndex.union([one.index(name) for one in caches]) for name in (latent.name, text.name))
+
+    joined = Joined()
+    scans = _selected(config, joined, found)
+    for source, scan in scans.items():
+        first = 0
+        for variant, table in tables:
+            join(
+                joined, source, scan, table, latent, text, latents, texts, first=first, variant=variant,
+                policy=config.data if own.resolutions else None,
+            )  # fmt: skip
+            first += len(table)
+    frame = joined.frame()
+    if own.dedup == "image":
+        frame = selection.deduplicated(joined, frame, list(own.sources))
+    away = selection.heldout(frame, own.heldout)
+    earlier = _sample_ids(cache.open_snapshot(own.grow)) if own.grow else np.empty(0, np.uint64)
+
+    def make(frame: Frame, joined: Joined, small: str, policies: dict[str, Any]) -> _Made:
+        moves: list[selection.Move] = []
+        if small == "reassign":
+            small, first = "carry", 0
+            for _, table in tables:
+                part = batches[first : first + len(table)]
+                frame, more = selection.reassigned(joined, frame, table, part, first, latent, latents)
+                moves, first = moves + more, first + len(table)
+        head, samples, names, report = assemble(
+            joined, shapes, batch=batches, small=small, pad_text_multiple=own.pad_text_multiple, latent=latent,
+            text=text, latents=latents, texts=texts, frame=frame, before=selection.places(frame, earlier),
+            sources={source: body["table"] for source, (_, body) in sorted(found.items()) if source in scans},
+            weights=_weights(config), policies=policies,
+        )  # fmt: skip
+        return _Made(head, samples, names, report, joined, frame, moves)
+
+    told: dict[str, Any] = {"dry_run": dry_run, "name": name}
+    side = Joined(joined.sources)
+    side.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
+    if own.heldout and away.any():
+        kept = Joined(joined.sources)
+        kept.leave("not in the held-out part", int((~away).sum()))
+        told["heldout"] = _publish(
+            make(frame.take(away), kept, "carry", {"heldout": {"share": own.heldout, "side": "heldout"}}),
+            caches, (latents, texts), dry_run,
+            f"{name or 'latest'}.heldout", latest=False,
+        )  # fmt: skip
+    joined.left_out.update(side.left_out)
+    joined.keep.update(side.keep)
+    frame = frame.take(~away)
+    if own.subset is not None:
+        pictures = len(np.unique(frame.picture_id))
+        if pictures < own.subset:
+            told["note"] = f"bucket.subset = {own.subset}, but there are only {pictures} pictures"
+        frame = selection.subset(joined, frame, own.subset, earlier)
+    policies: dict[str, Any] = {"order": own.order} if own.order != "random" else {}
+    if own.heldout:
+        policies["heldout"] = {"share": own.heldout, "side": "train"}
+    made = make(frame, joined, own.small, policies)
+    told |= _publish(made, caches, (latents, texts), dry_run, name)
+    told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
+    _tell(told, as_json)
+    return told["snapshot"] or ""
+
+
+# ---------------------------------------------------------------- what goes in
+
+
+def _caches(config: Config, dry_run: bool) -> list[Cache]:
+    """The own cache, then the others."""
+    others = [Cache(root) for root in config.bucket.caches]
+    first = Cache.of(config, create=bool(others) and not dry_run)
+    roots = [one.location if "://" in one.location else one.root.resolve() for one in (first, *others)]
+    if len(set(roots)) < len(roots):
+        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(map(str, roots)))
+    return [first, *others]
+
+
+def _sources(caches: list[Cache]) -> dict[str, tuple[Cache, dict[str, Any]]]:
+    """Source -> the cache that holds it, and its last scan."""
+    found: dict[str, tuple[Cache, dict[str, Any]]] = {}
+    for cache in caches:
+        for source in cache.sources():
+            body = cache.last_scan(source)
+            if body is None:
+                continue
+            first = found.setdefault(source, (cache, body))
+            if first[1]["table"] != body["table"]:
+                raise CacheError(
+                    f"{first[0].location} and {cache.location} both have a source {source!r}, with different items",
+                    fix="encode one of them with another --source-name: samples are told apart by it",
+                )
+    return dict(sorted(found.items()))
+
+
+def _selected(config: Config, joined: Joined, found: dict[str, tuple[Cache, dict[str, Any]]]) -> dict[str, pa.Table]:
+    """The usable items of the sources, filtered."""
+    own, scans = config.bucket, {}
+    for source, (cache, body) in found.items():
+        scan = cache.table(body["table"])
+        if source in own.sources and not own.sources[source].weight:
+            setting = f"bucket.sources.{source}.weight"
+            joined.leave(f"{setting} is 0", scan.num_rows, f"another {setting}")
+            continue
+        scans[source] = usable(joined, unjudged(scan) if own.resolutions else scan)
+    common = Filter(own.filter, "bucket.filter") if own.filter else None
+    by_source = {
+        source: Filter(setting.filter, f"bucket.sources.{source}.filter")
+        for source, setting in own.sources.items() if setting.filter and source in scans
+    }  # fmt: skip
+    return selection.filtered(joined, scans, common, by_source) if common or by_source else scans
+
+
+def _weights(config: Config) -> dict[str, Fraction]:
+    return {source: Fraction(str(setting.weight)) for source, setting in config.bucket.sources.items()}
+
+
+def _sample_ids(opened: Snapshot) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.uint64), *opened.sample_ids()])
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def _publish(
+    made: _Made, caches: list[Cache], indexes: tuple[RecordIndex, RecordIndex], dry_run: bool, name: str | None,
+    latest: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Adopt what is of other caches and publish the snapshot; returns the report."""
+    cache, head = caches[0], made.head
+    brought = 0
+    for index in indexes:
+        origin = dict(zip(index.shards, index.origin, strict=True))
+        for at, other in enumerate(caches[1:], start=1):
+            used = [shard for shard in head["shards"][index.kind] if origin[shard["name"]] == at]
+            brought += sum(shard["bytes"] for shard in used)
+            if not dry_run:
+                adopt(cache, other, index.recipe, {shard["name"] for shard in used})
+    snapshot_id = None
+    if not dry_run:
+        for other in caches[1:]:
+            tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
+            for digest in tables & set(head["sources"].values()):
+                bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
+        whole = snapshot.build(cache.files, head, made.samples, made.names)
+        snapshot_id = cache.add_snapshot(whole, name, latest=latest)
+    frame, sources = made.frame, made.joined.sources
+    held = np.bincount(frame.source, minlength=len(sources)).tolist()
+    return {
+        "snapshot": snapshot_id, "name": name, "samples": head["counts"]["samples"],
+        "steps_per_epoch": sum(float(row.steps) for row in made.report),
+        "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in made.report],
+        "sources": dict(zip(sources, held, strict=True)),
+        "left_out": [
+            {"reason": reason, "samples": count, "keep": made.joined.keep.get(reason)}
+            for reason, count in head["left_out"].items()
+        ],
+        "adopted_bytes": brought,
+    }  # fmt: skip
+
+
+def _reassign_lists(
+    cache: Cache, moves: list[selection.Move], sources: list[str], dry_run: bool
+) -> list[dict[str, Any]]:
+    """Write what `encode --reassign` takes, a file per source; lists that are done are removed."""
+    told = []
+    for source in sources:
+        where = f"reports/reassign-{source}.csv"
+        rows = [move[1:] for move in moves if move[0] == source]
+        if rows:
+            told.append({"source": source, "items": len(rows), "file": cache.files.where(where)})
+        if dry_run:
+            continue
+        if not rows:
+            cache.files.remove(where)
+            continue
+        sheet = io.StringIO()
+        out = csv.writer(sheet, lineterminator="\n")
+        out.writerow(["item", "height", "width"])
+        out.writerows(sorted(rows))
+        cache.files.replace(where, sheet.getvalue().encode())
+    return told
+
+
+def _tell(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    parts = [("", told), *([("held out: ", told["heldout"])] if "heldout" in told else [])]
+    for title, one in parts:
+        click.echo(f"{title}{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
+        for row in one["buckets"]:
+            click.echo(
+                f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "
+                f"{row['crop']:>10.1%}" + (f"  {row['note']}" if row["note"] else "")
+            )
+        click.echo(f"{one['samples']} samples, {one['steps_per_epoch']:.2f} optimizer steps per epoch")
+        if one["adopted_bytes"]:
+            verb = "would be" if told["dry_run"] else "were"
+            click.echo(f"{one['adopted_bytes'] / 1e9:.3f} GB of shards {verb} linked or copied from other caches")
+        if one is told:
+            for left in one["left_out"]:
+                keep = f"; to keep: {left['keep']}" if left["keep"] else ""
+                click.echo(f"left out: {left['samples']:6d}  {left['reason']}{keep}")
+            for entry in told["reassign"]:
+                click.echo(
+                    f"{entry['items']} pictures of {entry['source']!r} have to be encoded for another bucket: "
+                    f"sana-pipe encode --data ... --reassign {entry['file']}"
+                )
+            if "note" in told:
+                click.echo(told["note"])
+        named = f" ({one['name']})" if one["name"] else ""
+        click.echo(f"snapshot {one['snapshot']}{named}" if one["snapshot"] else f"dry run: no snapshot was made{named}")
 
 
 def _recipes(
-    config: Config, cache: Cache, scans: dict[str, dict[str, Any]]
+    config: Config, scans: dict[str, tuple[Cache, dict[str, Any]]]
 ) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     """The recipes of the sources, which must agree with one another and with the configuration."""
     chosen: dict[str, layout.Recipe] = {}
     for kind in ("latent", "text"):
-        by_source = {source: cache.recipe(body[kind]) for source, body in scans.items()}
+        by_source = {source: cache.recipe(body[kind]) for source, (cache, body) in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
         for source, recipe in by_source.items():
             if recipe != first:

@@ -38,7 +38,7 @@ from pipeline.models import encoders
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
     task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local",
+    engine: str = "local", reassign: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
@@ -49,6 +49,7 @@ def run(
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray`: this process hands the units out on a cluster.
+        reassign: a list (`item,height,width`) of pictures to encode for other buckets than their own, too.
 
     Returns:
         Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
@@ -61,18 +62,21 @@ def run(
     try:
         with stop.signals():
             share = _tasks(task_index, task_count, engine)
-            return _run(config, open_source(data, config.data, source_name, format), rehash, share, engine, stop)
+            source = open_source(data, config.data, source_name, format)
+            return _run(config, source, rehash, share, engine, stop, reassign)
     except Stopped:
         click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
         return {"stopped": stop.name}
 
 
 def _run(
-    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop
-) -> dict[str, Any]:
+    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop,
+    reassign: str | None,
+) -> dict[str, Any]:  # fmt: skip
     name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
+    targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
     latent = _with_decoder_of(cache, latent, config)
     cache.files.sweep()
@@ -102,7 +106,7 @@ def _run(
         click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
     _check_rejects(config, cache, name, scan.num_rows, rejected)
 
-    images = planning.image_work(scan, name, latent, table)
+    images = planning.image_work(scan, name, latent, table, targets)
     texts = planning.caption_work(scan, text)
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
     with _workers(config, cache, source, stop)[engine](share) as encode:

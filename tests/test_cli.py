@@ -71,7 +71,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "demo", "encode", "export", "gc", "sample", "status", "train", "verify",
+        "bucket", "demo", "encode", "export", "gc", "sample", "snapshots", "status", "train", "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
@@ -85,13 +85,25 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     calls = stage("encode")
     assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0
-    assert end("encode", "--data", "pics", "--source-name=n", "--rehash", "--task-index=1", "--task-count=4") == 0
+    assert (
+        end(
+            "encode",
+            "--data",
+            "pics",
+            "--source-name=n",
+            "--rehash",
+            "--reassign=l",
+            "--task-index=1",
+            "--task-count=4",
+        )
+        == 0
+    )
     (first, options), (_, named) = calls
     assert first[0].encode.image_batch == 3
     assert first[0].cache == "/c"
     assert options == {
         "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None,
-        "engine": "local",
+        "engine": "local", "reassign": None,
     }  # fmt: skip
     assert named == {
         "data": "pics",
@@ -101,6 +113,7 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "task_count": 4,
         "format": None,
         "engine": "local",
+        "reassign": "l",
     }
 
 
@@ -108,7 +121,10 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     bucket, train, export, sample, demo = (stage(n) for n in ("bucket", "train", "export", "sample", "demo"))
     assert end("bucket", "--name", "mine", "--config", "sana_600m_512") == 0
     assert bucket[0][0][0].data.resolution == 512
-    assert bucket[0][1] == {"name": "mine"}
+    assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False}
+    assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
+    assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
+    assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
     assert train[0][1] == {"snapshot": "s", "resume": "auto"}
     assert end("train") == 0

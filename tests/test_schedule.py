@@ -140,9 +140,7 @@ def order_digest(schedule: Schedule) -> str:
         ("drop", [5, 5, 5], [2, 2, 2], "cc1fefcbcf8ad77029107badd7be74be"),
     ],
 )
-def test_orders_of_earlier_versions_are_kept(
-    small: str, counts: list[int], batches: list[int], expected: str
-) -> None:
+def test_orders_of_earlier_versions_are_kept(small: str, counts: list[int], batches: list[int], expected: str) -> None:
     """Written down before weights and `repeat` existed: a snapshot made then trains in the same order now."""
     assert order_digest(Schedule(counts, batches, seed=3, phase=1, small=small)) == expected
 
@@ -200,7 +198,9 @@ def test_weights_are_exact(buckets: list[tuple[list[tuple[int, Fraction]], int]]
             seen[plan.bucket].update(plan.positions.tolist())
             whole[plan.bucket] += 1
             done += len(plan.positions)
-            numbers |= {(plan.bucket, *pair) for pair in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True)}
+            numbers |= {
+                (plan.bucket, *pair) for pair in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True)
+            }
         for (parts, batch), count in zip(buckets, whole, strict=True):
             due = sum(floor((epoch + 1) * n * w) - floor(epoch * n * w) for n, w in parts)
             if small == "drop":

@@ -159,16 +159,18 @@ def _verify_unit(
         return
     if not intact:
         damaged = bad_records(cache, recipe, commit)
-        bad = tuple(key.hex() for key in damaged if not _replaced(cache, recipe, plan, key))
+        bad = tuple(key.hex() for key in damaged if not _replaced(cache, recipe, commit, key))
         if damaged and not bad:
-            return  # a repair made every damaged record again; the later plan wins
+            return  # a repair made every damaged record again, or another cache's copy counts
         what = f"{len(bad)} of {commit.records} records are damaged" if bad else "bytes outside the records are damaged"
         yield Finding(name, what, records=bad, **own)
 
 
-def _replaced(cache: Cache, recipe: str, plan: int, key: bytes) -> bool:
-    later = [n for n in cache.files.numbers(Paths.plans(recipe)) if n > plan]
-    return index.RecordIndex(cache.files, recipe, later).has(key)
+def _replaced(cache: Cache, recipe: str, commit: index.Commit, key: bytes) -> bool:
+    """Whether the record that counts stands in another shard than this commit's."""
+    found = cache.index(recipe)
+    row = int(found.find(index.as_keys([key]))[0])
+    return row >= 0 and found.shards[found.columns["shard"][row]] != commit.shard
 
 
 def _keys(cache: Cache, commit: index.Commit) -> list[bytes]:

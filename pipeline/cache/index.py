@@ -4,7 +4,8 @@ What: a unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only
 When every unit of a plan is committed, one segment document takes their place, so that opening a cache reads one
 document per finished plan and never lists a folder per unit. `RecordIndex` answers "where is this key".
 Why: a crash leaves only invisible files; a doubled or late worker publishes a name that is taken: nothing changes.
-Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order.
+Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order. Plans
+that were adopted from another cache come before all others, the first of them last.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import RECORDS, from_ipc, to_ipc
 from pipeline.errors import IntegrityError
+
+ADOPTED = "adopted"
+"""Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class RecordIndex:
         bytes: size in bytes of each of `shards`.
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
+        origin: per shard, which of several caches it is from (see `union`); 0 for all otherwise.
     """
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
@@ -140,8 +145,10 @@ class RecordIndex:
         self.shards: list[str] = []
         self.bytes: list[int] = []
         tables = []
-        for plan in plans:
-            done = commits(files, recipe, plan)
+        listed = [(plan, commits(files, recipe, plan)) for plan in plans]
+        adopted = [bool(done) and all(ADOPTED in c.provenance for c in done) for _, done in listed]
+        order = [e for e, taken in zip(listed[::-1], adopted[::-1], strict=True) if taken]
+        for plan, done in order + [e for e, taken in zip(listed, adopted, strict=True) if not taken]:
             for commit in done:
                 self.rejects.extend(commit.rejects)
                 if commit.shard is not None:
@@ -155,24 +162,52 @@ class RecordIndex:
                 tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
+        self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         shard = np.concatenate([np.empty(0, np.uint32), *(_numbers(t.column("shard"), number) for t in tables)])
-        self._fill(whole, shard)
+        columns = {"shard": shard}
+        for name in schema.names:
+            column = whole.column(name)
+            columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
+        self._fill(columns)
 
-    def _fill(self, whole: pa.Table, shard: np.ndarray) -> None:
-        keys = fixed(whole.column("key"))
+    def _fill(self, columns: dict[str, np.ndarray]) -> None:
+        keys = columns["key"]
         # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
         order = np.argsort(keys, kind="stable")
-        last = np.ones(len(order), bool)
         if len(order) > 1:
-            last[:-1] = keys[order][1:] != keys[order][:-1]
-        order = order[last]
-        self.columns: dict[str, np.ndarray] = {"shard": shard[order]}
-        for name in whole.schema.names:
-            column = whole.column(name)
-            values = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
-            self.columns[name] = values[order]
+            ranked = keys[order]
+            order = order[np.append(ranked[1:] != ranked[:-1], True)]
+        self.columns: dict[str, np.ndarray] = {name: values[order] for name, values in columns.items()}
         self.keys = self.columns["key"]
+
+    @classmethod
+    def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
+        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts.
+
+        `origin` says for each of its `shards` which of the indexes it is from.
+        """
+        if len(indexes) == 1:
+            return indexes[0]
+        whole = cls.__new__(cls)
+        whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
+        whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
+        shards, first = [], {}
+        for at, one in enumerate(indexes):
+            numbers = np.empty(len(one.shards), np.uint32)
+            for i, name in enumerate(one.shards):
+                if name not in first:
+                    first[name] = len(whole.shards)
+                    whole.shards.append(name)
+                    whole.bytes.append(one.bytes[i])
+                    whole.origin.append(at)
+                numbers[i] = first[name]
+            shards.append(numbers[one.columns["shard"]])
+            whole.rejects.extend(one.rejects)
+        names = [name for name in indexes[0].columns if name != "shard"]
+        columns = {name: np.concatenate([one.columns[name] for one in indexes[::-1]]) for name in names}
+        whole._fill({"shard": np.concatenate(shards[::-1]), **columns})
+        return whole
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -193,7 +228,7 @@ def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
     """Names of shards (a dictionary column) as uint32 numbers."""
     chunks = [np.empty(0, np.uint32)]
     for chunk in column.chunks:
-        names = np.array([number.get(name, 0) for name in chunk.dictionary.to_pylist()], np.uint32)
+        names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
         chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
     return np.concatenate(chunks)
 

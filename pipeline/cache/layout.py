@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -166,15 +166,14 @@ def sample_id(source: str, item: str) -> int:
     return int.from_bytes(digest("sample", source, item)[:8], "little")
 
 
-def latent_keys(recipe_id: str, digests: Iterable[bytes], heights: list[int], widths: list[int]) -> bytes:
-    """`latent_key` of many pictures, one after the other: 16 bytes each."""
-    start, ends = _framed("latent") + _framed(recipe_id), {size: b"" for size in zip(heights, widths, strict=True)}
-    for height, width in ends:
-        ends[height, width] = _framed(f"{height}x{width}") + _framed("")
-    state, length = xxhash.xxh3_128_digest, (16).to_bytes(8, "little")
-    start += length
-    pairs = zip(digests, heights, widths, strict=True)
-    return b"".join([state(start + digest + ends[height, width]) for digest, height, width in pairs])
+def latent_keys(
+    recipe_id: str, digests: Iterable[bytes], sizes: Sequence[tuple[int, int]], which: Iterable[int]
+) -> bytes:
+    """`latent_key` of many pictures, one after the other: 16 bytes each. `which`: each picture's place in `sizes`."""
+    start = _framed("latent") + _framed(recipe_id) + (16).to_bytes(8, "little")
+    ends = [_framed(f"{height}x{width}") + _framed("") for height, width in sizes]
+    state = xxhash.xxh3_128_digest
+    return b"".join([state(start + digest + ends[size]) for digest, size in zip(digests, which, strict=True)])
 
 
 def text_keys(recipe_id: str, normalised: Iterable[str]) -> bytes:

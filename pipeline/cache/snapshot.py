@@ -10,6 +10,7 @@ Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, po
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +242,16 @@ class Snapshot:
         chunk, at = self._locate(row)
         span = slice(chunk.caption_offsets[at], chunk.caption_offsets[at + 1])
         return chunk.caption["rows"][span].tolist(), chunk.caption["weight"][span].tolist()
+
+    def sample_ids(self) -> Iterator[np.ndarray]:
+        """Sample ids in the order of rows: (rows of a chunk,) uint64, chunk after chunk."""
+        for table in self.tables():
+            yield table.column("sample_id").to_numpy()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The samples in the order of rows, chunk after chunk (schema: `samples_schema`)."""
+        for number in range(len(self.head["chunks"])):
+            yield self._map(number, "samples", self._schema)
 
     def sample_id(self, row: int) -> int:
         chunk, at = self._locate(row)

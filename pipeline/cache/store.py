@@ -160,10 +160,13 @@ class Cache:
 
     # ------------------------------------------------------------ snapshots
 
-    def add_snapshot(self, head: dict[str, Any], name: str | None) -> str:
+    def add_snapshot(self, head: dict[str, Any], name: str | None, *, latest: bool = True) -> str:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
         Its parent is what the name pointed to before. A head that says what the parent's says is the parent.
+
+        Args:
+            latest: false for a snapshot that nobody is to train on by default (a held-out part); it needs a name.
         """
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot name a snapshot", expected="letters, digits, '.', '_' and '-'")
@@ -178,7 +181,7 @@ class Cache:
             head = {**head, "parent": parent}
             snapshot_id = identity(head)
             self.files.put(Paths.snapshot(snapshot_id), layout.seal(head))
-        for pointer in ["latest", *([name] if name else [])]:
+        for pointer in [*(["latest"] if latest else []), *([name] if name else [])]:
             while self.snapshot_of(pointer) != snapshot_id:
                 number = len(self.files.numbers(Paths.names(pointer)))
                 self.files.put(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.config import DataConfig
+import numpy as np
+
+from pipeline.config import BucketConfig, DataConfig
 from pipeline.errors import ConfigError
 
 Shape = tuple[int, int]
@@ -104,6 +106,88 @@ def nearest(buckets: Sequence[Shape], height: int, width: int) -> Shape:
     """
     ratio = height / width
     return min(buckets, key=lambda bucket: abs(ratio_key(bucket) - ratio))
+
+
+def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """`nearest` of many pictures: (n,) int64 indexes into `buckets`."""
+    keys = np.array([ratio_key(bucket) for bucket in buckets])
+    found = np.empty(len(heights), np.int64)
+    for start in range(0, len(heights), 1 << 16):
+        part = slice(start, start + (1 << 16))
+        ratio = heights[part].astype(np.float64) / widths[part]
+        found[part] = np.abs(keys[None, :] - ratio[:, None]).argmin(axis=1)
+    return found
+
+
+def fits(heights: np.ndarray, widths: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`upscale` and `crop_loss` of many pictures; shapes: (n, 2), the bucket of each."""
+    scale = np.maximum(shapes[:, 0] / heights, shapes[:, 1] / widths)
+    loss = 1.0 - (shapes[:, 0] * shapes[:, 1]) / (heights * scale * widths * scale)
+    return scale, np.maximum(0.0, loss)
+
+
+def resolutions(bucket: BucketConfig, data: DataConfig, compression: int) -> list[tuple[str, list[Shape]]]:
+    """The tables of a snapshot: (name of the resolution, table). The name is "" for `data.resolution`.
+
+    Raises:
+        ConfigError: as `table`; two tables share a shape; an own list cannot be scaled.
+    """
+    if not bucket.resolutions:
+        return [("", table(data, compression))]
+    if data.buckets != "sana":
+        raise ConfigError(
+            "bucket.resolutions scales Sana's table, but data.buckets is a list of its own",
+            fix="set data.buckets=sana, or leave bucket.resolutions out",
+        )
+    found: dict[int, list[Shape]] = {}
+    for resolution in bucket.resolutions:
+        own = table(data.model_copy(update={"resolution": resolution}), compression)
+        for other, shapes in found.items():
+            if shared := set(own) & set(shapes):
+                raise ConfigError(
+                    f"bucket.resolutions: {other} and {resolution} both have the bucket "
+                    + ", ".join(f"{h}x{w}" for h, w in sorted(shared)),
+                    fix="choose resolutions that lie further apart, each once",
+                )
+        found[resolution] = own
+    return [("" if r == data.resolution else str(r), shapes) for r, shapes in found.items()]
+
+
+def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> list[int]:
+    """The global batch of each bucket: from `bucket.batches`, else from `bucket.tokens`, else `bucket.batch`.
+
+    Raises:
+        ConfigError: a batch that `bucket.batch_multiple` does not divide, a bucket that is not there, or one of which
+            `bucket.tokens` does not hold `batch_multiple` samples.
+    """
+    named = {f"{h}x{w}" for h, w in shapes}
+    if unknown := sorted(set(bucket.batches) - named):
+        raise ConfigError(
+            f"bucket.batches names {', '.join(unknown)}, which no bucket is called",
+            expected="height x width, such as " + ", ".join(f"{h}x{w}" for h, w in shapes[:3]),
+        )
+    found = []
+    for height, width in shapes:
+        setting, tokens = f"bucket.batches of {height}x{width}", (height // compression) * (width // compression)
+        batch = bucket.batches.get(f"{height}x{width}")
+        if batch is None and bucket.tokens is not None:
+            batch = bucket.tokens // tokens // bucket.batch_multiple * bucket.batch_multiple
+            if batch == 0:
+                raise ConfigError(
+                    f"bucket.tokens = {bucket.tokens} does not hold {bucket.batch_multiple} samples of "
+                    f"{height}x{width}",
+                    expected=f"at least {bucket.batch_multiple * tokens}: {tokens} latent tokens each",
+                    fix="raise bucket.tokens, or lower bucket.batch_multiple",
+                )
+        if batch is None:
+            setting, batch = "bucket.batch", bucket.batch
+        if batch % bucket.batch_multiple:
+            raise ConfigError(
+                f"{setting} = {batch} is no multiple of bucket.batch_multiple = {bucket.batch_multiple}",
+                fix=f"{batch // bucket.batch_multiple * bucket.batch_multiple or bucket.batch_multiple} is one",
+            )
+        found.append(batch)
+    return found
 
 
 def upscale(height: int, width: int, bucket: Shape) -> float:

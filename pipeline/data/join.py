@@ -1,42 +1,145 @@
 """Join: scans and stores to the samples of a snapshot, with every item that is left out and why.
 
-What: for each usable item of a source, find its latent at the bucket it belongs to and the rows of its captions.
+What: `join` finds for each usable item of a source its latent at the bucket it belongs to and the rows of its captions;
+`assemble` groups what was found (and selected since, see `pipeline.data.selection`) into a snapshot's head and tables.
 Why: a snapshot lists only what is there and whole; what is not there is counted by reason, never dropped silently.
-Price: scans and indexes are held in memory while joining.
+Price: scans, indexes and about 150 bytes a sample are held in memory while joining; all of it in columns.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.index import RecordIndex, as_keys, key_bytes
-from pipeline.cache.snapshot import NAMES, samples_schema
+from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
+from pipeline.cache.snapshot import NAMES, WRITTEN, samples_schema
+from pipeline.config import DataConfig
 from pipeline.data import buckets, captions
 from pipeline.errors import CacheError, UserError
+
+ENCODE = "run sana-pipe encode"
+
+
+@dataclass
+class Frame:
+    """Samples in columns, in the order in which they were joined. n samples, m captions.
+
+    Attributes:
+        source: (n,) int32 into `Joined.sources`.
+        item: (n,) strings.
+        sample_id, picture_id: (n,) uint64; they differ for the records of a picture at further resolutions.
+        digest: (n,) S16, of the picture's file.
+        height, width: (n,) int64 of the picture, in pixels.
+        bucket: (n,) int64 into the bucket table.
+        latent: (n,) int64 rows of the latents' index.
+        captions: (n + 1,) int64 offsets into the next two.
+        text, weight: (m,) int64 rows of the texts' index; (m,) float32.
+    """
+
+    source: np.ndarray
+    item: pa.Array
+    sample_id: np.ndarray
+    picture_id: np.ndarray
+    digest: np.ndarray
+    height: np.ndarray
+    width: np.ndarray
+    bucket: np.ndarray
+    latent: np.ndarray
+    captions: np.ndarray
+    text: np.ndarray
+    weight: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    def take(self, rows: np.ndarray) -> Frame:
+        """Some rows (a boolean mask, or numbers), in their order."""
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        counts = np.diff(self.captions)[rows]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        own = np.repeat(self.captions[:-1][rows] - offsets[:-1], counts) + np.arange(offsets[-1])
+        per_row = ("source", "sample_id", "picture_id", "digest", "height", "width", "bucket", "latent")
+        return Frame(
+            item=self.item.take(pa.array(rows)), captions=offsets, text=self.text[own], weight=self.weight[own],
+            **{name: getattr(self, name)[rows] for name in per_row},
+        )  # fmt: skip
 
 
 @dataclass
 class Joined:
-    """Rows of a snapshot, by bucket index of the table, and what is not in it.
+    """What was joined so far, and what was not.
 
-    left_out: reason -> items. crop: bucket index -> summed crop loss.
+    Attributes:
+        sources: names; `Frame.source` counts into them.
+        left_out: reason -> items.
+        keep: reason -> what would keep them, where the reason itself does not say it.
     """
 
-    rows: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    crop: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    shards: dict[str, dict[int, int]] = field(default_factory=lambda: {"latent": {}, "text": {}})
+    keep: dict[str, str] = field(default_factory=dict)
+    frames: list[Frame] = field(default_factory=list)
+
+    def leave(self, reason: str, count: int, keep: str | None = None) -> None:
+        if count:
+            self.left_out[reason] += int(count)
+            if keep is not None:
+                self.keep[reason] = keep
+
+    def frame(self) -> Frame:
+        """Everything that was joined, in one piece."""
+        frames = self.frames
+        if len(frames) == 1:
+            return frames[0]
+        values: dict[str, Any] = {}
+        for column in fields(Frame):
+            parts = [getattr(frame, column.name) for frame in frames]
+            if column.name == "item":
+                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.string())
+            elif column.name != "captions":
+                values[column.name] = np.concatenate(parts) if parts else np.empty(0, _EMPTY.get(column.name, np.int64))
+        counts = [np.diff(frame.captions) for frame in frames]
+        values["captions"] = np.concatenate([[0], np.cumsum(np.concatenate(counts) if counts else [])]).astype(np.int64)
+        frame = Frame(**values)
+        self.frames = [frame]
+        return frame
+
+
+_EMPTY = {"sample_id": np.uint64, "picture_id": np.uint64, "digest": "S16", "weight": np.float32}
+
+
+def usable(joined: Joined, scan: pa.Table) -> pa.Table:
+    """The items that the scan did not reject; the others are counted."""
+    rejects = scan.column("reject")
+    for entry in pc.value_counts(rejects.drop_null()).to_pylist():
+        reason = f"rejected by the scan: {entry['values']}"
+        by_policy = "data." in entry["values"]
+        joined.leave(
+            reason, entry["counts"], f"change that setting and {ENCODE}" if by_policy else f"mend the file and {ENCODE}"
+        )
+    return scan.filter(pc.is_null(rejects))
+
+
+def unjudged(scan: pa.Table) -> pa.Table:
+    """The scan without its rejects by policy (those have a width): they were judged at one resolution."""
+    judged = pc.and_(pc.is_valid(scan.column("width")), pc.is_valid(scan.column("reject")))
+    reject = pc.if_else(judged, pa.scalar(None, pa.string()), scan.column("reject"))
+    return scan.set_column(scan.schema.get_field_index("reject"), "reject", reject)
 
 
 def join(
     joined: Joined, source: str, scan: pa.Table, table: list[tuple[int, int]],
     latent: layout.LatentRecipe, text: layout.TextRecipe, latents: RecordIndex, texts: RecordIndex,
+    *, first: int = 0, variant: str = "", policy: DataConfig | None = None,
 ) -> None:  # fmt: skip
     """Add the samples of one source.
 
@@ -44,75 +147,112 @@ def join(
         scan: the source's scan table.
         table: the bucket table, (height, width) in pixels.
         latents, texts: indexes of the two recipes.
+        first: number of the table's first bucket, where a snapshot has several tables.
+        variant: name of the resolution if it is not that of the configuration; "" otherwise.
+        policy: judge the items by its `min_side`, `max_upscale` and `max_crop_loss` at this table.
     """
+    scan = usable(joined, scan)
+    if policy is not None:
+        scan = _allowed(joined, scan, table, policy, variant)
+    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+    digests = fixed(scan.column("digest"))
+    chosen = buckets.nearest_all(table, height, width)
+    keys = latent_keys(latent, digests, table, chosen)
+    at = latents.find(keys)
     failed = {r.key: r.reason for index in (latents, texts) for r in index.rejects}
-    number = {size: i for i, size in enumerate(table)}
-    for row in scan.to_pylist():
-        if row["reject"] is not None:
-            joined.left_out[f"rejected by the scan: {row['reject']}"] += 1
-            continue
-        size = buckets.nearest(table, row["height"], row["width"])
-        key = layout.latent_key(latent.id, row["digest"], *size)
-        at = int(latents.find(as_keys([key]))[0])
-        if at < 0:
-            reason = failed.get(key.hex())
-            joined.left_out[
-                f"rejected while encoding: {reason}"
-                if reason
-                else "its latent is not encoded yet (run sana-pipe encode)"
-            ] += 1
-            continue
-        keys = [
-            layout.text_key(text.id, captions.normalise(caption["text"], text.normalisation))
-            for caption in row["captions"]
-        ]
-        found = texts.find(as_keys(keys)).tolist()
-        chosen = [(i, c["weight"]) for i, c in zip(found, row["captions"], strict=True) if i >= 0 and c["weight"] > 0]
-        if not chosen:
-            reason = next((failed[k.hex()] for k in keys if k.hex() in failed), None)
-            joined.left_out[
-                f"caption rejected while encoding: {reason}"
-                if reason
-                else "its caption is not encoded yet (run sana-pipe encode)"
-            ] += 1
-            continue
-        if len(chosen) < len(found):
-            joined.left_out["(caption only, the sample stays) one of several captions is not encoded"] += 1
-        bucket = number[size]
-        joined.crop[bucket] += buckets.crop_loss(row["height"], row["width"], size)
-        joined.rows.setdefault(bucket, []).append(_row(joined, source, row["item"], latents, at, texts, chosen))
+    setting = f" --set data.resolution={variant}" if variant else ""
+    missing = f"its latent{f' at {variant} px' if variant else ''} is not encoded yet ({ENCODE}{setting})"
+    if failed:
+        reasons = (failed.get(key_bytes(key).hex()) for key in keys[at < 0])
+        for reason, count in Counter(reasons).items():
+            name = f"rejected while encoding: {reason}" if reason else missing
+            joined.leave(name, count, f"mend the files and {ENCODE}" if reason else None)
+    else:
+        joined.leave(missing, int((at < 0).sum()))
+    found = at >= 0
+    scan = scan.filter(pa.array(found))
+    height, width, digests, chosen, at = height[found], width[found], digests[found], chosen[found], at[found]
+
+    offsets, written, weight = _captions(scan)
+    own = np.frombuffer(layout.text_keys(text.id, (captions.normalise(t, text.normalisation) for t in written)), "S16")
+    rows = texts.find(own)
+    usable_caption = (rows >= 0) & (weight > 0)
+    counts = np.diff(offsets)
+    per_row = np.add.reduceat(np.append(usable_caption, False), offsets[:-1]) if len(scan) else np.empty(0, np.int64)
+    per_row = np.where(counts > 0, per_row, 0)
+    said = per_row > 0
+    for row in np.flatnonzero(~said):
+        mine = (key_bytes(key).hex() for key in own[offsets[row] : offsets[row + 1]])
+        reason = next((failed[key] for key in mine if key in failed), None)
+        joined.leave(
+            f"caption rejected while encoding: {reason}" if reason else f"its caption is not encoded yet ({ENCODE})",
+            1, f"mend its caption and {ENCODE}" if reason else None,
+        )  # fmt: skip
+    joined.leave(
+        "(caption only, the sample stays) one of several captions is not encoded",
+        int((said & (per_row < counts)).sum()), ENCODE,
+    )  # fmt: skip
+    usable_caption &= np.repeat(said, counts)
+    scan = scan.filter(pa.array(said))
+    items = scan.column("item").combine_chunks()
+    items = items if isinstance(items, pa.Array) else pa.concat_arrays(items.chunks or [pa.array([], pa.string())])
+    names = items.to_pylist()
+    plain = np.frombuffer(layout.sample_ids(source, names), "<u8")
+    if source not in joined.sources:
+        joined.sources.append(source)
+    joined.frames.append(
+        Frame(
+            source=np.full(len(names), joined.sources.index(source), np.int32), item=items,
+            sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else plain,
+            picture_id=plain, digest=digests[said], height=height[said], width=width[said],
+            bucket=chosen[said] + first, latent=at[said],
+            captions=np.concatenate([[0], np.cumsum(per_row[said])]).astype(np.int64),
+            text=rows[usable_caption], weight=weight[usable_caption],
+        )
+    )  # fmt: skip
 
 
-def _row(
-    joined: Joined, source: str, item: str, latents: RecordIndex, at: int, texts: RecordIndex,
-    chosen: list[tuple[int, float]],
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    def shard(kind: str, number: int) -> int:
-        return joined.shards[kind].setdefault(number, len(joined.shards[kind]))
+def latent_keys(
+    recipe: layout.LatentRecipe, digests: np.ndarray, table: Sequence[tuple[int, int]], chosen: np.ndarray
+) -> np.ndarray:
+    """Keys (S16) of pictures at the buckets chosen for them."""
+    raw = digests.tobytes()
+    whole = (raw[i : i + 16] for i in range(0, len(raw), 16))
+    return np.frombuffer(layout.latent_keys(recipe.id, whole, table, chosen.tolist()), "S16")
 
-    one, own = latents.columns, texts.columns
-    sample = {
-        "sample_id": layout.sample_id(source, item),
-        "shard": shard("latent", int(one["shard"][at])), "offset": int(one["offset"][at]),
-        "key": key_bytes(one["key"][at]), "checksum": key_bytes(one["checksum"][at]), "length": int(one["length"][at]),
-        "captions": [
-            {
-                "shard": shard("text", int(own["shard"][i])), "offset": int(own["offset"][i]),
-                "rows": int(own["valid"][i]), "weight": weight,
-                "key": key_bytes(own["key"][i]), "checksum": key_bytes(own["checksum"][i]),
-                "length": int(own["length"][i]),
-            }
-            for i, weight in chosen
-        ],
-    }  # fmt: skip
-    written = [
-        {
-            "offset": int(own["caption_offset"][i]), "length": int(own["caption_length"][i]),
-            "checksum": key_bytes(own["caption_checksum"][i]),
-        }
-        for i, _ in chosen
-    ]  # fmt: skip
-    return sample, {"sample_id": sample["sample_id"], "source": source, "item": item, "captions": written}
+
+def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
+    """Offsets (n + 1,), texts and weights of a scan's captions."""
+    column = scan.column("captions")
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    chunks = [pc.list_flatten(chunk) for chunk in column.chunks]  # in one piece texts could pass Arrow's 2 GiB
+    texts = (text for chunk in chunks for text in chunk.field("text").to_pylist())
+    weight = np.concatenate([np.empty(0, np.float32), *(chunk.field("weight").to_numpy() for chunk in chunks)])
+    return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
+
+
+def _allowed(
+    joined: Joined, scan: pa.Table, table: list[tuple[int, int]], policy: DataConfig, variant: str
+) -> pa.Table:
+    """The items that the policy allows at this table; the others are counted by its reasons."""
+    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+    shapes = np.array(table, np.int64)[buckets.nearest_all(table, height, width)]
+    scale, loss = buckets.fits(height, width, shapes)
+    odd = np.zeros(len(height), bool)
+    if policy.min_side is not None:
+        odd |= np.minimum(height, width) < policy.min_side
+    if policy.max_upscale is not None:
+        odd |= scale > policy.max_upscale
+    if policy.max_crop_loss is not None:
+        odd |= loss > policy.max_crop_loss
+    refused = np.zeros(len(height), bool)
+    for row in np.flatnonzero(odd):
+        size = (int(shapes[row, 0]), int(shapes[row, 1]))
+        reason = buckets.refusal(int(height[row]), int(width[row]), size, policy)
+        if reason is not None:
+            refused[row] = True
+            joined.leave(f"at {variant or policy.resolution} px {reason}", 1, "change that setting")
+    return scan.filter(pa.array(~refused))
 
 
 @dataclass(frozen=True)
@@ -129,73 +269,170 @@ class BucketReport:
 
 
 def assemble(
-    joined: Joined, table: list[tuple[int, int]], *, batch: int, small: str, pad_text_multiple: int,
+    joined: Joined, table: list[tuple[int, int]], *, batch: int | Sequence[int], small: str, pad_text_multiple: int,
     latent: layout.LatentRecipe, text: layout.TextRecipe, latents: RecordIndex, texts: RecordIndex,
-    sources: dict[str, Any],
+    sources: dict[str, Any], frame: Frame | None = None, weights: dict[str, Fraction] | None = None,
+    before: np.ndarray | None = None, policies: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], pa.Table, pa.Table, list[BucketReport]]:  # fmt: skip
     """Turn joined rows into a snapshot's head and tables.
+
+    Args:
+        batch: the global batch, of all buckets or of each.
+        small: `carry`, `drop` or `repeat`.
+        sources: source -> digest of its scan's table.
+        frame: the samples; default: everything that was joined.
+        weights: visits per epoch by source, where they are not 1.
+        before: (n,) place in an earlier snapshot, for the samples that stand before the others of their bucket.
+        policies: what else to write down.
 
     Raises:
         UserError: nothing is left to train on; the message counts the reasons.
         CacheError: the null record is missing.
     """
-    left = Counter(joined.left_out)
-    samples: list[dict[str, Any]] = []
-    names: list[dict[str, Any]] = []
-    counts: list[dict[str, int]] = []
+    frame = joined.frame() if frame is None else frame
+    batches = [batch] * len(table) if isinstance(batch, int) else list(batch)
+    scale, loss = buckets.fits(frame.height, frame.width, np.array(table, np.int64).reshape(-1, 2)[frame.bucket])
+    crops = np.bincount(frame.bucket, loss, len(table))
+    held = np.bincount(frame.bucket, minlength=len(table))
+    by_source = [(weights or {}).get(name, Fraction(1)) for name in joined.sources]
+    classes = sorted(set(by_source), reverse=True)
+    part = np.array([classes.index(weight) for weight in by_source], np.int64)[frame.source]
+    parts = np.array([np.bincount(frame.bucket[part == k], minlength=len(table)) for k in range(len(classes))])
+    parts = parts.reshape(len(classes), len(table))
+
+    counts: list[dict[str, Any]] = []
     report: list[BucketReport] = []
+    out = np.zeros(len(table), bool)
     for bucket, (height, width) in enumerate(table):
-        rows = sorted(joined.rows.get(bucket, []), key=lambda pair: pair[0]["sample_id"])
-        if not rows:
+        samples, size = int(held[bucket]), batches[bucket]
+        if not samples:
             continue
-        crop = joined.crop[bucket] / len(rows)
-        if small == "drop" and len(rows) < batch:
-            left[
-                f"bucket {height}x{width} has fewer samples than one batch of {batch} "
-                "(keep them: bucket.small=carry, or a smaller bucket.batch)"
-            ] += len(rows)
-            report.append(BucketReport(height, width, len(rows), batch, 0, crop, "left out: smaller than one batch"))
+        own = [(int(parts[k, bucket]), weight) for k, weight in enumerate(classes) if parts[k, bucket]]
+        visits = sum((n * weight for n, weight in own), Fraction(0))
+        crop = crops[bucket] / samples
+        if small == "drop" and visits < size:
+            joined.leave(
+                f"bucket {height}x{width} has fewer samples than one batch of {size} "
+                "(keep them: bucket.small=carry, or a smaller bucket.batch)",
+                samples,
+            )
+            report.append(BucketReport(height, width, samples, size, 0, crop, "left out: smaller than one batch"))
+            out[bucket] = True
             continue
-        steps = len(rows) / batch if small == "carry" else len(rows) // batch
-        note = "smaller than one batch: batches repeat samples of later epochs" if len(rows) < batch else ""
-        report.append(BucketReport(height, width, len(rows), batch, steps, crop, note))
-        counts.append({"height": height, "width": width, "samples": len(rows), "batch": batch})
-        samples.extend(pair[0] for pair in rows)
-        names.extend(pair[1] for pair in rows)
-    ids = [sample["sample_id"] for sample in samples]
-    if len(set(ids)) < len(ids):
+        steps = {"carry": float(visits / size), "drop": visits // size, "repeat": -(-visits // size)}[small]
+        note = "smaller than one batch: batches repeat samples of later epochs" if visits < size else ""
+        if small == "repeat" and visits % size:
+            note = f"{float(steps * size - visits):g} second visits an epoch fill the last batch"
+        if small == "drop" and visits % size:
+            note = f"{float(visits % size):g} samples, others each time, sit out an epoch (bucket.small=carry)"
+        report.append(BucketReport(height, width, samples, size, steps, crop, note))
+        entry: dict[str, Any] = {"height": height, "width": width, "samples": samples, "batch": size}
+        if any(weight != 1 for _, weight in own):
+            entry["parts"] = [{"samples": n, "weight": [w.numerator, w.denominator]} for n, w in own]
+        counts.append(entry)
+    if out.any():
+        kept = ~out[frame.bucket]
+        frame, part = frame.take(kept), part[kept]
+        before = None if before is None else before[kept]
+    if len(np.unique(frame.sample_id)) < len(frame):
         raise UserError(
-            f"{len(ids) - len(set(ids))} samples share a 64-bit sample id with another", fix="rename their files"
+            f"{len(frame) - len(np.unique(frame.sample_id))} samples share a 64-bit sample id with another",
+            fix="rename their files",
         )
-    if not samples:
+    if not len(frame):
+        left = joined.left_out
         reasons = "; ".join(f"{count} items: {reason}" for reason, count in left.most_common()) or "the scan is empty"
         raise UserError("nothing is left to train on", found=reasons, fix="mend the reason that counts most")
     null_at = int(texts.find(as_keys([layout.null_key(text.id)]))[0])
     if null_at < 0:
         raise CacheError("the text store has no null record", fix="sana-pipe encode (it makes it first)")
-    own = texts.columns
+    own_columns = texts.columns
     null = {
-        "shard": texts.shards[int(own["shard"][null_at])], "offset": int(own["offset"][null_at]),
-        "rows": int(own["rows"][null_at]), "valid": int(own["valid"][null_at]),
-        "key": key_bytes(own["key"][null_at]).hex(), "checksum": key_bytes(own["checksum"][null_at]).hex(),
+        "shard": texts.shards[int(own_columns["shard"][null_at])], "offset": int(own_columns["offset"][null_at]),
+        "rows": int(own_columns["rows"][null_at]), "valid": int(own_columns["valid"][null_at]),
+        "key": key_bytes(own_columns["key"][null_at]).hex(),
+        "checksum": key_bytes(own_columns["checksum"][null_at]).hex(),
     }  # fmt: skip
     if text.storage != PLAIN:
-        null["length"] = int(own["length"][null_at])
-    joined.shards["text"].setdefault(int(own["shard"][null_at]), len(joined.shards["text"]))
+        null["length"] = int(own_columns["length"][null_at])
+    # Shards are numbered as they are first met in the order of joining.
+    latent_shard, latent_used = _renumbered(latents.columns["shard"][frame.latent])
+    text_shard, text_used = _renumbered(own_columns["shard"][frame.text])
+    if int(own_columns["shard"][null_at]) not in text_used:
+        text_used.append(int(own_columns["shard"][null_at]))
+
+    rank = np.zeros(len(frame), np.int64) if before is None else before
+    order = np.lexsort((frame.sample_id, rank, part, frame.bucket))
+    frame = replace(
+        frame, latent=np.stack([frame.latent, latent_shard.astype(np.int64)], 1),
+        text=np.stack([frame.text, text_shard.astype(np.int64)], 1),
+    ).take(order)  # fmt: skip
     head = {
         "recipes": {"latent": latent.values(), "text": text.values()},
-        "policies": {"small": small, "pad_text_multiple": pad_text_multiple},
+        "policies": {"small": small, "pad_text_multiple": pad_text_multiple, **(policies or {})},
         "buckets": counts,
         "shards": {
-            kind: [{"name": index.shards[n], "bytes": index.bytes[n]} for n in joined.shards[kind]]
-            for kind, index in (("latent", latents), ("text", texts))
+            kind: [{"name": index.shards[n], "bytes": index.bytes[n]} for n in used]
+            for kind, index, used in (("latent", latents, latent_used), ("text", texts, text_used))
         },
         "null": null,
-        "counts": {"samples": len(samples)},
-        "left_out": dict(sorted(left.items())),
+        "counts": {"samples": len(frame)},
+        "left_out": dict(sorted(joined.left_out.items())),
         "sources": sources,
     }  # fmt: skip
-    return (
-        head, pa.Table.from_pylist(samples, schema=samples_schema(latent, text)),
-        pa.Table.from_pylist(names, schema=NAMES), report,
+    return head, *_tables(frame, joined.sources, latent, text, latents, texts), report
+
+
+def _renumbered(shards: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Numbers by first appearance, and what they stand for."""
+    used, first, codes = np.unique(shards, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty(len(used), np.uint32)
+    number[order] = np.arange(len(used), dtype=np.uint32)
+    return number[codes], used[order].tolist()
+
+
+def _tables(
+    frame: Frame, sources: list[str], latent: layout.LatentRecipe, text: layout.TextRecipe, latents: RecordIndex,
+    texts: RecordIndex,
+) -> tuple[pa.Table, pa.Table]:  # fmt: skip
+    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number)."""
+    schema = samples_schema(latent, text)
+    offsets = pa.array(frame.captions.astype(np.int32))
+
+    def lists(columns: dict[str, Any], of: pa.StructType) -> pa.Array:
+        return pa.ListArray.from_arrays(
+            offsets, pa.StructArray.from_arrays([columns[f.name] for f in of], fields=list(of))
+        )
+
+    def of(index: RecordIndex, at: np.ndarray, /, **renamed: str) -> dict[str, Any]:
+        names = {name: name for name in ("offset", "key", "checksum", "length")} | renamed
+        found = {}
+        for ours, theirs in names.items():
+            values = index.columns[theirs][at]
+            found[ours] = _binary(values) if values.dtype.kind == "S" else pa.array(values)
+        return found
+
+    one = of(latents, frame.latent[:, 0])
+    said = of(texts, frame.text[:, 0], rows="valid")
+    caption = schema.field("captions").type.value_type
+    columns: dict[str, Any] = {
+        **one, "sample_id": pa.array(frame.sample_id), "shard": pa.array(frame.latent[:, 1].astype(np.uint32)),
+        "captions": lists(
+            {**said, "shard": pa.array(frame.text[:, 1].astype(np.uint32)), "weight": pa.array(frame.weight)}, caption
+        ),
+    }  # fmt: skip
+    samples = pa.table([columns[name] for name in schema.names], schema=schema)
+    written = of(texts, frame.text[:, 0], offset="caption_offset", length="caption_length", checksum="caption_checksum")
+    names = pa.table(
+        [
+            columns["sample_id"], pa.DictionaryArray.from_arrays(pa.array(frame.source), sources).cast(pa.string()),
+            frame.item, lists(written, WRITTEN),
+        ],
+        schema=NAMES,
     )  # fmt: skip
+    return samples, names
+
+
+def _binary(keys: np.ndarray) -> pa.Array:
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])

@@ -12,6 +12,7 @@ had changed) counts as not assigned.
 
 from __future__ import annotations
 
+import csv
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,7 @@ from pipeline.cache.index import committed
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.data import buckets, captions
+from pipeline.errors import UserError
 
 IMAGES = pa.schema(
     [("key", pa.binary(16)), ("source", pa.string()), ("item", pa.string()), ("digest", pa.binary(16)),
@@ -34,21 +36,67 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 
 
 def image_work(
-    scan: pa.Table, source: str, recipe: layout.LatentRecipe, table: list[tuple[int, int]]
-) -> list[dict[str, Any]]:
-    """Rows of `IMAGES` for the usable items of a scan, in listing order, equal pictures once."""
+    scan: pa.Table, source: str, recipe: layout.LatentRecipe, table: list[tuple[int, int]],
+    targets: dict[str, tuple[int, int]] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of `IMAGES` for the usable items of a scan, in listing order, equal pictures once.
+
+    Args:
+        targets: item -> (height, width) in pixels that it is to be encoded at, too (see `read_targets`).
+
+    Raises:
+        UserError: `targets` has an item that is not there.
+    """
     work: dict[bytes, dict[str, Any]] = {}
     usable = scan.filter(pa.compute.is_null(scan.column("reject")))
+    extra = dict(targets or {})
     for item, digest, width, height in zip(
         *(usable.column(c).to_pylist() for c in ("item", "digest", "width", "height")), strict=True
     ):
-        target = buckets.nearest(table, height, width)
-        key = layout.latent_key(recipe.id, digest, *target)
-        if key not in work:
-            work[key] = {
-                "key": key, "source": source, "item": item, "digest": digest, "height": target[0], "width": target[1]
-            }  # fmt: skip
+        wanted = [buckets.nearest(table, height, width)]
+        if item in extra:
+            wanted.append(extra.pop(item))
+        for target in wanted:
+            key = layout.latent_key(recipe.id, digest, *target)
+            if key not in work:
+                work[key] = {
+                    "key": key, "source": source, "item": item, "digest": digest, "height": target[0],
+                    "width": target[1],
+                }  # fmt: skip
+    if extra:
+        raise UserError(
+            f"the list of --reassign has {len(extra)} items that source {source!r} has not, or that were rejected",
+            found=", ".join(sorted(extra)[:3]), fix="run sana-pipe bucket again; each source has a list of its own",
+        )  # fmt: skip
     return list(work.values())
+
+
+def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
+    """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels).
+
+    Raises:
+        UserError: it is not there, not such a list, or has sides that the VAE's compression does not divide.
+    """
+    found = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as sheet:
+            for row in csv.DictReader(sheet):
+                found[row["item"]] = (int(row["height"]), int(row["width"]))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}", fix="sana-pipe bucket writes it") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: is not a list of pictures for other buckets",
+            expected="CSV with item,height,width",
+            found=str(error),
+        ) from None
+    for item, sides in found.items():
+        if any(side <= 0 or side % compression for side in sides):
+            raise UserError(
+                f"{path}: {item!r} has a side that the VAE's compression {compression} does not divide",
+                found=f"{sides[0]}x{sides[1]}",
+            )
+    return found
 
 
 def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> list[dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""Adopting: records of another cache become records of this one.
+
+What: `adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of its own.
+Why: a snapshot must be whole in one cache: it can be verified, moved and read without knowing other folders. Adopted
+records are ordinary ones: `verify`, `gc`, `status` and `encode` treat them like those that were encoded here.
+Price: every adopted byte is read once to check it; on another file system it is also copied. Whole units are adopted.
+
+A record that was encoded here goes before an adopted one of the same key, and an earlier adopted one before a later.
+Killed at any point, the next run continues: units whose plan is published are known by their ids.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import pyarrow as pa
+
+from pipeline.cache import index, layout
+from pipeline.cache.files import Files, explained
+from pipeline.cache.layout import Paths
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.errors import CacheError, IntegrityError
+
+
+def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
+    """Make the records of some of another cache's shards records of this one.
+
+    Args:
+        recipe: name of their recipe.
+        shards: names of committed shards.
+
+    Raises:
+        IntegrityError: a file of the other cache is missing or damaged.
+        CacheError: int8 records with other channel scales than this cache's.
+    """
+    here = {commit.shard for number in cache.files.numbers(Paths.plans(recipe))
+            for commit in index.commits(cache.files, recipe, number)}  # fmt: skip
+    needed: list[tuple[Plan, Unit, index.Commit]] = []
+    for plan in other.plans(recipe):
+        units = {unit.unit: unit for unit in plan.units}
+        for commit in index.commits(other.files, recipe, plan.number):
+            if commit.shard in shards - here:
+                needed.append((plan, units[commit.unit], commit))
+    if not needed:
+        return
+    cache.add_recipe(other.recipe(recipe))
+    _same_scales(cache, other, recipe)
+    for _, _, commit in needed:
+        assert commit.shard is not None
+        assert commit.table is not None
+        bring(cache.files, other.files, Paths.shard(recipe, commit.shard), commit.shard)
+        bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
+    while True:
+        known = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
+        fresh = [entry for entry in needed if entry[1].unit not in known]
+        if not fresh:
+            break
+        moved: list[Unit] = []
+        start = 0
+        for _, unit, _ in fresh:
+            moved.append(Unit(unit.unit, start, unit.count, unit.batch))
+            start += unit.count
+        rows = pa.concat_tables([other.table(p.table).slice(u.start, u.count) for p, u, _ in fresh])
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, rows)
+    for _, unit, commit in needed:
+        own = replace(commit, provenance={**commit.provenance, index.ADOPTED: True})
+        index.publish_commit(cache.files, recipe, known[unit.unit].number, own)
+    for plan in {known[unit.unit].number: known[unit.unit] for _, unit, _ in needed}.values():
+        index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
+
+
+def bring(files: Files, other: Files, name: str, digest: str) -> None:
+    """Link or copy a content-addressed file of another cache, checked.
+
+    Raises:
+        IntegrityError: it is missing there, or its bytes are not those of its name.
+    """
+    if files.exists(name):
+        return
+    source = other.path(name)
+    with files.temporary() as path:
+        try:
+            os.link(source, path)
+        except FileNotFoundError:
+            raise IntegrityError(f"{source}: is missing", fix="restore it from a copy of that cache") from None
+        except OSError:  # another file system, or links are not allowed: a copy does as well
+            with explained(path):
+                shutil.copyfile(source, path)
+        try:
+            files.publish_content(path, name, digest)
+        except IntegrityError as error:
+            raise IntegrityError(
+                f"{source}: its bytes do not match its name", expected=digest, found=error.found,
+                fix="sana-pipe verify --repair in that cache",
+            ) from None  # fmt: skip
+
+
+def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
+    where = Paths.scale(recipe)
+    if not other.files.exists(where):
+        return
+    theirs = other.files.document(where)
+    bring(cache.files, other.files, Paths.table(theirs["table"], "npy"), theirs["table"])
+    cache.files.put(where, layout.seal(theirs))
+    ours = cache.files.document(where)
+    if ours["table"] != theirs["table"]:
+        raise CacheError(
+            f"{cache.location} and {other.location} hold int8 records of one recipe with different channel scales",
+            expected=ours["table"], found=theirs["table"],
+            fix="encode both into one cache, or use storage bf16 or bf16-zstd",
+        )  # fmt: skip

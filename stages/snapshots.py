@@ -1,0 +1,77 @@
+"""`sana-pipe snapshots`: lists the snapshots of a cache, and compares two of them."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pipeline.cache import compare
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+
+SHOWN = 20
+"""Samples of each kind that `diff` names without `--json`."""
+
+
+def run(config: Config, as_json: bool = False) -> int:
+    """Print one line per snapshot, parents first.
+
+    Returns:
+        0.
+
+    Raises:
+        CacheError: there is no cache, or a head is damaged.
+    """
+    found = compare.listed(Cache.of(config))
+    if as_json:
+        click.echo(json.dumps({"snapshots": found}))
+        return 0
+    click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'GB':>9}  names")
+    for entry in found:
+        click.echo(
+            f"{entry['id'][:12]}  {(entry['parent'] or '-')[:12]:<12}  {entry['samples']:>9}  {entry['buckets']:>7}  "
+            f"{entry['left_out']:>8}  {entry['bytes'] / 1e9:>9.3f}  {', '.join(entry['names']) or '-'}"
+        )
+    return 0
+
+
+def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
+    """Print the samples that differ.
+
+    Args:
+        a, b: names, ids or beginnings of ids.
+
+    Returns:
+        0 if both hold the same samples with the same records, 1 if not.
+
+    Raises:
+        CacheError: no such snapshot, or one that is damaged.
+    """
+    cache = Cache.of(config)
+    one, other = cache.open_snapshot(a), cache.open_snapshot(b)
+    found = compare.difference(one, other)
+    kinds: list[tuple[str, Snapshot, list[tuple[int, tuple[str, ...]]]]] = [
+        ("added", other, [(row, ()) for row in found.added]),
+        ("removed", one, [(row, ()) for row in found.removed]),
+        ("changed", other, found.changed),
+    ]
+    if as_json:
+        told: dict[str, object] = {"a": one.id, "b": other.id}
+        for kind, snapshot, rows in kinds:
+            told[kind] = [
+                {"source": source, "item": item, **({"what": list(what)} if what else {})}
+                for row, what in rows
+                for source, item in [snapshot.origin(row)]
+            ]
+        click.echo(json.dumps(told))
+        return 1 if found else 0
+    for kind, snapshot, rows in kinds:
+        click.echo(f"{len(rows)} {kind}")
+        for row, what in rows[:SHOWN]:
+            source, item = snapshot.origin(row)
+            click.echo(f"  {source}: {item}" + (f" ({', '.join(what)})" if what else ""))
+        if len(rows) > SHOWN:
+            click.echo(f"  and {len(rows) - SHOWN} more (--json names all)")
+    return 1 if found else 0

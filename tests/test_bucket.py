@@ -1,0 +1,785 @@
+"""`sana-pipe bucket` and `snapshots`: which samples are taken, which are left out and counted, how they are batched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import stages.bucket
+import stages.encode
+import stages.snapshots
+from pipeline.cache import adopt, audit, compare, layout
+from pipeline.cache.index import as_keys
+from pipeline.cache.layout import Paths
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.store import Cache
+from pipeline.cli import cli
+from pipeline.config import Config, load
+from pipeline.data import buckets, selection
+from pipeline.data.loader import Loader
+from pipeline.data.schedule import Schedule
+from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
+from tests import synthetic
+from tests.synthetic import Picture, add, config, pictures
+
+
+def made(of: Config, name: str | None = None) -> Snapshot:
+    snapshot_id = stages.bucket.run(of, name=name)
+    return Cache(of.cache).open_snapshot(snapshot_id)
+
+
+def items(snapshot: Snapshot) -> set[str]:
+    return {"/".join(snapshot.origin(row)) for row in range(len(snapshot))}
+
+
+def report(of: Config, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    stages.bucket.run(of, as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def files(root: Path) -> dict[str, int]:
+    return {str(p.relative_to(root)): p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
+
+
+def batches(of: Config, steps: int) -> list[list[int]]:
+    """Sample ids of the first steps, through the real loader: every byte is read and verified."""
+    loader = Loader(
+        Cache(of.cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=64, caption_drop=0.0,
+        null_mask="bos", prefetch=0, threads=1, stop_step=steps,
+    )  # fmt: skip
+    return [[i for batch in parts for i in batch.sample_ids] for parts, _ in loader]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_snapshots_of_earlier_versions_come_out_the_same(root: Path) -> None:
+    """Ids written down before joining was columnar: same rows, same bytes, same heads."""
+    one = pictures(130)
+    one[5] = dataclasses.replace(one[5], reject="broken")
+    add(config(root), "one", one, without=["00007.png"])
+    add(config(root), "two", pictures(60, "two-"))
+    assert stages.bucket.run(config(root)) == "bd3b66916613033d13fd1f216f49debe"
+    dropped = config(root, "bucket.small=drop", "bucket.batch=16")
+    assert stages.bucket.run(dropped, name="dropped") == "55bffa78dd19559d2ab08b08faf8bbec"
+
+
+def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
+    """Row by row against an oracle that knows one picture at a time."""
+    of = config(root)
+    all_of = [*pictures(70), Picture("last.png", "last", 16, 32, (("x", 2.0), ("X ", 1.0), ("y", 0.5)))]
+    cache = add(of, "one", all_of)
+    opened = made(of)
+    latents, texts, text = cache.index(synthetic.LATENT.name), cache.index(opened.text_recipe.name), opened.text_recipe
+    known = {layout.sample_id("one", p.item): p for p in all_of}
+    assert len(opened) == len(all_of)
+    for row in range(len(opened)):
+        sample = opened.sample(row)
+        picture = known[sample.sample_id]
+        assert opened.origin(row) == ("one", picture.item)
+        size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
+        bucket = opened.buckets[sample.bucket]
+        assert (bucket.height, bucket.width) == size
+        assert sample.key == layout.latent_key(synthetic.LATENT.id, layout.digest(picture.content), *size)
+        at = int(latents.find(as_keys([sample.key]))[0])
+        assert sample.shard == latents.shards[latents.columns["shard"][at]]
+        assert sample.offset == latents.columns["offset"][at]
+        assert len(sample.captions) == len(picture.texts)
+        for caption, (written, weight) in zip(sample.captions, picture.texts, strict=True):
+            assert caption.key == layout.text_key(text.id, written.lower().strip())
+            at = int(texts.find(as_keys([caption.key]))[0])
+            assert caption.shard == texts.shards[texts.columns["shard"][at]]
+            assert (caption.rows, caption.weight) == (texts.columns["valid"][at], np.float32(weight))
+    read = [i for batch in batches(of, 10) for i in batch]
+    assert len(read) == len(set(read)) == 40
+
+
+def test_many_keys_are_the_keys_of_each() -> None:
+    digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
+    which = [i % 2 for i in range(9)]
+    latents = layout.latent_keys("ab" * 16, digests, sizes, which)
+    assert latents == b"".join(layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True))
+    words = ["", "a cat", "é 日本", "x" * 500]
+    assert layout.text_keys("cd", words) == b"".join(layout.text_key("cd", w) for w in words)
+    ids = layout.sample_ids("photos", ["a/b.jpg", "é"])
+    assert ids == b"".join(layout.sample_id("photos", i).to_bytes(8, "little") for i in ("a/b.jpg", "é"))
+    assert layout.sample_ids("photos", ["a/b.jpg"], "512") != ids[:8]
+
+
+def test_many_buckets_are_the_bucket_of_each() -> None:
+    table = buckets.table(load("sana_600m_512").data, 32)
+    rng = np.random.default_rng(0)
+    heights, widths = rng.integers(1, 3000, 2000), rng.integers(1, 3000, 2000)
+    chosen = buckets.nearest_all(table, heights, widths)
+    scale, loss = buckets.fits(heights, widths, np.array(table)[chosen])
+    for i, (h, w) in enumerate(zip(heights.tolist(), widths.tolist(), strict=True)):
+        own = buckets.nearest(table, h, w)
+        assert table[chosen[i]] == own
+        assert scale[i] == buckets.upscale(h, w, own)
+        assert loss[i] == pytest.approx(buckets.crop_loss(h, w, own), abs=1e-12)
+
+
+# ---------------------------------------------------------------- filters
+
+
+@pytest.mark.parametrize(
+    ("expression", "selected"),
+    [
+        ("score > 3", lambda p: p.meta["score"] > 3),
+        ("2 < score <= 4", lambda p: 2 < p.meta["score"] <= 4),
+        ("tag == 'even' and not score == 2", lambda p: p.meta["tag"] == "even" and p.meta["score"] != 2),
+        ("tag in ['odd', 'other'] or width > height", lambda p: p.meta["tag"] == "odd" or p.width > p.height),
+        ("score not in [1, 2, 3]", lambda p: p.meta["score"] not in (1, 2, 3)),
+        ("min(width, height) >= 24", lambda p: min(p.width, p.height) >= 24),
+        ("aspect >= 1.5", lambda p: p.width / p.height >= 1.5),
+        ("pixels / 2 - 100 < abs(-200)", lambda p: p.width * p.height / 2 - 100 < 200),
+        ("captions == 2", lambda p: len(p.texts) == 2),
+        ("startswith(item, '0000') or endswith(item, '9.png')", lambda p: p.item[:4] == "0000" or p.item[-5] == "9"),
+        ("matches(item, '^0+[13]')", lambda p: p.item.lstrip("0")[0] in "13"),
+        ("contains(tag, 've') and source == 'one'", lambda p: p.meta["tag"] == "even"),
+        ("deep.inner.x >= 1", lambda p: p.meta["deep"]["inner"]["x"] >= 1),
+        ("column('odd name') == 'yes'", lambda p: p.meta["odd name"] == "yes"),
+        ("meta.width > 100", lambda p: p.meta["width"] > 100),
+        ("nsfw", lambda p: p.meta["nsfw"]),
+        ("nsfw == False", lambda p: not p.meta["nsfw"]),
+        ("text_number < 10", lambda p: float(p.meta["text_number"]) < 10),
+        ("bytes == 1 and True", lambda p: True),
+    ],
+)
+def test_filters_select_what_python_would(root: Path, expression: str, selected: Any) -> None:
+    one = [
+        dataclasses.replace(
+            p, meta={**p.meta, "deep": {"inner": {"x": i % 3}}, "odd name": "yes" if i % 4 else "no", "width": 10 * i,
+                     "nsfw": i % 5 == 0, "text_number": str(i)},
+        )
+        for i, p in enumerate(pictures(40))
+    ]  # fmt: skip
+    of = config(root, f'bucket.filter="{expression}"')
+    add(of, "one", one)
+    found = made(of)
+    expected = {f"one/{p.item}" for p in one if selected(p)}
+    assert expected, "the expression selects nothing"
+    assert items(found) == expected
+    left = 40 - len(expected)
+    assert sum(found.head["left_out"].values()) == left
+    assert not left or found.head["left_out"] == {f"not selected by bucket.filter: {expression}": left}
+
+
+def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = [
+        dataclasses.replace(p, meta={} if i < 3 else {"clip": None} if i < 5 else {"clip": i})
+        for i, p in enumerate(pictures(10))
+    ]
+    add(config(root), "one", one)
+    add(config(root), "two", pictures(4, "two-"))  # a source without that field at all
+    told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
+    assert told["samples"] == 3
+    assert {(e["reason"], e["samples"], e["keep"]) for e in told["left_out"]} == {
+        ("bucket.filter cannot be decided, a value is missing: clip >= 7", 9,
+         "change bucket.filter (test with `is None`)"),
+        ("not selected by bucket.filter: clip >= 7", 2, "change bucket.filter"),
+    }  # fmt: skip
+    assert report(config(root, "bucket.filter='clip is None or clip >= 7'"), capsys)["samples"] == 12
+    assert report(config(root, "bucket.filter='clip is not None'"), capsys)["samples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        ("scroe > 3", "did you mean 'score'"),
+        ("nothing > 3", "expected: aspect, bytes, captions, height, item, pixels, score, source, tag, width"),
+        ("__import__('os').system('true')", "is not understood"),
+        ("(lambda: 1)()", "is not understood"),
+        ("[x for x in 'a']", "is not understood"),
+        ("score.__class__ == 1", "names the column 'score.__class__'"),
+        ("score ** 9999", "is not understood"),
+        ("f'{score}' == 1", "is not understood"),
+        ("score >", "is not an expression"),
+        ("score", "does not say yes or no"),
+        ("score and tag", "for yes or no"),
+        ("tag > 3", "holds text"),
+        ("score == 'high'", "compares a column of numbers with 'high'"),
+        ("tag + 1 > 0", "for a number"),
+        ("startswith(score, 'a')", "not text"),
+        ("matches(tag, '(')", "cannot be computed"),
+        ("score == None", "is None"),
+    ],
+)
+def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: str) -> None:
+    add(config(root), "one", pictures(6))
+    before = files(root)
+    with pytest.raises(UserError) as caught:
+        stages.bucket.run(config(root).model_copy(update={"bucket": config(root).bucket.model_copy(
+            update={"filter": expression})}))  # fmt: skip
+    assert named in str(caught.value)
+    assert "bucket.filter" in str(caught.value)
+    assert files(root) == before
+
+
+def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:
+    of = config(root, "bucket.sources={one: {filter: 'score == 0'}}")
+    add(of, "one", pictures(20))
+    add(of, "two", pictures(20, "two-"))
+    found = made(of)
+    assert Counter(name.split("/")[0] for name in items(found)) == {"one": 3, "two": 20}
+    assert found.head["left_out"] == {"not selected by bucket.sources.one.filter: score == 0": 17}
+
+
+# ---------------------------------------------------------------- deduplication, held-out part, subsets
+
+
+def test_one_of_equal_pictures_stays_and_which_is_stated(root: Path) -> None:
+    same = ["00003.png", "b.png", "a.png"]
+    one = [*pictures(6), Picture("b.png", "3"), Picture("a.png", "3")]
+    add(config(root), "one", one)
+    add(config(root), "two", [Picture("copy.png", "3"), Picture("own.png", "own"), Picture("zero.png", "0")])
+    assert len(made(config(root))) == 11
+    first = made(config(root, "bucket.dedup=image"))
+    assert items(first) & {f"one/{i}" for i in same} == {"one/00003.png"}
+    assert items(first) & {"two/copy.png", "two/own.png", "two/zero.png"} == {"two/own.png"}
+    assert first.head["left_out"] == {"its picture is the same as another sample's": 4}
+    preferred = items(made(config(root, "bucket.dedup=image", "bucket.sources={two: {}}")))
+    assert preferred >= {"two/copy.png", "two/own.png", "two/zero.png"}
+    assert not preferred & {"one/00000.png", *(f"one/{i}" for i in same)}
+    assert len(preferred) == len(first)
+    # A copy that a filter leaves out does not push out the one that it selects.
+    filtered = items(made(config(root, "bucket.dedup=image", "bucket.filter='source != \"one\"'")))
+    assert filtered == {"two/copy.png", "two/own.png", "two/zero.png"}
+
+
+def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = config(root, "bucket.heldout=0.2")
+    add(of, "one", [*pictures(200), *(Picture(f"copy{i}.png", f"{i}") for i in range(200))])
+    told = report(of, capsys)
+    cache = Cache(of.cache)
+    train, away = cache.open_snapshot(), cache.open_snapshot("latest.heldout")
+    assert (train.id, away.id) == (told["snapshot"], told["heldout"]["snapshot"])
+    assert items(train) | items(away) == {f"one/{p.item}" for p in pictures(200)} | {
+        f"one/copy{i}.png" for i in range(200)
+    }
+    assert not items(train) & items(away)
+    assert 0.1 < len(away) / 400 < 0.3
+    for i in range(200):
+        assert (f"one/copy{i}.png" in items(away)) == (f"one/{i:05d}.png" in items(away))
+    assert told["left_out"] == [
+        {"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}
+    ]  # fmt: skip
+    old_train, old_away = items(train), items(away)
+    add(of, "two", pictures(100, "two-"))
+    stages.bucket.run(of, name="more")
+    assert old_away <= items(cache.open_snapshot("more.heldout"))
+    assert old_train <= items(cache.open_snapshot("more"))
+    larger = config(root, "bucket.heldout=0.4")
+    stages.bucket.run(larger, name="larger")
+    assert items(cache.open_snapshot("more.heldout")) < items(cache.open_snapshot("larger.heldout"))
+    assert cache.snapshot_of("latest") == cache.open_snapshot("larger").id, "a held-out part is nobody's newest"
+
+
+def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(config(root), "one", pictures(120))
+    sizes, before = (40, 60, 100), None
+    for size in sizes:
+        found = made(config(root, f"bucket.subset={size}"), f"s{size}")
+        assert len(found) == size
+        assert found.head["left_out"] == {f"beyond the first {size} pictures": 120 - size}
+        rows = by_bucket(found)
+        for shape, ids in (before or {}).items():
+            assert rows[shape][: len(ids)] == ids, "an earlier sample moved"
+        before = rows
+    told = report(config(root, "bucket.subset=500"), capsys)
+    assert told["samples"] == 120
+    assert told["note"] == "bucket.subset = 500, but there are only 120 pictures"
+    # More data: without `grow` new pictures may take places, with it the earlier ones stay first.
+    add(config(root), "two", pictures(200, "two-"))
+    again = made(config(root, "bucket.subset=60"), "again")
+    assert not items(Cache(root).open_snapshot("s40")) <= items(again), "this data set is no test of `grow`"
+    grown = made(config(root, "bucket.subset=60", "bucket.grow=s40"), "grown")
+    assert len(grown) == 60
+    for shape, ids in by_bucket(Cache(root).open_snapshot("s40")).items():
+        assert by_bucket(grown)[shape][: len(ids)] == ids
+
+
+def by_bucket(snapshot: Snapshot) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in range(len(snapshot)):
+        bucket = snapshot.buckets[snapshot.sample(row).bucket]
+        found.setdefault((bucket.height, bucket.width), []).append(snapshot.sample_id(row))
+    return found
+
+
+# ---------------------------------------------------------------- small buckets
+
+
+def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(config(root), "one", pictures(40))  # 16, 8, 12 and 4 of each shape
+    told = report(config(root, "bucket.small=drop", "bucket.batch=5"), capsys)
+    assert told["samples"] == 36
+    [left] = told["left_out"]
+    assert left["samples"] == 4
+    assert "bucket.small=carry" in left["reason"]
+    notes = {(b["height"], b["width"]): b["note"] for b in told["buckets"]}
+    assert "left out" in notes[16, 32]
+    assert notes[16, 24].startswith("3 samples, others each time, sit out")
+    told = report(config(root, "bucket.small=repeat", "bucket.batch=5"), capsys)
+    assert (told["samples"], told["left_out"]) == (40, [])
+    assert told["steps_per_epoch"] == 4 + 2 + 3 + 1
+    of = config(root, "bucket.small=repeat", "bucket.batch=5")
+    seen = Counter(i for batch in batches(of, 10) for i in batch)
+    assert len(seen) == 40
+    assert set(seen.values()) == {1, 2}
+
+
+def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = pictures(40)  # 16x32: 4, 16x24: 8, 24x24: 16, 24x16: 12
+    of = config(root, "bucket.small=reassign", "bucket.batch=6")
+    add(of, "one", one)
+    told = report(of, capsys)
+    assert told["samples"] == 36
+    [left] = told["left_out"]
+    assert left["samples"] == 4
+    assert "encode --reassign" in left["keep"]
+    [entry] = told["reassign"]
+    rows = Path(entry["file"]).read_text().splitlines()
+    wide = sorted(p.item for p in one if p.width == 32)
+    assert rows == ["item,height,width", *(f"{item},16,24" for item in wide)]
+    assert Counter(b["samples"] for b in told["buckets"]) == {8: 1, 16: 1, 12: 1}
+    # Once those latents exist (here: made at that size), everything is in, and the list is gone.
+    add(of, "more", [dataclasses.replace(p, item=f"x{p.item}", height=16, width=24) for p in one if p.width == 32])
+    shutil.rmtree(root / "sources" / "more")
+    told = report(of, capsys)
+    assert (told["samples"], told["left_out"], told["reassign"]) == (40, [], [])
+    assert not Path(entry["file"]).exists()
+    assert {(b["height"], b["width"]): b["samples"] for b in told["buckets"]}[16, 24] == 12
+    assert Cache(root).open_snapshot().head["policies"]["small"] == "carry"
+    assert len({i for batch in batches(of, 7) for i in batch}) >= 36
+
+
+def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(config(root), "one", pictures(40))
+    told = report(config(root, "bucket.small=reassign", "bucket.batch=39"), capsys)
+    assert [(b["height"], b["width"]) for b in told["buckets"]] == [(24, 24)]
+    [entry] = told["reassign"]
+    assert entry["items"] == 24
+
+
+def test_encode_takes_the_list_and_encodes_it_alone(
+    small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With real encoders: twelve photographs in three buckets of fewer than twelve end in one bucket."""
+    of = make_config(small_cache_copy.parent, "bucket.small=reassign")
+    told = report(of, capsys)
+    assert told["samples"] + sum(entry["items"] for entry in told["reassign"]) == 12
+    [entry] = told["reassign"]
+    done = stages.encode.run(of, data=str(photos), reassign=entry["file"])
+    assert (done["images"], done["captions"]) == (entry["items"], 0)
+    told = report(of, capsys)
+    assert (told["samples"], told["left_out"], len(told["buckets"])) == (12, [], 1)
+    found = Cache(of.cache).open_snapshot()
+    loader = Loader(
+        found, seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0, null_mask="bos", prefetch=0,
+        threads=1, stop_step=1,
+    )  # fmt: skip
+    [(parts, _)] = list(loader)
+    assert len(set(parts[0].sample_ids)) == 12
+    listed = small_cache_copy.parent / "list.csv"
+    for text, named in (
+        ("item,height\na,1\n", "is not a list of pictures"),
+        ("item,height,width\na.png,48,80\n", "has 1 items that source 'photos' has not"),
+        ("item,height,width\na.png,48,83\n", "compression 8 does not divide"),
+    ):
+        listed.write_text(text)
+        with pytest.raises(UserError, match=named):
+            stages.encode.run(of, data=str(photos), reassign=str(listed))
+    with pytest.raises(UserError, match="cannot be read"):
+        stages.encode.run(of, data=str(photos), reassign=str(listed.with_suffix(".absent")))
+    assert stages.encode.run(of, data=str(photos))["images"] == 0
+
+
+# ---------------------------------------------------------------- weights, batches, order
+
+
+def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
+    of = config(root, "bucket.sources={one: {weight: 2}, two: {weight: 0.25}, none: {weight: 0}}")
+    for source in ("one", "two", "none", "plain"):
+        add(of, source, [Picture(f"{i}.png", f"{source}{i}") for i in range(16)])
+    found = made(of)
+    assert found.head["left_out"] == {"bucket.sources.none.weight is 0": 16}
+    [bucket] = found.head["buckets"]
+    assert bucket["parts"] == [
+        {"samples": 16, "weight": [2, 1]}, {"samples": 16, "weight": [1, 1]}, {"samples": 16, "weight": [1, 4]},
+    ]  # fmt: skip
+    names = {layout.sample_id(s, f"{i}.png"): (s, i) for s in ("one", "two", "plain") for i in range(16)}
+    steps = Schedule.of(found.head, seed=0, phase=0).steps_upto(4)
+    assert steps == 4 * (32 + 4 + 16) // 4
+    seen = Counter(names[i] for batch in batches(of, steps) for i in batch)
+    for i in range(16):
+        assert (seen["one", i], seen["plain", i], seen["two", i]) == (8, 4, 1)
+
+
+def test_sources_that_are_not_there_are_named(root: Path) -> None:
+    of = config(root, "bucket.sources={onw: {weight: 2}}")
+    add(of, "one", pictures(4))
+    with pytest.raises(CacheError, match=r"onw, which no cache holds\n  expected: one"):
+        stages.bucket.run(of)
+    with pytest.raises(ConfigError, match="three decimals"):
+        config(root, "bucket.sources={one: {weight: 0.1234}}")
+
+
+def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
+    of = config(root, "bucket.tokens=60", "bucket.batch_multiple=2", "bucket.batches={24x24: 6}")
+    add(of, "one", pictures(40))
+    found = {(b.height, b.width): b.batch for b in made(of).buckets}
+    assert found == {(16, 32): 6, (16, 24): 10, (24, 24): 6, (24, 16): 10}  # 8, 6, 9 and 6 tokens a picture
+    for overrides, named in (
+        (("bucket.batches={24x25: 4}",), "24x25, which no bucket is called"),
+        (("bucket.batch_multiple=3",), "bucket.batch = 4 is no multiple of bucket.batch_multiple = 3"),
+        (("bucket.batches={24x24: 3}", "bucket.batch_multiple=2"), "bucket.batches of 24x24 = 3 is no multiple"),
+        (("bucket.tokens=17", "bucket.batch_multiple=2"), "expected: at least 18: 9 latent tokens each"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            stages.bucket.run(config(root, *overrides))
+
+
+def test_the_largest_bucket_comes_first(root: Path) -> None:
+    of = config(root, "bucket.order=largest_first")
+    add(of, "one", pictures(40))
+    found = made(of)
+    schedule = Loader(
+        found, seed=5, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0, threads=1
+    ).schedule
+    shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
+    assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
+    assert found.head["policies"]["order"] == "largest_first"
+
+
+# ---------------------------------------------------------------- several resolutions, several captions
+
+
+def resolutions(root: Path, *overrides: str) -> Config:
+    return config(root, "data.buckets=sana", "data.resolution=128", *overrides)
+
+
+def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = resolutions(root, "bucket.resolutions=[128, 256]")
+    small, large = (buckets.table(of.data.model_copy(update={"resolution": r}), 8) for r in (128, 256))
+    all_of = [dataclasses.replace(p, height=10 * p.height, width=10 * p.width) for p in pictures(20)]
+    all_of[3] = dataclasses.replace(all_of[3], height=24, width=24, reject="below data.min_side = 100")
+    add(of, "one", all_of, table=small)
+    add(of, "one", all_of, table=large, without=["00004.png"])
+    told = report(of, capsys)
+    assert told["samples"] == 19 + 18
+    assert {e["reason"]: e["samples"] for e in told["left_out"]} == {
+        "its latent at 256 px is not encoded yet (run sana-pipe encode --set data.resolution=256)": 2,
+        "its latent is not encoded yet (run sana-pipe encode)": 1,
+    }
+    found = Cache(root).open_snapshot()
+    areas = Counter(b.height * b.width // 16000 > 1 for b in found.buckets for _ in range(b.samples))
+    assert areas == {False: 19, True: 18}
+    ids = [found.sample_id(row) for row in range(len(found))]
+    assert len(set(ids)) == len(ids)
+    assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)
+    assert len(items(found)) == 19
+    judged = resolutions(root, "bucket.resolutions=[128, 256]", "data.max_upscale=0.9")  # 256 px would be enlarged
+    told = report(judged, capsys)
+    assert all(b["height"] * b["width"] < 20000 for b in told["buckets"])
+    assert any("at 256 px" in e["reason"] and "data.max_upscale" in e["reason"] for e in told["left_out"])
+    # A subset counts pictures, and a held-out picture is away at every resolution.
+    subset = made(resolutions(root, "bucket.resolutions=[128, 256]", "bucket.subset=10", "bucket.heldout=0.3"))
+    assert len(items(subset)) == 10
+    away = Cache(root).open_snapshot("latest.heldout")
+    assert away and not items(away) & items(subset)
+
+
+def test_resolutions_that_cannot_be_together_are_refused(root: Path) -> None:
+    add(config(root), "one", pictures(4))
+    with pytest.raises(ConfigError, match=r"data\.buckets is a list"):
+        stages.bucket.run(config(root, "bucket.resolutions=[128, 256]"))
+    with pytest.raises(ConfigError, match="both have the bucket"):
+        stages.bucket.run(resolutions(root, "bucket.resolutions=[128, 256, 128]"))
+
+
+def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
+    of = config(root)
+    add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
+    found = made(of)
+    loader = Loader(
+        found, seed=0, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0, threads=1
+    )
+    rare = {layout.text_key(found.text_recipe.id, f"a {i}") for i in range(20)}
+    choices: dict[int, list[bool]] = {}
+    for step in range(1000):
+        for member in loader.global_batch(step).members:
+            choices.setdefault(member.sample.sample_id, []).append(member.caption.key in rare)
+    assert all(len(own) == 200 and 0 < sum(own) < 200 for own in choices.values()), "chosen once, not per visit"
+    assert 0.22 < np.mean([one for own in choices.values() for one in own]) < 0.28
+
+
+# ---------------------------------------------------------------- several caches
+
+
+def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(30))
+    add(config(there), "two", [*pictures(30, "two-"), Picture("same.png", "1")])
+    of = config(here, f"bucket.caches=[{there}]")
+    before = files(here), files(there)
+    told = report(of, capsys, dry_run=True)
+    assert (told["samples"], told["snapshot"]) == (61, None)
+    assert told["adopted_bytes"] > 0
+    assert (files(here), files(there)) == before, "a dry run wrote something"
+    found = made(of, "both")
+    assert len(found) == 61
+    assert files(there).keys() == before[1].keys()
+    everything = made(config(tmp_path / "whole", f"bucket.caches=[{here}, {there}]"))  # a new cache from two
+    assert compare.difference(found, everything) == compare.Difference([], [], [])
+    shutil.rmtree(there)
+    assert list(audit.verify(Cache(here))) == []
+    assert audit.status(Cache(here))["complete"]
+    assert {why for _, _, why in audit.unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
+    assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
+    assert Cache(here).sources() == ["one"]
+    assert len(made(config(here))) == 30
+
+
+def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(10))
+    add(config(there), "two", pictures(60, "two-"))
+    of = config(here, f"bucket.caches=[{there}]")
+    first = stages.bucket.run(of)
+    before = files(here)
+    assert stages.bucket.run(of) == first
+    assert files(here) == before
+
+
+def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped before each publication in turn, the next run makes the same snapshot, and nothing half done is left."""
+    from pipeline.cache.files import Files
+
+    there = tmp_path / "there"
+    add(config(there), "two", pictures(120, "two-"))
+
+    class Killed(BaseException):
+        pass
+
+    def attempt(root: Path, at: int) -> int:
+        count = 0
+        real = Files.publish
+
+        def publish(self: Files, temporary: Path, name: str) -> bool:
+            nonlocal count
+            if count == at:
+                raise Killed
+            count += 1
+            return real(self, temporary, name)
+
+        monkeypatch.setattr(Files, "publish", publish)
+        try:
+            stages.bucket.run(config(root, f"bucket.caches=[{there}]"))
+        except Killed:
+            pass
+        finally:
+            monkeypatch.setattr(Files, "publish", real)
+        return count
+
+    add(config(tmp_path / "whole"), "one", pictures(10))
+    shutil.copytree(tmp_path / "whole", tmp_path / "start")
+    writes = attempt(tmp_path / "whole", 10**9)
+    expected = Cache(tmp_path / "whole").snapshot_of("latest")
+    assert writes > 12
+    for at in range(writes):
+        root = Path(shutil.copytree(tmp_path / "start", tmp_path / f"k{at}"))
+        assert attempt(root, at) == at
+        assert stages.bucket.run(config(root, f"bucket.caches=[{there}]")) == expected
+        assert list(audit.verify(Cache(root))) == []
+        assert audit.status(Cache(root))["complete"]
+        shutil.rmtree(root)
+
+
+def test_damage_in_another_cache_is_not_taken_over(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(10))
+    add(config(there), "two", pictures(10, "two-"))
+    [path] = there.glob("shards/latent-*/*/*.tar")
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    of = config(here, f"bucket.caches=[{there}]")
+    with pytest.raises(IntegrityError, match="do not match its name") as caught:
+        stages.bucket.run(of)
+    assert str(path) in str(caught.value)
+    assert Cache(here).snapshot_of("latest") is None
+    path.unlink()
+    with pytest.raises(IntegrityError, match="is missing"):
+        stages.bucket.run(of)
+
+
+def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(4))
+    add(config(there), "two", pictures(4, "two-"))
+    real = os.link
+
+    def link(source: Any, target: Any) -> None:
+        if Path(source).is_relative_to(there):
+            raise OSError(18, "Invalid cross-device link")
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
+    monkeypatch.undo()
+    for path in there.glob("shards/*/*/*.tar"):
+        copied = here / path.relative_to(there)
+        assert copied.read_bytes() == path.read_bytes()
+        assert copied.stat().st_ino != path.stat().st_ino
+
+
+def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(4))
+    add(config(there), "one", pictures(5))
+    with pytest.raises(CacheError, match="both have a source 'one', with different items"):
+        stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
+    with pytest.raises(UserError, match="names a cache twice"):
+        stages.bucket.run(config(here, f"bucket.caches=[{here}]"))
+    with pytest.raises(CacheError, match="there is no cache here"):
+        stages.bucket.run(config(here, f"bucket.caches=[{tmp_path / 'absent'}]"))
+    other = config(tmp_path / "third", "text.max_length=200")
+    add(other, "three", pictures(4, "x"))
+    with pytest.raises(CacheError, match="different text recipes"):
+        stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
+
+
+def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
+    one, two = (Cache(tmp_path / name, create=True) for name in ("one", "two"))
+    for cache, scale in ((one, 1), (two, 2)):
+        digest = cache.files.put_content(bytes([scale]), "tables", "npy")
+        body = {"recipe": "latent-x", "table": digest, "records": 1}
+        cache.files.put(Paths.scale("latent-x"), layout.seal(body))
+    with pytest.raises(CacheError, match="different channel scales"):
+        adopt._same_scales(one, two, "latent-x")
+    fresh = Cache(tmp_path / "fresh", create=True)
+    adopt._same_scales(fresh, one, "latent-x")
+    assert fresh.files.document(Paths.scale("latent-x")) == one.files.document(Paths.scale("latent-x"))
+
+
+# ---------------------------------------------------------------- dry run, snapshots
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = config(root, "bucket.heldout=0.2", "bucket.small=reassign", "bucket.batch=6", "bucket.subset=25")
+    add(of, "one", pictures(40))
+    before = files(root)
+    dry = report(of, capsys, dry_run=True)
+    assert files(root) == before
+    wet = report(of, capsys)
+    for told in (dry, wet, dry["heldout"], wet["heldout"]):
+        told.pop("dry_run", None)
+        assert (told.pop("snapshot") is None) == (told is dry or told is dry.get("heldout") or told is dry["heldout"])
+    assert dry == wet
+    capsys.readouterr()
+    stages.bucket.run(of, dry_run=True)
+    assert "dry run: no snapshot was made" in capsys.readouterr().out
+
+
+def test_every_sample_is_in_the_snapshot_or_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = pictures(60)
+    one[5] = dataclasses.replace(one[5], reject="broken")
+    one.append(Picture("copy.png", "6"))
+    of = config(
+        root, "bucket.filter='score != 3'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=40",
+        "bucket.small=drop", "bucket.batch=5", "bucket.sources={gone: {weight: 0}}",
+    )  # fmt: skip
+    add(of, "one", one, without=["00007.png"])
+    add(of, "gone", pictures(9, "g"))
+    told = report(of, capsys)
+    assert told["samples"] + sum(e["samples"] for e in told["left_out"]) == 61 + 9
+    assert len(told["left_out"]) == 8 - (told["samples"] == 40)
+    assert all(e["keep"] or "(" in e["reason"] for e in told["left_out"]), "a reason without a way out"
+
+
+def test_snapshots_are_listed_and_compared(root: Path) -> None:
+    of = config(root)
+    one = pictures(20)
+    add(of, "one", one)
+    first = stages.bucket.run(of, name="first")
+    changed = [dataclasses.replace(p) for p in one[1:]]
+    changed[0] = dataclasses.replace(one[1], content="other")  # picture and caption
+    changed[1] = dataclasses.replace(one[2], captions=(("said otherwise", 1.0),))
+    changed[2] = dataclasses.replace(one[3], height=32, width=16)  # another bucket
+    changed[3] = dataclasses.replace(one[14], item=one[4].item, captions=one[4].texts)
+    add(of, "one", [*changed, Picture("new.png", "new")])
+    second = stages.bucket.run(of, name="second")
+    run, options = CliRunner(), config_file(of)
+    told = json.loads(run.invoke(cli, ["snapshots", "--json", *options]).output)
+    assert [(e["id"], e["names"], e["samples"]) for e in told["snapshots"]] == [
+        (i, n, 20) for i, n in sorted([(first, ["first"]), (second, ["latest", "second"])])
+    ]
+    assert all(e["bytes"] > 0 for e in told["snapshots"])
+    assert first[:12] in run.invoke(cli, ["snapshots", *options]).output
+    result = run.invoke(cli, ["snapshots", "diff", "first", "second", "--json", *options], standalone_mode=False)
+    assert result.return_value == 1
+    found = json.loads(result.output)
+    assert found["added"] == [{"source": "one", "item": "new.png"}]
+    assert found["removed"] == [{"source": "one", "item": "00000.png"}]
+    assert {e["item"]: e["what"] for e in found["changed"]} == {
+        "00001.png": ["picture", "captions"], "00002.png": ["captions"], "00003.png": ["bucket"],
+        "00004.png": ["picture"],
+    }  # fmt: skip
+    plain = run.invoke(cli, ["snapshots", "diff", "first", "second", *options]).output
+    assert plain.splitlines()[:2] == ["1 added", "  one: new.png"]
+    assert "  one: 00003.png (bucket)" in plain
+    same = run.invoke(cli, ["snapshots", "diff", "second", second[:9], *options], standalone_mode=False)
+    assert (same.return_value, same.output) == (0, "0 added\n0 removed\n0 changed\n")
+    with pytest.raises(CacheError, match="no snapshot is called 'third'"):
+        stages.snapshots.diff(of, "first", "third")
+
+
+def config_file(of: Config) -> list[str]:
+    return ["--config", "tiny", "--set", f"cache={of.cache}"]
+
+
+def test_chains_of_snapshots_are_listed_parents_first(root: Path) -> None:
+    of, chain = config(root), []
+    for round_ in range(4):
+        add(of, f"s{round_}", pictures(10, f"{round_}-"))
+        chain.append(stages.bucket.run(of))
+    found = compare.listed(Cache(root))
+    assert [e["id"] for e in found] == chain
+    assert [e["parent"] for e in found] == [None, *chain[:-1]]
+
+
+# ---------------------------------------------------------------- sabotage
+
+
+def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rule switched off, what its test looks at is otherwise."""
+    add(config(root), "one", [*pictures(40), Picture("copy.png", "6")])
+    plain = items(made(config(root)))
+    held = items(made(config(root, "bucket.heldout=0.3")))
+    assert held < plain
+    monkeypatch.setattr(selection, "heldout", lambda frame, share: np.zeros(len(frame), bool))
+    assert items(made(config(root, "bucket.heldout=0.3"))) == plain
+    monkeypatch.undo()
+    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order: frame)
+    assert items(made(config(root, "bucket.dedup=image"))) == plain
