@@ -1,23 +1,42 @@
-"""Reading speed: the loader (verified and not) against webdataset on the very same shards and against plain memcpy.
+"""Reading speed: the loader against webdataset, MosaicML streaming and LitData, and against plain memcpy.
 
 Synthetic records of Sana's sizes (latents of five buckets around 1024 px, captions of log-normal length, mean about 82
-tokens), written by the real writer. All sides deliver padded, collated batches of 32 from the page cache, in turn
-within one run. webdataset shuffles in a buffer and pairs nothing: it gets two plain streams, which is less work
-than the loader does. The loader's noise is switched off, because the other side draws none.
+tokens). The loader and webdataset read the very same shards; MosaicML streaming and LitData get the same samples in
+their own formats (uint16 arrays, no compression, no hashes: their fastest). All deliver shuffled, collated batches of
+32 of one bucket from the page cache, in turn within one run, each timed from the sixth batch on; the loader goes on
+reading ahead when the clock stops, so that what it had ahead when the clock started is no advantage.
+
+What favours the others: webdataset pairs nothing (two plain streams) and shuffles in a buffer of 500 samples; none of
+them verifies anything; the loader's scalars (caption choice, drop, times) are drawn in its time. Its noise is switched
+off, because the other sides draw none.
+
+Peers that cannot be imported are left out, and named. All of them in an environment of their own:
+    python -m venv peers && peers/bin/pip install -e . torchvision mosaicml-streaming litdata
+    peers/bin/python -m benchmarks.loader
+(pip may have to be told to ignore the upper bounds that mosaicml-streaming puts on transformers: --no-deps.)
+
+Keys: vs_best_peer (loader without verification, the better of length windows of 8 and packed text), with _verified
+the same with it; _padded is plain order, padded. of_memcpy: payload bytes/s over those of copying as many bytes,
+without verification; of_memcpy_verified with it. cpu_s_per_gb: CPU seconds per GB of payload of the loader (verified,
+as vs_best_peer_verified); cpu_s_per_gb_PEER of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
+import itertools
+import resource
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-import webdataset
 
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard, snapshot
@@ -28,6 +47,10 @@ from pipeline.data.loader import Loader
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
+WARM = 5
+AHEAD = 24
+"""Steps until every buffer of the loader has been in use: first use costs page faults, once per run."""
+WIDTH = 2304
 
 
 def build(root: Path, count: int) -> Cache:
@@ -86,6 +109,121 @@ def _bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.integers(0, 0x7F80, shape, np.uint16)
 
 
+def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
+    """Every sample of the snapshot, in its order: what the other formats are written from."""
+    opened = cache.open_snapshot()
+    latents, texts = (shard.Reader(cache.files, r.name) for r in (opened.latent_recipe, opened.text_recipe))
+    for row in range(len(opened)):
+        sample = opened.sample(row)
+        bucket, caption = opened.buckets[sample.bucket], sample.captions[0]
+        latent = np.empty((32, bucket.height // 32, bucket.width // 32), np.uint16)
+        latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latent)
+        text = np.empty((caption.rows, WIDTH), np.uint16)
+        texts.read(caption.shard, caption.offset, caption.key, caption.checksum, text)
+        yield {"latent": latent, "text": text}
+
+
+# ---------------------------------------------------------------- sides: each yields (samples, payload bytes) per batch
+
+Side = Iterator[tuple[int, int]]
+
+
+def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Side:
+    loader = Loader(
+        cache.open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=BATCH, caption_drop=0.0, null_mask="bos",
+        prefetch=None if threads else 0, threads=max(threads, 1), verify=verify, text=text, length_window=window,
+    )  # fmt: skip
+    for step, (batches, _) in enumerate(loader):
+        for batch in batches if step >= AHEAD else ():
+            yield len(batch.sample_ids), batch.latents.numel() * 2 + int(batch.mask.sum()) * WIDTH * 2
+
+
+def collated(stream: Iterator[dict[str, np.ndarray]]) -> Side:
+    """Batches of one bucket out of a shuffled stream, text padded to the longest."""
+    waiting: dict[tuple[int, ...], list[dict[str, np.ndarray]]] = {}
+    for sample in stream:
+        group = waiting.setdefault(np.shape(sample.get("latent", ())), [])
+        group.append(sample)
+        if len(group) < BATCH:
+            continue
+        size = 0
+        for name in sample:
+            arrays = [np.asarray(one[name]) for one in group]
+            size += sum(array.nbytes for array in arrays)
+            longest = max(len(array) for array in arrays)
+            batch = np.empty((BATCH, longest, *arrays[0].shape[1:]), np.uint16)
+            for i, one in enumerate(arrays):
+                batch[i, : len(one)] = one
+                batch[i, len(one) :] = 0
+            torch.from_numpy(batch.view(np.int16)).view(torch.bfloat16)
+        group.clear()
+        yield BATCH, size
+
+
+def webdataset(cache: Cache, folder: Path) -> Side:
+    """The loader's own shards, as two streams; a batch counts when both kinds have it."""
+    import webdataset as wds
+
+    def stream(kind: str, name: str) -> Iterator[dict[str, np.ndarray]]:
+        urls = sorted(map(str, cache.root.glob(f"shards/{kind}-*/*/*.tar")))
+        for sample in wds.WebDataset(urls, shardshuffle=100, seed=0, empty_check=False).shuffle(500):
+            array = np.load(io.BytesIO(sample["npy"]))
+            if kind == "latent" or len(array) < 300:  # not the null record
+                yield {name: array}
+
+    for (count, one), (_, two) in zip(collated(stream("latent", "latent")), collated(stream("text", "text"))):
+        yield count, one + two
+
+
+def write_streaming(cache: Cache, folder: Path) -> None:
+    from streaming import MDSWriter
+
+    columns = {"latent": "ndarray:uint16", "text": "ndarray:uint16"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=64 << 20) as writer:
+        for sample in samples(cache):
+            writer.write(sample)
+
+
+def streaming(cache: Cache, folder: Path) -> Side:
+    import streaming as mosaic
+
+    mosaic.base.util.clean_stale_shared_memory()
+    yield from collated(iter(mosaic.StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)))
+
+
+def write_litdata(cache: Cache, folder: Path) -> None:
+    from litdata.streaming.writer import BinaryWriter
+
+    folder.mkdir()
+    writer = BinaryWriter(str(folder), chunk_bytes=64 << 20)
+    for i, sample in enumerate(samples(cache)):
+        writer[i] = sample
+    writer.done()
+    writer.merge()
+
+
+def litdata(cache: Cache, folder: Path) -> Side:
+    from litdata import StreamingDataset
+
+    yield from collated(iter(StreamingDataset(str(folder), shuffle=True, drop_last=False)))
+
+
+def copying(payload: np.ndarray, targets: list[np.ndarray]) -> Side:
+    """Plain copies of pieces of one step's size, into four targets in turn."""
+    size = len(targets[0])
+    for i in itertools.count():
+        start = i * size % (len(payload) - size)
+        np.copyto(targets[i % len(targets)], payload[start : start + size])
+        yield BATCH, size * 2
+
+
+PEERS: dict[str, tuple[Callable[[Cache, Path], Side], Callable[[Cache, Path], None] | None]] = {
+    "webdataset": (webdataset, None),
+    "streaming": (streaming, write_streaming),
+    "litdata": (litdata, write_litdata),
+}
+
+
 class Measured:
     """Samples/s, payload bytes/s and CPU seconds per GB of one side, one entry per round."""
 
@@ -94,116 +232,85 @@ class Measured:
         self.speed: list[float] = []
         self.cpu: list[float] = []
 
-    def run(self, work) -> None:  # type: ignore[no-untyped-def]
-        wall, cpu = time.perf_counter(), time.process_time()
-        samples, size = work()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self.rate.append(samples / wall)
+    def run(self, side: Side, steps: int) -> None:
+        for _ in range(WARM):
+            next(side)
+        wall, cpu, count, size = time.perf_counter(), _cpu(), 0, 0
+        for own, own_size in itertools.islice(side, steps):
+            count, size = count + own, size + own_size
+        wall, cpu = time.perf_counter() - wall, _cpu() - cpu
+        side.close()  # type: ignore[attr-defined]
+        self.rate.append(count / wall)
         self.speed.append(size / wall)
         self.cpu.append(cpu / (size / 1e9))
 
 
-def ours(cache: Cache, steps: int, verify: bool, threads: int) -> tuple[int, int]:
-    loader = Loader(
-        cache.open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=BATCH, caption_drop=0.0, null_mask="bos",
-        prefetch=4 if threads else 0, threads=max(threads, 1), stop_step=steps,
-    )  # fmt: skip
-    real_checksum, real_noise = layout.checksum, randomness.noise
-    randomness.noise = lambda *a: None  # the others draw none
-    if not verify:
-        expected: dict[bytes, bytes] = {}
-        for row in range(len(loader.snapshot)):
-            sample = loader.snapshot.sample(row)
-            expected[sample.key] = sample.checksum
-            expected.update((c.key, c.checksum) for c in sample.captions)
-        layout.checksum = lambda recipe, key, payload: expected[key]
-    try:
-        samples = size = 0
-        for batches, _ in loader:
-            for batch in batches:
-                samples += len(batch.sample_ids)
-                size += batch.latents.numel() * 2 + int(batch.mask.sum()) * 2304 * 2
-        return samples, size
-    finally:
-        layout.checksum, randomness.noise = real_checksum, real_noise
-
-
-def theirs(cache: Cache, steps: int) -> tuple[int, int]:
-    """webdataset: shuffled streams of both shard kinds, decoded with numpy, padded and stacked by 32."""
-    size = 0
-    for kind in ("latent", "text"):
-        urls = sorted(map(str, cache.root.glob(f"shards/{kind}-*/*/*.tar")))
-        stream = webdataset.WebDataset(urls, shardshuffle=100, seed=0, empty_check=False).shuffle(500)
-        waiting: dict[tuple[int, ...], list[np.ndarray]] = {}
-        left = steps * BATCH
-        for sample in stream:
-            array = np.load(io.BytesIO(sample["npy"]))
-            group = waiting.setdefault(array.shape if kind == "latent" else (), [])
-            group.append(array)
-            size += array.nbytes
-            left -= 1
-            if len(group) == BATCH:
-                longest = max(len(a) for a in group)
-                batch = np.zeros((BATCH, longest, *array.shape[1:]), np.uint16)
-                for i, one in enumerate(group):
-                    batch[i, : len(one)] = one
-                torch.from_numpy(batch.view(np.int16)).view(torch.bfloat16)
-                group.clear()
-            if not left:
-                break
-    return steps * BATCH, size
-
-
-def copying(payload: np.ndarray, target: np.ndarray, samples: int) -> tuple[int, int]:
-    for start in range(0, len(payload), len(target)):
-        piece = payload[start : start + len(target)]
-        target[: len(piece)] = piece
-    return samples, payload.nbytes
+def _cpu() -> float:
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    count, rounds = (640, 3) if given.quick else (given.samples, given.rounds)
-    names = [
-        "webdataset",
-        "loader, inline, verified",
-        "loader, 2 threads, verified",
-        "loader, 2 threads, unverified",
-        "memcpy",
-    ]
-    sides = {name: Measured() for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        cache = build(Path(folder) / "cache", count)
-        steps = count // BATCH
-        payload = np.ones(count * 440_000 // 8, np.uint64)
-        target = np.empty(16 << 20, np.uint64)
+    count, rounds = (1280, 3) if given.quick else (given.samples, given.rounds)
+    randomness.noise = lambda *a: None  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cache = build(folder / "cache", count)
+        sides: dict[str, Callable[[], Side]] = {}
+        for peer, (read, write) in PEERS.items():
+            try:
+                importlib.import_module(peer)
+            except Exception as error:
+                print(f"{peer} is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
+            if write is not None:
+                write(cache, folder / peer)
+            sides[peer] = lambda read=read, peer=peer: read(cache, folder / peer)  # type: ignore[misc]
+        peers = list(sides)
+        variants = [("padded", 0), ("padded", 8), ("packed", 0)]
+        for verify in (True, False):
+            for text, window in variants:
+                label = f"loader, {text}{', windows of 8' if window else ''}{', verified' if verify else ''}"
+                sides[label] = lambda v=verify, t=text, w=window: ours(cache, v, 2, t, w)  # type: ignore[misc]
+        sides["loader, padded, verified, inline"] = lambda: ours(cache, True, 0, "padded", 0)
+        payload = np.ones(count * 440_000 // 2, np.uint16)
+        targets = [np.ones(BATCH * 440_000 // 2, np.uint16) for _ in range(4)]
+        sides["memcpy"] = lambda: copying(payload, targets)
+        steps = count // BATCH - WARM - len(BUCKETS)  # the others may end with incomplete batches of every bucket
+        found = {side: Measured() for side in sides}
         for _ in range(rounds):
-            sides[names[0]].run(lambda: theirs(cache, steps))
-            sides[names[1]].run(lambda: ours(cache, steps, True, 0))
-            sides[names[2]].run(lambda: ours(cache, steps, True, 2))
-            sides[names[3]].run(lambda: ours(cache, steps, False, 2))
-            sides[names[4]].run(lambda: copying(payload, target, count))
+            for side, start in sides.items():
+                found[side].run(start(), steps)
+        if "streaming" in peers:
+            shutil.rmtree(folder / "streaming")
     table(
         ["side", "samples/s", "MB/s", "CPU s/GB"],
-        [[n, median(s.rate), median(s.speed) / 1e6, median(s.cpu)] for n, s in sides.items()],
+        [[n, median(s.rate), median(s.speed) / 1e6, median(s.cpu)] for n, s in found.items()],
     )
-    best, verified, bare, memcpy = (sides[names[i]] for i in (0, 2, 3, 4))
 
-    def ratio(one: Measured, other: Measured, what: str) -> float:
-        return median([a / b for a, b in zip(getattr(one, what), getattr(other, what), strict=True)])
+    def ratio(one: str, other: str, what: str) -> float:
+        return median([a / b for a, b in zip(getattr(found[one], what), getattr(found[other], what), strict=True)])
 
+    best = max(peers, key=lambda peer: median(found[peer].rate))
+    fast = ("loader, padded, windows of 8", "loader, packed")
+    bare, verified = (max((f + end for f in fast), key=lambda n: median(found[n].rate)) for end in ("", ", verified"))
     finish(
         {
-            "vs_webdataset_verified": ratio(verified, best, "rate"),
-            "vs_webdataset_verified_inline": ratio(sides[names[1]], best, "rate"),
-            "vs_webdataset": ratio(bare, best, "rate"),
-            "of_memcpy": ratio(bare, memcpy, "speed"),
-            "cpu_s_per_gb": median(verified.cpu),
-            "cpu_s_per_gb_webdataset": median(best.cpu),
+            "vs_best_peer": ratio(bare, best, "rate"),
+            "vs_best_peer_verified": ratio(verified, best, "rate"),
+            "vs_best_peer_padded": ratio("loader, padded", best, "rate"),
+            "vs_best_peer_padded_verified": ratio("loader, padded, verified", best, "rate"),
+            "of_memcpy": ratio(bare, "memcpy", "speed"),
+            "of_memcpy_verified": ratio(verified, "memcpy", "speed"),
+            "cpu_s_per_gb": median(found[verified].cpu),
+            "cpu_s_per_gb_memcpy": median(found["memcpy"].cpu),
+            **{f"cpu_s_per_gb_{peer}": median(found[peer].cpu) for peer in peers},
+            "best_peer": best,
+            "fastest": bare,
         }
     )
 

@@ -345,7 +345,7 @@ class TrainConfig(_Section):
     text: Literal["padded", "packed"] = "padded"
     length_window: NotNegative = 0
     prefetch: NotNegative | None = None
-    prefetch_mib: Positive = 256
+    prefetch_mib: Positive = 128
     loader_threads: Positive = 2
     loader_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     log_every: Positive = 10

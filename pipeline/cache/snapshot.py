@@ -10,6 +10,7 @@ Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, po
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -301,10 +302,12 @@ class Snapshot:
         entry = self.head["chunks"][number]
         path = self.files.where(Paths.table(entry[which], "arrow"))
         try:
-            buffer = pa.py_buffer(self.files.map(Paths.table(entry[which], "arrow")))
+            mapped = self.files.map(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+        buffer = pa.py_buffer(mapped)
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
+        mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
@@ -316,19 +319,23 @@ class Snapshot:
         return table
 
 
+def _mapped(column: pa.ChunkedArray) -> pa.Array:
+    """A column of one piece as it is; pyarrow's and numpy's own ways to join pieces copy even a single one."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 class _Chunk:
     """Numpy views of a mapped chunk."""
 
     def __init__(self, table: pa.Table):
         whole = table.combine_chunks()
-        self.sample_id = whole.column("sample_id").to_numpy()
-        self.shard = whole.column("shard").to_numpy()
-        self.offset = whole.column("offset").to_numpy()
-        self.key = fixed(whole.column("key"))
-        self.checksum = fixed(whole.column("checksum"))
-        lists = whole.column("captions")
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], whole.schema.field("captions").type)
-        self.length = whole.column("length").to_numpy() if "length" in whole.schema.names else None
+        self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
+        self.shard = _mapped(whole.column("shard")).to_numpy()
+        self.offset = _mapped(whole.column("offset")).to_numpy()
+        self.key = fixed(_mapped(whole.column("key")))
+        self.checksum = fixed(_mapped(whole.column("checksum")))
+        lists = _mapped(whole.column("captions"))
+        self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
         names = ("sample_id", "shard", "offset", "key", "checksum", "length")
         self.columns = {name: own for name in names if (own := getattr(self, name)) is not None}
         self.caption_offsets = lists.offsets.to_numpy()

@@ -141,7 +141,7 @@ class Loader:
     def __init__(
         self, snapshot: Snapshot, *, seed: int, phase: int, rank: int, world: int, microbatch: int,
         caption_drop: float, null_mask: str, prefetch: int | None, threads: int, start_step: int = 0,
-        stop_step: int | None = None, prefetch_mib: int = 256, text: str = "padded", length_window: int = 0,
+        stop_step: int | None = None, prefetch_mib: int = 128, text: str = "padded", length_window: int = 0,
         pin: bool = False, timeout_s: float = 300.0, quarantine: Path | str | None = None, verify: bool = True,
     ):  # fmt: skip
         batches = sorted({bucket.batch for bucket in snapshot.buckets})

@@ -1,0 +1,179 @@
+"""How opening, memory, the first batch and resuming grow with the number of samples in a snapshot.
+
+Snapshots of 10^5, 10^6 and (without --quick) 10^7 samples in five buckets, made by the real writer; all samples point
+at the same few hundred real records, so that batches are read and verified as ever while the index has its full size.
+Each figure is taken in a process of its own, from the page cache. The schedule alone is also asked at 10^9 samples.
+
+Keys per size N (1e5, ...): open_s_N (snapshot and loader), first_batch_s_N, resume_1e6_s_N (from nothing to the batch
+after step 10^6), resume_1e6_mib_N (what that read from shards), rss_mb_N (memory of the process's own after 200 more
+steps: what grows with neither N nor time), mapped_mb_N (mapped files at that moment, which the kernel may drop).
+schedule_1e9_s: making the schedule and asking it for step 10^6; schedule_1e9_mb: memory that took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.report import finish, table
+from pipeline.cache import codec, layout, shard, snapshot
+from pipeline.cache.store import Cache
+from pipeline.data.loader import Loader
+from pipeline.data.schedule import Schedule
+
+BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
+BATCH, RECORDS, STEPS = 32, 40, 200
+
+
+def build(root: Path, count: int) -> None:
+    """A snapshot of `count` samples over a few real records."""
+    cache = Cache(root, create=True)
+    rng = np.random.default_rng(0)
+    latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale", width=256)
+    for recipe in (latent, text):
+        cache.add_recipe(recipe)
+    tables, shards = {}, {}
+    for recipe in (latent, text):
+        with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+            for i in range(RECORDS * len(BUCKETS)):
+                height, width = BUCKETS[i // RECORDS]
+                shape = (32, height // 32, width // 32) if recipe is latent else (8 + i, 256)
+                writer.add(layout.digest(recipe.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
+            if recipe is text:
+                writer.add(layout.null_key(text.id), np.zeros((300, 256), np.uint16), caption="", valid=1)
+            name, size, tables[recipe.kind] = writer.finish()
+        shards[recipe.kind] = [{"name": name, "bytes": size}]
+    null = tables["text"].to_pylist()[-1]
+    chunks, buckets, start = [], [], 0
+    for bucket, (height, width) in enumerate(BUCKETS):
+        own = count // len(BUCKETS)
+        buckets.append({"height": height, "width": width, "samples": own, "batch": BATCH})
+        start += own
+    for first in range(0, start, snapshot.CHUNK_ROWS):
+        rows = np.arange(first, min(first + snapshot.CHUNK_ROWS, start))
+        samples, names = _rows(rows, rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS, tables)
+        chunks += snapshot.build(cache.files, {}, samples, names)["chunks"]
+    head = {
+        "recipes": {"latent": latent.values(), "text": text.values()},
+        "policies": {"small": "carry", "pad_text_multiple": 16},
+        "buckets": buckets, "left_out": {}, "sources": {}, "shards": shards,
+        "null": {
+            "shard": shards["text"][0]["name"], "offset": null["offset"], "key": null["key"].hex(),
+            "checksum": null["checksum"].hex(), "rows": 300, "valid": 1, "length": null["length"],
+        },
+        "chunks": chunks,
+    }  # fmt: skip
+    assert latent.storage == text.storage == codec.PLAIN
+    cache.add_snapshot(head, None)
+
+
+def _rows(rows: np.ndarray, record: np.ndarray, tables: dict[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
+    latent, text = (tables[kind].take(pa.array(record)).combine_chunks() for kind in ("latent", "text"))
+
+    def column(of: pa.Table, name: str) -> pa.Array:
+        return of.column(name).chunk(0)
+
+    zero, one = pa.array(np.zeros(len(rows), np.uint32)), pa.array(np.ones(len(rows), np.float32))
+    lists = pa.array(np.arange(len(rows) + 1, dtype=np.int32))
+    caption = pa.StructArray.from_arrays(
+        [zero, column(text, "offset"), column(text, "valid"), one, column(text, "key"), column(text, "checksum")],
+        fields=list(snapshot.CAPTION),
+    )
+    identity = pa.array(rows.astype(np.uint64))
+    samples = pa.table(
+        [
+            identity, zero, column(latent, "offset"), column(latent, "key"), column(latent, "checksum"),
+            pa.ListArray.from_arrays(lists, caption),
+        ],
+        schema=snapshot.SAMPLES,
+    )  # fmt: skip
+    written = pa.StructArray.from_arrays(
+        [column(text, "caption_offset"), column(text, "caption_length"), column(text, "caption_checksum")],
+        fields=list(snapshot.WRITTEN),
+    )
+    source = pa.array(["synthetic"]).take(pa.array(np.zeros(len(rows), np.int64)))
+    names = pa.table(
+        [identity, source, identity.cast(pa.string()), pa.ListArray.from_arrays(lists, written)], schema=snapshot.NAMES
+    )
+    return samples, names
+
+
+def memory() -> tuple[float, float]:
+    """This process's own memory, and the mapped files in it, in MB."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) / 1e3, int(lines["RssFile"].split()[0]) / 1e3
+
+
+def measure(root: Path, start: int) -> dict[str, float]:
+    """What one process sees. Prints nothing else."""
+    began = time.perf_counter()
+    loader = Loader(
+        Cache(root).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=BATCH, caption_drop=0.1,
+        null_mask="bos", prefetch=0, threads=1, start_step=start,
+    )  # fmt: skip
+    opened, read = time.perf_counter() - began, _read()
+    steps = iter(loader)
+    next(steps)
+    first, read = time.perf_counter() - began, _read() - read
+    for _ in range(STEPS):
+        next(steps)
+    own, mapped = memory()
+    return {"open_s": opened, "first_batch_s": first - opened, "all_s": first, "mib": read / 2**20,
+            "rss_mb": own, "mapped_mb": mapped}  # fmt: skip
+
+
+def _read() -> int:
+    """Bytes that this process has asked the kernel for (mapped files do not count)."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def schedule_alone() -> dict[str, float]:
+    before, began = memory()[0], time.perf_counter()
+    Schedule([2 * 10**8] * 5, [BATCH] * 5, seed=0, phase=0, small="carry").step(10**6)
+    return {"s": time.perf_counter() - began, "mb": memory()[0] - before}
+
+
+def apart(*arguments: object) -> dict[str, float]:
+    """A measurement in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.snapshot_scale", "--one", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--one", nargs="*", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one is not None:
+        found = schedule_alone() if not given.one else measure(Path(given.one[0]), int(given.one[1]))
+        print(json.dumps(found))
+        return
+    figures: dict[str, float | str] = {}
+    rows = []
+    for power in (5, 6) if given.quick else (5, 6, 7):
+        with tempfile.TemporaryDirectory() as folder:
+            build(Path(folder) / "cache", 10**power)
+            start, late = apart(Path(folder) / "cache", 0), apart(Path(folder) / "cache", 10**6)
+        for name, value in (
+            ("open_s", start["open_s"]), ("first_batch_s", start["first_batch_s"]), ("rss_mb", start["rss_mb"]),
+            ("mapped_mb", start["mapped_mb"]), ("resume_1e6_s", late["all_s"]), ("resume_1e6_mib", late["mib"]),
+        ):  # fmt: skip
+            figures[f"{name}_1e{power}"] = value
+        rows.append([f"10^{power}", start["open_s"], start["first_batch_s"], late["all_s"], late["mib"],
+                     start["rss_mb"], start["mapped_mb"]])  # fmt: skip
+    alone = apart()
+    table(["samples", "open s", "first batch s", "resume at 10^6 s", "MiB read", "own MB", "mapped MB"], rows)
+    finish({**figures, "schedule_1e9_s": alone["s"], "schedule_1e9_mb": alone["mb"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""The loader's laws on a cache of a few small records: order, text, windows, buffers, errors, quarantine."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.cache.shard import Reader
+from pipeline.cache.store import Cache
+from pipeline.data import randomness, windows
+from pipeline.data.loader import Loader, State, unpack
+from pipeline.data.planner import Planner
+from pipeline.data.schedule import Schedule
+from pipeline.errors import CacheError, IntegrityError, UserError
+from tests import tiny_cache
+from tests.consumed import loader, seen, sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLDS = (1, 2, 3, 4, 6, 8, 12)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return tiny_cache.build(tmp_path_factory.mktemp("tiny") / "cache")
+
+
+@pytest.fixture(scope="module")
+def truth(cache: Cache) -> list[list[str]]:
+    return sequence(loader(cache))
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_order_law(cache: Cache, truth: list[list[str]], ahead: int, window: int) -> None:
+    """Every world, with so many steps read ahead by so many threads, gives the same sequence."""
+    expected = sequence(loader(cache, length_window=window)) if window else truth
+    assert len({row for step in expected for row in step}) == sum(map(len, expected)), "nothing to tell visits apart"
+    for world in WORLDS:
+        options = {"prefetch": ahead, "threads": max(1, ahead), "world": world, "length_window": window}
+        ranks = [sequence(loader(cache, rank=rank, **options)) for rank in range(world)]
+        assert [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)] == expected, world
+
+
+def test_a_rank_dependent_order_would_be_noticed(
+    cache: Cache, truth: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sabotage: ranks that begin one step apart are not the sequence."""
+    ranks = [sequence(loader(cache, world=2, rank=rank, start_step=rank, stop_step=11 + rank)) for rank in range(2)]
+    assert [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)] != truth[:11]
+
+
+def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
+    """An oracle without planner, ring or batch reads: schedule, sample by sample, the records read one by one."""
+    snapshot = cache.open_snapshot()
+    schedule = Schedule([b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1,
+                        small="carry")  # fmt: skip
+    latents, texts = (Reader(snapshot.files, r.name) for r in (snapshot.latent_recipe, snapshot.text_recipe))
+    for step, (batches, _) in enumerate(loader(cache, caption_drop=0.0, stop_step=6)):
+        plan = schedule.step(step)
+        rows = iter([(batch, i) for batch in batches for i in range(len(batch.sample_ids))])
+        for position, visit in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True):
+            sample = snapshot.sample(snapshot.row(plan.bucket, position))
+            drawn = randomness.draws(5, 1, visit, sample.sample_id)
+            weights = [c.weight for c in sample.captions]
+            share = np.cumsum(weights) / sum(weights)
+            caption = sample.captions[int(np.searchsorted(share, drawn.caption, side="right"))]
+            batch, i = next(rows)
+            latent, text = np.empty(batch.latents.shape[1:], np.uint16), np.empty((caption.rows, 3), np.uint16)
+            latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latent)
+            texts.read(caption.shard, caption.offset, caption.key, caption.checksum, text)
+            assert batch.sample_ids[i] == sample.sample_id
+            assert np.array_equal(batch.latents[i].view(torch.int16).numpy().view(np.uint16), latent)
+            found = batch.captions[i].view(torch.int16).numpy().view(np.uint16)
+            assert np.array_equal(found[: caption.rows], text) and not found[caption.rows :].any()
+            assert int(batch.mask[i].sum()) == caption.rows and bool(batch.mask[i, : caption.rows].all())
+            assert float(batch.logit[i]) == np.float32(drawn.logit)
+
+
+def test_draws_are_those_of_a_generator_of_their_own() -> None:
+    """Keying an old generator again gives the stream of a new one: written down, as every order depends on it."""
+    import struct
+
+    import xxhash
+
+    for number in range(20):
+        packed = struct.pack("<QQQQ", 1, 2, 3, number) + b"draws"
+        key = np.frombuffer(xxhash.xxh3_128_digest(packed), np.uint64)
+        fresh = np.random.Generator(np.random.Philox(key=key))
+        assert randomness.draws(1, 2, 3, number) == randomness.Draws(
+            float(fresh.random()), float(fresh.random()), float(fresh.standard_normal())
+        )
+        randomness.generator("other", 0, 0, 0, 0).integers(0, 9, 3, np.uint32)  # leaves half a word behind
+    assert randomness.draws(0, 0, 0, 0).caption == 0.6314775042138685
+
+
+def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]) -> None:
+    other = tiny_cache.build(tmp_path / "zstd", storage="bf16-zstd")
+    assert [[row.split()[0] for row in step] for step in sequence(loader(other, prefetch=2))] == [
+        [row.split()[0] for row in step] for step in truth
+    ]
+
+
+def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int]] = []
+    real = Reader._preadv
+
+    def counted(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+        read.append((shard, sum(map(len, views))))
+        return real(self, shard, offset, views)
+
+    monkeypatch.setattr(Reader, "_preadv", counted)
+    own = loader(cache, start_step=10**6, stop_step=10**6 + 1, caption_drop=0.0)
+    [(batches, state)] = list(own)
+    assert state.step == 10**6 + 1
+    payload = sum(b.latents.numel() * 2 + int(b.mask.sum()) * 3 * 2 for b in batches)
+    between = sum(size for _, size in read) - payload  # neighbours are read in one call, with what lies between
+    assert payload <= sum(size for _, size in read)
+    assert between < 2 * 24 * 2048
+    assert len(read) <= 2 * 24
+
+
+def test_neighbours_are_read_in_one_call(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = Reader._preadv
+    monkeypatch.setattr(
+        Reader, "_preadv", lambda self, s, o, v: calls.append(len(v)) or real(self, s, o, v)  # type: ignore[func-returns-value]
+    )
+    list(loader(cache, stop_step=4))
+    assert max(calls) > 1
+    assert len(calls) < 4 * 2 * 24 / 2
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("null_mask", ["caption", "bos"])
+def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
+    options = {"null_mask": null_mask, "world": 2, "rank": 1}
+    padded, packed = (list(loader(cache, text=text, **options)) for text in ("padded", "packed"))
+    for (one, _), (two, _) in zip(padded, packed, strict=True):
+        assert [b.captions.shape[0] for b in two] == [int(b.mask.sum()) for b in one], "padding in packed text"
+        for a, b in zip(one, two, strict=True):
+            assert b.cu_seqlens is not None and b.cu_seqlens.dtype == torch.int32 and a.cu_seqlens is None
+            assert b.cu_seqlens.tolist() == [0, *np.cumsum(a.mask.sum(1).numpy()).tolist()]
+            assert torch.equal(unpack(b.captions, b.cu_seqlens, b.mask), a.captions)
+    assert [seen(b) for b, _ in padded] == [seen(b) for b, _ in packed]
+
+
+# ---------------------------------------------------------------- length windows
+
+
+def longest(cache: Cache, window: int, steps: int) -> int:
+    planner = Planner(cache.open_snapshot(), seed=5, phase=1, length_window=window)
+    return sum(int(planner.step(step).texts["rows"].max()) * 24 for step in range(steps))
+
+
+def test_windows_keep_every_visit_and_pad_less(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 200, (16, 24): 120})
+    snapshot = cache.open_snapshot()
+    plain, sorted_ = (Planner(snapshot, seed=5, phase=1, length_window=window) for window in (0, 4))
+    steps = plain.schedule.steps_upto(2)
+
+    def visits(planner: Planner, first: int, stop: int) -> Counter[tuple[int, int]]:
+        found: Counter[tuple[int, int]] = Counter()
+        for step in range(first, stop):
+            plan = planner.step(step)
+            found.update(zip(plan.samples["sample_id"].tolist(), plan.visits.tolist(), strict=True))
+        return found
+
+    for epoch in range(2):
+        span = plain.schedule.steps_upto(epoch), plain.schedule.steps_upto(epoch + 1)
+        assert visits(plain, *span) == visits(sorted_, *span), "a window moved a visit into another epoch"
+    assert [plain.step(s).bucket for s in range(steps)] == [sorted_.step(s).bucket for s in range(steps)]
+    assert longest(cache, 4, steps) < 0.8 * longest(cache, 0, steps)
+    lengths = [int(sorted_.step(s).texts["rows"].max()) for s in range(steps)]
+    assert lengths != sorted(lengths), "the batches of a window are not shuffled"
+    late = Planner(snapshot, seed=5, phase=1, length_window=4)
+    assert np.array_equal(late.step(steps - 1).samples["sample_id"], sorted_.step(steps - 1).samples["sample_id"])
+
+
+def test_windows_against_an_oracle() -> None:
+    """Random sizes: the multiset of every window and bucket is the schedule's, and its batches do not overlap in
+    length."""
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        counts = rng.integers(1, 40, rng.integers(1, 4)).tolist()
+        batch, steps = int(rng.integers(2, 8)), int(rng.integers(2, 12))
+        schedule = Schedule(counts, [batch] * len(counts), seed=1, phase=0, small="carry")
+
+        def rows(bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
+            return (positions * 7 + bucket + visits * 3) % 11
+
+        ordered = windows.Windows(schedule, steps, rows, seed=1, phase=0)
+        total = schedule.steps_upto(3)
+        bounds = [schedule.steps_upto(e) for e in range(4)]
+        spans = [(s, min(s + steps, b)) for a, b in itertools.pairwise(bounds) for s in range(a, b, steps)]
+        assert sum(b - a for a, b in spans) == total
+        truth = [schedule.step(step) for step in range(total)]
+        for span in spans:
+            for bucket in range(len(counts)):
+                mine = [ordered.step(s) for s in range(*span) if truth[s].bucket == bucket]
+                theirs = [truth[s] for s in range(*span) if truth[s].bucket == bucket]
+                assert all(own.bucket == bucket for own in mine)
+                pairs = [Counter(p for s in x for p in zip(s.positions.tolist(), s.visits.tolist())) for x in (mine, theirs)]
+                assert pairs[0] == pairs[1]
+                spread = sorted((rows(bucket, s.positions, s.visits).min(), rows(bucket, s.positions, s.visits).max())
+                                for s in mine)  # fmt: skip
+                assert all(a[1] <= b[0] for a, b in itertools.pairwise(spread))
+
+
+def test_the_window_is_part_of_the_state(cache: Cache) -> None:
+    [*_, (_, state)] = list(loader(cache, length_window=3))
+    assert state.as_dict()["length_window"] == 3 and State.from_dict(state.as_dict()) == state
+    [*_, (_, plain)] = list(loader(cache))
+    assert "length_window" not in plain.as_dict(), "old checkpoints have none"
+    assert sequence(loader(cache, length_window=3)) != sequence(loader(cache))
+
+
+# ---------------------------------------------------------------- buffers
+
+
+def test_a_batch_that_is_held_is_never_overwritten(cache: Cache, truth: list[list[str]]) -> None:
+    """Beyond the contract: whoever keeps every batch gets fresh buffers for the others, not other bytes."""
+    own = loader(cache, prefetch=3, threads=2)
+    held = [batches for batches, _ in own]
+    assert [seen(batches) for batches in held] == truth
+    assert own.ring.made >= len(held)
+    del held
+    gc.collect()
+    assert len(own.ring.free) == own.ring.made, "a buffer is lost"
+
+
+def test_a_tensor_of_a_batch_keeps_the_whole_buffer(cache: Cache) -> None:
+    own = loader(cache, stop_step=8)
+    kept = [batches[0].mask[0] for batches, _ in own]
+    expected = [batches[0].mask[0].clone() for batches, _ in loader(cache, stop_step=8)]
+    assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+
+
+def test_buffers_are_used_again(cache: Cache) -> None:
+    own = loader(cache, prefetch=0, stop_step=40)
+    places = set()
+    for batches, _ in own:
+        places.add(batches[0].latents.data_ptr())
+    assert own.ring.made <= 3
+    assert len(places) <= 3
+
+
+def test_a_batch_stays_until_the_next_but_one_is_asked_for(cache: Cache) -> None:
+    """For copies to a GPU in flight, which hold no tensor: the memory of a batch that was let go of is not reused while
+    the next one is in use."""
+    own = loader(cache, stop_step=20)
+    steps, recent = iter(own), []
+    for _ in range(20):
+        batches, _ = next(steps)
+        place = batches[0].latents.data_ptr()
+        del batches
+        assert place not in recent[-1:], "the buffer of the last batch was used for the next one"
+        recent.append(place)
+
+
+def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]) -> None:
+    own = loader(cache)
+    real = own.ring.take
+
+    def dirty() -> np.ndarray:
+        buffer = real()
+        buffer[:] = 0xA5
+        return buffer
+
+    own.ring.take = dirty  # type: ignore[method-assign]
+    assert sequence(own) == truth
+
+
+def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+    real = Loader.load
+    monkeypatch.setattr(
+        Loader, "load", lambda self, step, doing=None: loaded.append(step) or dataclasses.replace(
+            real(self, step, doing), size=1 << 20)  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    steps = iter(loader(cache, prefetch=None, prefetch_mib=4, threads=2, stop_step=None))
+    for taken in range(1, 6):
+        next(steps)
+        time.sleep(0.2)
+        assert taken + 3 <= len(loaded) <= taken + 5
+    steps.close()  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no room"), SystemExit(3)])
+def test_any_error_arrives_at_its_batch(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, threads: int, error: BaseException
+) -> None:
+    real = Reader.read_batch
+    planned = Planner.step
+    at: dict[int, int] = {}
+
+    def note(self: Planner, step: int) -> Any:
+        at[threading.get_ident()] = step
+        return planned(self, step)
+
+    def fail(self: Reader, *arguments: Any, **options: Any) -> Any:
+        if at[threading.get_ident()] == 4:
+            raise error
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Planner, "step", note)
+    monkeypatch.setattr(Reader, "read_batch", fail)
+    steps = iter(loader(cache, prefetch=6, threads=threads))
+    began = time.monotonic()
+    assert [next(steps)[1].step for _ in range(4)] == [1, 2, 3, 4]
+    with pytest.raises(type(error), match="gone|room|3"):
+        next(steps)
+    assert time.monotonic() - began < 5
+    assert not [t for t in threading.enumerate() if t.name.startswith("loader-")], "threads are left"
+
+
+def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Reader._preadv
+    release, calls = threading.Event(), itertools.count()
+
+    def hang(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+        if next(calls) == 60:
+            release.wait(30)
+        return real(self, shard, offset, views)
+
+    own = loader(cache, prefetch=2, threads=2, timeout_s=0.4, stop_step=None)
+    monkeypatch.setattr(Reader, "_preadv", hang)
+    began = time.monotonic()
+    with pytest.raises(CacheError, match=r"\.tar: record [0-9a-f]{32} at byte \d+ takes too long") as caught:
+        for _ in own:
+            pass
+    assert time.monotonic() - began < 5
+    assert "train.loader_timeout_s" in str(caught.value)
+    release.set()
+
+
+def test_slow_reads_that_go_on_are_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is for one read, not for a step of many."""
+    real = Reader._preadv
+
+    def slow(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+        time.sleep(0.05)
+        return real(self, shard, offset, views)
+
+    own = loader(cache, prefetch=1, threads=1, timeout_s=0.3, stop_step=1)
+    monkeypatch.setattr(Reader, "_preadv", slow)
+    assert len(list(own)) == 1
+
+
+def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
+    """A read of a dead file system must not keep the process alive: the thread is left behind."""
+    script = (
+        "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from pipeline.cache.store import Cache; from pipeline.cache.shard import Reader\n"
+        "from tests.consumed import loader\n"
+        "own = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
+        "Reader._preadv = lambda *a: threading.Event().wait()\n"
+        "list(own)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, ROOT, cache.root], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "takes too long" in done.stderr
+
+
+def test_leaving_early_leaves_nothing(cache: Cache) -> None:
+    before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/proc/self/fd")}
+    for _ in range(5):
+        steps = iter(loader(cache, prefetch=4, threads=3, stop_step=None))
+        next(steps)
+        steps.close()  # type: ignore[attr-defined]
+        del steps
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("loader-")]
+    assert set(os.listdir("/dev/shm")) == before["/dev/shm"]
+    assert len(os.listdir("/proc/self/fd")) <= len(before["/proc/self/fd"]) + 1
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+@pytest.fixture
+def rotten(tmp_path: Path, cache: Cache) -> Iterator[tuple[Cache, set[int]]]:
+    """A copy of the cache with one latent and one text record damaged; the ids of the samples they belong to."""
+    import shutil
+
+    root = Path(shutil.copytree(cache.root, tmp_path / "cache"))
+    snapshot = Cache(root).open_snapshot()
+    one, two = snapshot.sample(3), snapshot.sample(11)
+    for recipe, place in ((snapshot.latent_recipe, one), (snapshot.text_recipe, two.captions[0])):
+        path = root / f"shards/{recipe.name}/{place.shard[:2]}/{place.shard}.tar"
+        data = bytearray(path.read_bytes())
+        data[place.offset] ^= 1
+        path.write_bytes(data)
+    yield Cache(root), {one.sample_id, two.sample_id}
+
+
+def test_without_a_quarantine_a_bad_record_stops_the_run(rotten: tuple[Cache, set[int]]) -> None:
+    with pytest.raises(IntegrityError, match="record .* has the wrong checksum"):
+        sequence(loader(rotten[0], caption_drop=0.0, stop_step=8))
+
+
+@pytest.mark.parametrize("text", ["padded", "packed"])
+def test_quarantine_replaces_the_same_samples_everywhere(
+    rotten: tuple[Cache, set[int]], cache: Cache, tmp_path: Path, text: str
+) -> None:
+    own, bad = rotten
+    clean = sequence(loader(cache, caption_drop=0.0))
+    found: dict[int, list[list[str]]] = {}
+    lines: dict[int, list[dict[str, Any]]] = {}
+    for world in (1, 2, 4):
+        file = tmp_path / f"quarantine-{world}.jsonl"
+        options = {"caption_drop": 0.0, "quarantine": file, "world": world, "text": text, "prefetch": 2, "threads": 2}
+        loaders = [loader(own, rank=rank, **options) for rank in range(world)]
+        ranks = [sequence(one) for one in loaders]
+        found[world] = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+        lines[world] = [json.loads(line) for line in file.read_text().splitlines()]
+        assert sum(one.replaced for one in loaders) == len(lines[world])
+    assert found[1] == found[2] == found[4]
+    key = lambda line: (line["step"], line["sample"], line["record"], line["by"])  # noqa: E731
+    assert sorted(lines[1], key=key) == sorted(lines[2], key=key) == sorted(lines[4], key=key)
+    changed = [(a, b) for one, two in zip(clean, found[1], strict=True) for a, b in zip(one, two, strict=True) if a != b]
+    assert changed and {int(a.split()[0], 16) for a, _ in changed} <= bad, "another sample than a bad one changed"
+    assert not bad & {int(row.split()[0], 16) for _, row in changed}
+    assert all(a.split(" ", 1)[1].rsplit(" ", 1)[0] == b.split(" ", 1)[1].rsplit(" ", 1)[0] for a, b in changed), (
+        "a replacement changed a shape"
+    )
+    assert {int(line["sample"], 16) for line in lines[1]} == bad
+    assert len(lines[1]) == len(changed)
+    for line in lines[1]:
+        assert set(line) == {"shard", "record", "sample", "step", "by", "reason"}
+        assert line["shard"] in line["reason"] and line["record"] in line["reason"]
+
+
+def test_only_what_is_handed_out_is_written_down(rotten: tuple[Cache, set[int]], tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    steps = iter(loader(rotten[0], caption_drop=0.0, quarantine=file, prefetch=8, threads=2))
+    next(steps)
+    time.sleep(0.3)
+    steps.close()  # type: ignore[attr-defined]
+    assert not file.exists() or {json.loads(line)["step"] for line in file.read_text().splitlines()} <= {0}
+
+
+def test_a_quarantine_that_cannot_be_written_stops_the_run(rotten: tuple[Cache, set[int]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        sequence(loader(rotten[0], caption_drop=0.0, quarantine=tmp_path / "no" / "q.jsonl"))
+
+
+def test_a_bucket_with_nothing_to_put_in_its_place_stops_the_run(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 2}, batch=1)
+    for path in cache.root.glob("shards/latent-*/*/*.tar"):
+        data = bytearray(path.read_bytes())
+        for sample in (cache.open_snapshot().sample(0), cache.open_snapshot().sample(1)):
+            data[sample.offset] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="wrong checksum"):
+        sequence(loader(cache, quarantine=tmp_path / "q", stop_step=1))
+
+
+def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Reader._preadv, itertools.count()
+
+    def once(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+        got = real(self, shard, offset, views)
+        if next(calls) % 7 == 0:
+            views[0][0] ^= 1
+        return got
+
+    expected = sequence(loader(cache, stop_step=4))
+    own = loader(cache, stop_step=4)
+    monkeypatch.setattr(Reader, "_preadv", once)
+    assert sequence(own) == expected
