@@ -1,0 +1,106 @@
+"""Fetching ahead: the shards of coming steps are brought into the mirror while training goes on.
+
+What: `Fetcher` follows the training order some way ahead of the loader and opens each shard that comes, which fetches it.
+Why: in a packed snapshot all shards of a window are needed at once when it begins; fetched only then, the run waits for
+whole shards every few steps.
+Price: coming steps are planned twice. Shards that are fetched and not needed yet take at most half of the mirror, so
+that the other half is left to those that are being read.
+
+An error is left to the loader, which meets it at the batch that it belongs to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from pipeline.cache.files import Files
+
+_THREADS = 2
+
+
+class Fetcher:
+    """Opens the shards of steps first, first + 1, ... in threads.
+
+    Args:
+        files: the cache; `room` says how much of it can be kept here.
+        sizes: bytes of every shard that may come, by the file's name.
+        needed: step -> names of the shards that it reads.
+        first, stop: the first step, and the one before which to stop (None: never).
+    """
+
+    def __init__(
+        self, files: Files, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
+    ):  # fmt: skip
+        assert files.room is not None
+        self._files, self._sizes, self._needed, self._stop = files, sizes, needed, stop
+        self._limit = files.room // 2
+        self._next = self._reached = first
+        self._ahead: dict[str, int] = {}  # fetched for a step that was not reached yet
+        self._seen: OrderedDict[str, int] = OrderedDict()  # shards that the mirror should hold, oldest first
+        self._waiting: list[tuple[str, int]] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def reached(self, step: int) -> None:
+        """The loader begins a step: what was fetched for it, and for those before, no longer counts as ahead."""
+        with self._changed:
+            self._reached = max(self._reached, step)
+            self._ahead = {name: own for name, own in self._ahead.items() if own > self._reached}
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop. A fetch in progress is left behind; it ends by itself or with the process."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                name = self._take()
+                while name is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                    name = self._take()
+            try:
+                self._files.open(name)
+            except Exception:  # noqa: S112 - the loader will meet it, and say which record it is about
+                continue
+
+    def _take(self) -> str | None:
+        """The next shard to be fetched; None if there is none, or no room for it yet."""
+        if self._closed:
+            return None
+        while not self._waiting:
+            step = self._next
+            if self._stop is not None and step >= self._stop:
+                return None
+            if step > self._reached and sum(self._sizes[name] for name in self._ahead) >= self._limit:
+                return None
+            self._next += 1
+            try:
+                names = self._needed(step)
+            except Exception:  # noqa: BLE001 - a damaged chunk: the loader will meet it at this step
+                continue
+            for name in names:
+                if name in self._seen:
+                    self._seen.move_to_end(name)
+                else:
+                    self._waiting.append((name, step))
+        name, step = self._waiting[0]
+        held = sum(self._sizes[other] for other in self._ahead)
+        if step > self._reached and self._ahead and held + self._sizes[name] > self._limit:
+            return None
+        self._waiting.pop(0)
+        if step > self._reached:
+            self._ahead[name] = step
+        self._seen[name] = self._sizes[name]
+        while sum(self._seen.values()) > 2 * self._limit:
+            self._seen.popitem(last=False)
+        return name
