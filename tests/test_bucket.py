@@ -221,6 +221,8 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
         ("startswith(score, 'a')", "not text"),
         ("matches(tag, '(')", "cannot be computed"),
         ("score == None", "is None"),
+        ("+".join(["score"] * 400) + " > 1", "more than 500 parts"),
+        ("(" * 5000, "is not an expression"),
     ],
 )
 def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: str) -> None:
@@ -284,6 +286,7 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert told["left_out"] == [
         {"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}
     ]  # fmt: skip
+    assert (train.head["parent"], away.head["parent"]) == (None, None), "the held-out part was the newest for a moment"
     old_train, old_away = items(train), items(away)
     add(of, "two", pictures(100, "two-"))
     stages.bucket.run(of, name="more")
@@ -470,6 +473,38 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
     shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
     assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
     assert found.head["policies"]["order"] == "largest_first"
+
+
+@pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
+def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small: str) -> None:
+    of = config(root, f"bucket.small={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
+    add(of, "one", pictures(40))
+    add(of, "two", pictures(23, "two-"))
+    opened = made(of)
+
+    def seen(world: int, start: int) -> list[list[tuple[int, bytes]]]:
+        ranks = [
+            Loader(
+                opened, seed=1, phase=0, rank=rank, world=world, microbatch=3, caption_drop=0.1, null_mask="bos",
+                prefetch=2, threads=2, start_step=start, stop_step=60,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        return [
+            [
+                (i, noise.numpy().tobytes())
+                for parts, _ in step
+                for b in parts
+                for i, noise in zip(b.sample_ids, b.noise)
+            ]
+            for step in zip(*ranks, strict=True)
+        ]
+
+    truth = seen(1, 0)
+    assert seen(2, 0) == truth
+    assert seen(4, 7) == truth[7:]
+    draws = [one for step in truth for one in step]
+    assert len(set(draws)) == len(draws), "two visits drew the same noise"
 
 
 # ---------------------------------------------------------------- several resolutions, several captions
@@ -728,6 +763,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     changed[1] = dataclasses.replace(one[2], captions=(("said otherwise", 1.0),))
     changed[2] = dataclasses.replace(one[3], height=32, width=16)  # another bucket
     changed[3] = dataclasses.replace(one[14], item=one[4].item, captions=one[4].texts)
+    changed[4] = dataclasses.replace(one[5], captions=((one[5].texts[0][0], 2.0),))  # a weight alone
     add(of, "one", [*changed, Picture("new.png", "new")])
     second = stages.bucket.run(of, name="second")
     run, options = CliRunner(), config_file(of)
@@ -744,7 +780,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     assert found["removed"] == [{"source": "one", "item": "00000.png"}]
     assert {e["item"]: e["what"] for e in found["changed"]} == {
         "00001.png": ["picture", "captions"], "00002.png": ["captions"], "00003.png": ["bucket"],
-        "00004.png": ["picture"],
+        "00004.png": ["picture"], "00005.png": ["captions"],
     }  # fmt: skip
     plain = run.invoke(cli, ["snapshots", "diff", "first", "second", *options]).output
     assert plain.splitlines()[:2] == ["1 added", "  one: new.png"]

@@ -339,6 +339,24 @@ def test_segments_replace_unit_documents(tmp_path: Path) -> None:
     assert index.committed(cache.files, LATENT.name, 0) == {"aa", "bb"}
 
 
+def test_keys_are_found_where_they_are_and_only_there() -> None:
+    """Against a dictionary; with keys that share a first half, end in zeros, or are the smallest and the largest."""
+    rng = np.random.default_rng(0)
+    keys = [bytes(rng.integers(0, 256, 16, np.uint8)) for _ in range(300)]
+    keys += [keys[0][:8] + bytes([i, *[0] * 7]) for i in range(5)] + [bytes(16), b"\xff" * 16, keys[1][:15] + b"\0"]
+    held, absent = keys[::2], keys[1::2]
+    found = index.RecordIndex.__new__(index.RecordIndex)
+    found._fill({"key": index.as_keys([*held, *held]), "at": np.arange(2 * len(held))})
+    where = dict(zip(held, range(len(held), 2 * len(held)), strict=True))  # the last of equals
+    rows = found.find(index.as_keys(keys))
+    assert [None if row < 0 else int(found.columns["at"][row]) for row in rows] == [where.get(key) for key in keys]
+    assert [index.key_bytes(key) for key in found.keys] == sorted(held)
+    assert (found.find(index.as_keys(absent)) == -1).all()
+    empty = index.RecordIndex.__new__(index.RecordIndex)
+    empty._fill({"key": index.as_keys([])})
+    assert empty.find(index.as_keys(keys[:3])).tolist() == [-1, -1, -1]
+
+
 def test_a_late_commit_changes_nothing(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "c", create=True)
     planned(cache)

@@ -50,13 +50,35 @@ def test_the_commands_of_the_real_run_are_real() -> None:
 
     lines = [line.removeprefix("$ ").split("#")[0].strip() for line in "\n".join(blocks("console")).splitlines()]
     commands = [line[line.index("sana-pipe ") :] for line in lines if "sana-pipe " in line]
-    assert {shlex.split(c)[1] for c in commands} == {"encode", "bucket", "train", "sample", "export"}
+    assert {shlex.split(c)[1] for c in commands} == {"encode", "bucket", "snapshots", "train", "sample", "export"}
     for command in commands:
         _, name, *arguments = shlex.split(command)
         options = [argument for argument in arguments if argument.startswith("--")]
         told = CliRunner().invoke(cli, [name, "--help"])
         assert told.exit_code == 0, told.output
         assert all(option in told.output for option in options), command
+
+
+def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
+    """The example is valid as it stands, with the batches that its comments state."""
+    import yaml
+
+    from pipeline.config import SHIPPED, load
+    from pipeline.data import buckets
+    from pipeline.data.filters import Filter
+
+    [example] = [yaml.safe_load(block) for block in blocks("yaml")]
+    whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**whole, **example}))
+    own = load(tmp_path / "own.yaml")
+    for text in (own.bucket.filter, own.bucket.sources["art"].filter):
+        assert text
+        Filter(text, "bucket.filter")
+    tables = buckets.resolutions(own.bucket, own.data, 32)
+    shapes = [shape for _, table in tables for shape in table]
+    batches = dict(zip(shapes, buckets.batches(own.bucket, shapes, 32), strict=True))
+    assert (batches[1024, 1024], batches[512, 2048], batches[512, 512]) == (32, 24, 128)
+    assert set(example["bucket"]) | {"batch", "grow", "pad_text_multiple"} == set(type(own.bucket).model_fields)
 
 
 @pytest.mark.slow

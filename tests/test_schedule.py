@@ -67,7 +67,7 @@ def test_exactly_once_under_carry(buckets: list[tuple[int, int]], seed: int) -> 
 
 
 @given(cases, st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_exactly_once_under_drop(buckets: list[tuple[int, int]], seed: int) -> None:
     counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
     if all(n < b for n, b in buckets):
@@ -75,7 +75,7 @@ def test_exactly_once_under_drop(buckets: list[tuple[int, int]], seed: int) -> N
             Schedule(counts, batches, seed=seed, phase=0, small="drop")
         return
     schedule = Schedule(counts, batches, seed=seed, phase=0, small="drop")
-    for epoch in range(3):
+    for epoch in range(50):
         seen: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
         for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
             plan = schedule.step(step)

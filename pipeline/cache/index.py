@@ -172,14 +172,15 @@ class RecordIndex:
         self._fill(columns)
 
     def _fill(self, columns: dict[str, np.ndarray]) -> None:
-        keys = columns["key"]
+        high, low = halves(columns["key"])
         # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
-        order = np.argsort(keys, kind="stable")
+        order = np.lexsort((low, high))
         if len(order) > 1:
-            ranked = keys[order]
-            order = order[np.append(ranked[1:] != ranked[:-1], True)]
+            high, low = high[order], low[order]
+            order = order[np.append((high[1:] != high[:-1]) | (low[1:] != low[:-1]), True)]
         self.columns: dict[str, np.ndarray] = {name: values[order] for name, values in columns.items()}
         self.keys = self.columns["key"]
+        self._high, self._low = halves(self.keys)
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
@@ -216,9 +217,18 @@ class RecordIndex:
         """Rows of 16-byte keys (dtype S16, see `as_keys`), -1 where absent."""
         if not len(self.keys):
             return np.full(len(keys), -1, np.int64)
-        rows = np.searchsorted(self.keys, keys)
-        rows = np.minimum(rows, len(self.keys) - 1)
-        return np.where(self.keys[rows] == keys, rows, -1)
+        high, low = halves(keys)
+        order = np.argsort(high)  # neighbours in turn: random probes of a large index miss every cache
+        rows = np.empty(len(keys), np.int64)
+        rows[order] = np.searchsorted(self._high, high[order])
+        last = len(self.keys) - 1
+        rows = np.minimum(rows, last)
+        while True:  # keys with equal first halves stand one after the other
+            on = (self._high[rows] == high) & (self._low[rows] < low) & (rows < last)
+            if not on.any():
+                break
+            rows[on] += 1
+        return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
     def has(self, key: bytes) -> bool:
         return bool(self.find(as_keys([key]))[0] >= 0)
@@ -231,6 +241,12 @@ def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
         names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
         chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
     return np.concatenate(chunks)
+
+
+def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """S16 keys as two uint64 each, which sort as the bytes do, and faster."""
+    both = np.ascontiguousarray(keys).view(">u8").reshape(-1, 2).astype(np.uint64)
+    return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
 
 
 def as_keys(keys: list[bytes]) -> np.ndarray:

@@ -51,6 +51,8 @@ _TEXT = {
     "matches": pc.match_substring_regex,
 }  # fmt: skip
 
+_LARGEST = 500  # parts of an expression; far below what Python's recursion allows
+
 Columns = Callable[[str], pa.Array]
 """Name -> column; raises KeyError for one that is not there."""
 
@@ -76,6 +78,8 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._wrong(f"is not an expression: {getattr(error, 'msg', None) or error}") from None
         self.names: set[str] = set()
+        if sum(1 for _ in ast.walk(self._tree)) > _LARGEST:
+            raise self._wrong(f"has more than {_LARGEST} parts", fix="keep what it asks in a column of its own")
         self._walk(self._tree)
 
     def select(self, columns: Columns, rows: int, valid: list[str]) -> tuple[pa.Array, pa.Array]:

@@ -192,7 +192,6 @@ def join(
         "(caption only, the sample stays) one of several captions is not encoded",
         int((said & (per_row < counts)).sum()), ENCODE,
     )  # fmt: skip
-    usable_caption &= np.repeat(said, counts)
     scan = scan.filter(pa.array(said))
     items = scan.column("item").combine_chunks()
     items = items if isinstance(items, pa.Array) else pa.concat_arrays(items.chunks or [pa.array([], pa.string())])
