@@ -53,7 +53,7 @@ dist: $(STAMP)
 	$(PYTEST) -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
 
 fault: $(STAMP)
-	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 3 $(PYTEST_ARGS)
+	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 5 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)

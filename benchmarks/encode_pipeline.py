@@ -2,8 +2,9 @@
 
 `orchestration_efficiency`: images/s of `encode`'s worker (decode threads, encoder, writer thread, commit) over those of
 a bare loop of the same real encoder (an `AutoencoderDC` on one thread, slower than decoding) on pictures that are
-already in memory; the other core is free for decoding. `two_process_scaling`: two processes over one, each doing its
-share of the units with an encoder that sleeps, so that only what sana-pipe does itself can be in the way.
+already in memory; the other core is free for decoding. `two_process_scaling`: two processes over one, of the local
+engine (its share of the units, then what nobody is at) with an encoder that sleeps, so that only what sana-pipe does
+itself can be in the way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +23,17 @@ from PIL import Image
 
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
-from pipeline.cache.store import Cache
+from pipeline.cache.index import Commit
+from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.data import image
 from pipeline.data.source import FolderSource
+from pipeline.encoding import engine, worker
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import worker
+from pipeline.encoding.claims import Claims
+from pipeline.encoding.progress import Progress
+from pipeline.encoding.stopping import Stop
 
 SIDE, BATCH = 256, 4
 RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=image.choose("auto"))
@@ -76,40 +82,55 @@ def pictures(folder: Path, count: int) -> FolderSource:
     return FolderSource(folder, "text", "pictures")
 
 
-def prepare(root: Path, source: FolderSource) -> tuple[Cache, list]:  # type: ignore[type-arg]
+def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
     cache = Cache(root, create=True)
     scan = scanning.scan(
-        source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done: None
+        source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
     )
     work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
-    config = EncodeConfig(image_batch=BATCH, unit_images=4 * BATCH)
+    config = EncodeConfig(image_batch=BATCH, unit_images=BATCH)
     return cache, planning.plan_images(cache, RECIPE, work, config)
 
 
-def encode(cache: Cache, plans: list, source: FolderSource, encoder, task: int = 0, tasks: int = 1) -> int:  # type: ignore[no-untyped-def, type-arg]
+def encode(cache: Cache, plans: list[Plan], source: FolderSource, encoder: Real) -> int:
     done = 0
-    for plan, unit in worker.share(worker.missing_units(cache, plans), task, tasks):
+    for plan, unit in worker.missing_units(cache, plans):
         rows = cache.table(plan.table).slice(unit.start, unit.count)
         made = worker.image_records(RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2)
         done += worker.encode(cache, RECIPE, plan, unit, made, lambda good, bad: None).records
     return done
 
 
+class Runner:
+    """What the engine asks of a runner, with an encoder that sleeps."""
+
+    def __init__(self, cache: Cache, source: FolderSource, seconds: float):
+        self.cache, self.source, self.encoder = cache, source, Sleeping(seconds)
+
+    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
+        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        made = worker.image_records(
+            RECIPE, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2
+        )
+        return worker.encode(self.cache, RECIPE, plan, unit, made, progress)
+
+
 def child(root: str, folder: str, seconds: str, task: str, tasks: str) -> None:
     """One of the processes of `two_process_scaling`: waits for a line, then works."""
     source = FolderSource(Path(folder), "text", "pictures")
     cache = Cache(root)
-    plans = cache.plans(RECIPE.name)
+    todo = worker.missing_units(cache, cache.plans(RECIPE.name))
+    runner = Runner(cache, source, float(seconds))
     print("ready", flush=True)
     sys.stdin.readline()
-    encode(cache, plans, source, Sleeping(float(seconds)), int(task), int(tasks))
+    engine.run_here(runner, todo, int(task), int(tasks), Claims(cache.files, 2.0), Stop(0.0), Progress("pictures", 0))  # type: ignore[arg-type]
 
 
 def processes(work: Path, source: FolderSource, seconds: float, tasks: int) -> float:
     """Seconds that `tasks` processes take, starts not counted."""
     with tempfile.TemporaryDirectory(dir=work) as root:
         cache, _ = prepare(Path(root) / "cache", source)
-        command = [sys.executable, "-m", "benchmarks.encode_pipeline", "--child", str(cache.root), str(source.root)]
+        command = [sys.executable, "-m", "benchmarks.encode_pipeline", "--child", str(cache.root), source.location]
         started = [
             subprocess.Popen(
                 [*command, str(seconds), str(task), str(tasks)],
@@ -140,7 +161,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         return child(*given.child)
-    count, rounds = (48, 3) if given.quick else (160, 5)
+    count, rounds = (32, 3) if given.quick else (160, 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

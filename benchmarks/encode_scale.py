@@ -1,9 +1,10 @@
 """How planning, committing, status and a run with nothing to do grow with the number of items.
 
 Synthetic items with a trivial encoder (small zero latents), through the real scan table, plans, shards, commits,
-segments and index. `growth_exponent`: the largest slope of log(seconds) over log(items) between the two largest sizes,
-over the phases that take longer than a tenth of a second; 1 is linear. `noop_seconds_1e5`: what a second run over 10^5
-items that are all there takes for planning and looking for missing units.
+segments and index; medians of three rounds over all sizes. `growth_exponent`: the largest slope of log(seconds) over
+log(items) between the two largest sizes, over the phases that take longer than a tenth of a second; 1 is linear.
+`noop_seconds_1e5`: what a second run over 10^5 items that are all there takes for planning and looking for missing
+units.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.report import finish, table
+from benchmarks.report import finish, median, table
 from pipeline.cache import audit, layout
 from pipeline.cache.store import Cache
 from pipeline.config import EncodeConfig
@@ -30,6 +31,7 @@ from pipeline.encoding.scan import SCAN
 
 RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
+ROUNDS = 3
 PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", "run with nothing to do")
 
 
@@ -110,7 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 2 x 10^4 items only")
     sizes = [1000, 5000, 20000] if parser.parse_args().quick else [1000, 10000, 100000]
-    results = {size: measure(size) for size in sizes}
+    rounds = [{size: measure(size) for size in sizes} for _ in range(ROUNDS)]
+    results = {
+        size: (
+            {phase: median([turn[size][0][phase] for turn in rounds]) for phase in PHASES},
+            median([turn[size][1] for turn in rounds]),
+        )
+        for size in sizes
+    }
     rows = [[phase, *(results[n][0][phase] for n in sizes)] for phase in PHASES]
     rows.append(["peak MB of a run with nothing to do", *(results[n][1] for n in sizes)])
     rows.append(["peak bytes per item", *(results[n][1] * 1e6 / n for n in sizes)])

@@ -11,7 +11,8 @@ import argparse
 import torch
 
 from benchmarks.report import finish, table
-from pipeline.models.sana import SanaConfig, SanaTransformer
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.activation import checkpoint_blocks
 
 

@@ -53,7 +53,7 @@ def build(root: Path, count: int) -> None:
         shards[recipe.kind] = [{"name": name, "bytes": size}]
     null = tables["text"].to_pylist()[-1]
     chunks, buckets, start = [], [], 0
-    for bucket, (height, width) in enumerate(BUCKETS):
+    for height, width in BUCKETS:
         own = count // len(BUCKETS)
         buckets.append({"height": height, "width": width, "samples": own, "batch": BATCH})
         start += own

@@ -100,6 +100,9 @@ def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
     show_default=True,
     help="ray: hand the units out on the Ray cluster of RAY_ADDRESS, or on a local one.",
 )
+@click.option("--dry-run", is_flag=True, help="Write nothing: say what there is to do, its bytes and its time.")
+@click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
 def encode(
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -112,11 +115,17 @@ def encode(
     task_index: int | None,
     task_count: int | None,
     engine: str,
+    dry_run: bool,
+    probe: bool,
+    as_json: bool,
 ) -> Any:
     """Encode pictures and captions into the cache; what is there already is not encoded again.
 
     SIGTERM or SIGUSR1: the unit in hand is finished within encode.grace_s or dropped, and the exit code is 0; run the
     same command again to continue.
+
+    Exit code 6: there is no room for what is to be written (with --dry-run: there will not be); encoding waits for it
+    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate.
     """
     if (task_index is None) != (task_count is None):
         raise click.UsageError("--task-index and --task-count belong together")
@@ -125,17 +134,11 @@ def encode(
     config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
     from stages import encode as stage
 
-    return stage.run(
-        config,
-        data=data,
-        source_name=source_name,
-        reassign=reassign,
-        rehash=rehash,
-        task_index=task_index,
-        task_count=task_count,
-        format=format,
-        engine=engine,
-    )
+    options: dict[str, Any] = {
+        "data": data, "source_name": source_name, "rehash": rehash, "task_index": task_index,
+        "task_count": task_count, "format": format, "engine": engine, "reassign": reassign, "as_json": as_json,
+    }  # fmt: skip
+    return stage.dry_run(config, probe=probe, **options) if dry_run else stage.run(config, **options)
 
 
 @cli.command()
@@ -224,7 +227,11 @@ def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
 )  # fmt: skip
 def train(
-    config_path: str | None, overrides: tuple[str, ...], snapshot: str | None, resume: str | None, quarantine: str | None
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    snapshot: str | None,
+    resume: str | None,
+    quarantine: str | None,
 ) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
     config = _load(config_path, overrides)

@@ -145,6 +145,8 @@ class EncodeConfig(_Section):
 
     claim_timeout_s: a worker that gave no sign for so long is thought dead, and idle ones take over its unit.
     grace_s: after SIGTERM or SIGUSR1, how long the unit in hand may go on; then it is dropped at its next batch.
+    min_free_gib: what must stay free on the cache's disk beside the next unit; with less, encoding pauses.
+    low_disk_wait_s: how long it waits for room before it ends with an error; 0: not at all.
     """
 
     storage: StorageConfig = StorageConfig()
@@ -159,6 +161,8 @@ class EncodeConfig(_Section):
     max_reject_rate: Share = 1.0
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     grace_s: Annotated[float, Field(ge=0)] = 20.0
+    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
+    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="before")

@@ -50,6 +50,12 @@ class IntegrityError(CacheError):
     exit_code = 4
 
 
+class NoSpaceError(CacheError):
+    """There is no room (or no quota) for what is to be written."""
+
+    exit_code = 6
+
+
 class RejectRateError(UserError):
     """More items were rejected than `encode.max_reject_rate` allows."""
 

@@ -8,37 +8,43 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import click
+import pyarrow as pa
 
 from pipeline import launch
 from pipeline.cache import layout
 from pipeline.cache.index import Reject
+from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
 from pipeline.data.detect import open_source
 from pipeline.data.source import Source
-from pipeline.encoding import claims, on_ray, worker
+from pipeline.encoding import claims, estimate, on_ray, worker
 from pipeline.encoding import engine as engines
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.progress import Progress
+from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.progress import Meter, Progress
+from pipeline.encoding.room import Room
 from pipeline.encoding.stopping import Stop, Stopped
-from pipeline.errors import RejectRateError, UserError
+from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.models import encoders
 
 
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
     task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local", reassign: str | None = None,
+    engine: str = "local", reassign: str | None = None, as_json: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
@@ -50,23 +56,93 @@ def run(
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray`: this process hands the units out on a cluster.
         reassign: a list (`item,height,width`) of pictures to encode for other buckets than their own, too.
+        as_json: what is returned is printed as one JSON object, and everything else goes to stderr.
 
     Returns:
         Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
-        had in hand, or that wait for another source). `{"stopped": NAME}` if a signal ended the run.
+        had in hand, or that wait for another source), `items`; `speed`: for `captions` and `images` what
+        `Progress.figures` says. `{"stopped": NAME}` if a signal ended the run.
 
     Raises:
         UserError: see the messages.
     """
     stop = Stop(config.encode.grace_s)
-    try:
-        with stop.signals():
-            share = _tasks(task_index, task_count, engine)
-            source = open_source(data, config.data, source_name, format)
-            return _run(config, source, rehash, share, engine, stop, reassign)
-    except Stopped:
-        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
-        return {"stopped": stop.name}
+    with _people_on_stderr(as_json):
+        try:
+            with stop.signals():
+                share = _tasks(task_index, task_count, engine)
+                source = open_source(data, config.data, source_name, format)
+                done = _run(config, source, rehash, share, engine, stop, reassign)
+        except Stopped:
+            click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+            done = {"stopped": stop.name}
+    if as_json:
+        click.echo(json.dumps(done))
+    return done
+
+
+def dry_run(
+    config: Config, data: str, source_name: str | None = None, rehash: bool = False,
+    task_index: int | None = None, task_count: int | None = None, format: str | None = None,
+    engine: str = "local", reassign: str | None = None, probe: bool = True, as_json: bool = False,
+) -> int:  # fmt: skip
+    """Say what `run` would do, and write nothing.
+
+    Args:
+        probe: encode a few batches for an estimate of the time.
+        as_json: print one JSON object, and everything else on stderr.
+
+    Returns:
+        0, or `NoSpaceError.exit_code` if the space does not suffice.
+
+    Raises:
+        UserError: see the messages; no cache can be made there, a source or a model cannot be read.
+    """
+    if reassign is not None:
+        raise UserError("--dry-run does not count what --reassign adds", fix="run one of them")
+    with _people_on_stderr(as_json):
+        tasks = _tasks(task_index, task_count, engine)[1]
+        source = open_source(data, config.data, source_name, format)
+        latent, text = _recipes(config)
+        table = buckets.table(config.data, latent.compression)
+        cache = Cache.if_there(config)
+        if cache is not None:
+            latent = _with_decoder_of(cache, latent, config)
+        scan = _scan(config, source, cache, table, rehash, scanning.from_header)
+        work = estimate.wanted(scan, cache, latent, text, table)
+        count = partial(encoders.count_rows, config.text, text.instruction)
+        sizes = estimate.sizes(work, config, latent, text, count)
+        times = None
+        if probe:
+            speed = estimate.probe(work, config, source, latent, engines.device(config))
+            times = estimate.times(work, sizes, speed, config, tasks)
+        reserve = int(config.encode.min_free_gib * 2**30)
+        free = files_at(config.cache, config.mirror).free_bytes()
+        told = estimate.report(source.name, work, sizes, free, reserve, times)
+        for line in estimate.lines(told, config.cache):
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps(told))
+    return 0 if told["enough_space"] else NoSpaceError.exit_code
+
+
+def _people_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
+    return redirect_stdout(sys.stderr) if wanted else nullcontext()
+
+
+def _scan(
+    config: Config, source: Source, cache: Cache | None, table: list[buckets.Shape], rehash: bool, look: scanning.Look,
+    fragments: Fragments | None = None,
+) -> pa.Table:  # fmt: skip
+    with Progress("scan", None) as bar:
+        return scanning.scan(
+            source, source.name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
+            rehash=rehash, progress=bar.reach,
+            refuse=lambda height, width: buckets.refusal(
+                height, width, buckets.nearest(table, height, width), config.data
+            ),
+            look=look, fragments=fragments,
+        )  # fmt: skip
 
 
 def _run(
@@ -83,14 +159,9 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
 
-    with Progress("scan", None) as bar:
-        scan = scanning.scan(
-            source, name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
-            rehash=rehash, progress=bar.reach,
-            refuse=lambda height, width: buckets.refusal(
-                height, width, buckets.nearest(table, height, width), config.data
-            ),
-        )  # fmt: skip
+    fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
+    with stop.polite():
+        scan = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
     cache.add_scan(
         name,
         {
@@ -110,18 +181,19 @@ def _run(
     texts = planning.caption_work(scan, text)
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
     with _workers(config, cache, source, stop)[engine](share) as encode:
-        made_text, left_text = encode(worker.missing_units(cache, text_plans), "captions")
+        made_text, left_text, text_speed = encode(worker.missing_units(cache, text_plans), "captions")
         claims.sweep(cache, text_plans)
         worker.missing_units(cache, text_plans)
 
         image_plans = planning.plan_images(cache, latent, images, config.encode)
         todo = worker.missing_units(cache, image_plans)
         ready = _readable(cache, todo, name)
-        made_images, left_images = encode(ready, "images")
+        made_images, left_images, image_speed = encode(ready, "images")
         left_images += len(todo) - len(ready)
         claims.sweep(cache, image_plans)
         worker.missing_units(cache, image_plans)
 
+    fragments.finish()
     rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
     _report_rejects(cache, name, rejected)
     for index in (cache.index(latent.name), cache.index(text.name)):
@@ -132,7 +204,7 @@ def _run(
     _check_rejects(config, cache, name, scan.num_rows, rejected)
     return {
         "images": made_images, "captions": made_text, "rejects": len(rejected), "left": left_text + left_images,
-        "items": scan.num_rows,
+        "items": scan.num_rows, "speed": {"captions": text_speed, "images": image_speed},
     }  # fmt: skip
 
 
@@ -176,8 +248,9 @@ def _with_decoder_of(cache: Cache, recipe: layout.LatentRecipe, config: Config) 
     return same[0]
 
 
-Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int]]
-"""Encodes units (the noun is for the progress line); returns records made and units left to others."""
+Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int, dict[str, Any]]]
+"""Encodes units (the noun is for the progress line); returns records made, units left to others, and the figures of
+the progress line."""
 
 
 def _workers(
@@ -190,15 +263,16 @@ def _workers(
         runner = engines.Runner(config, cache, {source.name: source})
         own = claims.Claims(cache.files, config.encode.claim_timeout_s)
 
-        def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
-            also = ("tokens", lambda: runner.tokens) if noun == "captions" else None
-            with Progress(noun, 0, also) as bar:
-                made, left = engines.run_here(runner, todo, *share, own, stop, bar)
+        room = Room(cache, config.encode, stop.sleep)
+
+        def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int, dict[str, Any]]:
+            with Progress(noun, 0, runner.meter) as bar:
+                made, left = engines.run_here(runner, todo, *share, own, stop, bar, room)
             if share[1] > 1:
                 click.echo(f"worker {share[0] + 1} of {share[1]}: {made} {noun} encoded here")
             if noun == "captions":
                 _tell_captions(runner.unshared, runner.truncated)
-            return made, left
+            return made, left, bar.figures()
 
         yield encode
 
@@ -207,11 +281,11 @@ def _workers(
         opened = partial(engines.reopened, config, source.name)
         with on_ray.Cluster(config, {source.name: opened}, stop) as cluster:
 
-            def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int]:
-                with Progress(noun, 0) as bar:
+            def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int, dict[str, Any]]:
+                with Progress(noun, 0, Meter(wall_s=0.0)) as bar:
                     done = cluster.run(todo, bar)
                 _tell_captions(done.unshared, done.truncated)
-                return done.records, 0
+                return done.records, 0, bar.figures()
 
             yield encode
 

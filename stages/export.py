@@ -23,7 +23,8 @@ from pipeline.config import Config, TextConfig, VaeConfig, Weights
 from pipeline.data.captions import INSTRUCTIONS, instruction
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
-from pipeline.models.sana import SanaConfig, save_weights, with_sample_size
+from pipeline.models.sana_config import SanaConfig, with_sample_size
+from pipeline.models.sana_files import save_weights
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
 

@@ -30,7 +30,7 @@ from pipeline.data.source import Source, Unreadable
 from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import resolve_device
-from pipeline.models.sana import SanaConfig
+from pipeline.models.sana_config import SanaConfig
 from pipeline.processes import command
 from pipeline.reporting import drawing
 from pipeline.reporting.drawing import Drawn

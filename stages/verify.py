@@ -11,6 +11,7 @@ import click
 
 from pipeline import launch
 from pipeline.cache import audit, layout
+from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import captions, packing
@@ -114,13 +115,15 @@ class _Encoders:
         self.text: encoders.TextEncoder | None = None
 
     def of(self, recipe: layout.Recipe) -> repair.Encode:
-        def encode(plan: Plan, unit: Unit, bad: Container[bytes]) -> Iterable[worker.Made]:
+        def encode(plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
             rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-            return self._made(recipe, unit, rows, bad)
+            return self._made(recipe, unit, commit, rows, bad)
 
         return encode
 
-    def _made(self, recipe: layout.Recipe, unit: Unit, rows: Any, bad: Container[bytes]) -> Iterator[worker.Made]:
+    def _made(
+        self, recipe: layout.Recipe, unit: Unit, commit: Commit, rows: Any, bad: Container[bytes]
+    ) -> Iterator[worker.Made]:
         if not any(key in bad for key in rows.column("key").to_pylist()):
             return
         device = launch.resolve_device(self.config.encode.device)
@@ -138,6 +141,7 @@ class _Encoders:
                 instruction = captions.instruction(self.config.text)
                 _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
                 self.text = encoders.TextEncoder.load(self.config.text, instruction, device)
+            self.text.mode = commit.provenance.get("text_mode", self.config.text.mode)
             yield from worker.caption_records(recipe, unit, rows, self.text, only=bad)
 
     def _source(self, name: str) -> Source:

@@ -78,6 +78,43 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     assert stages.verify.run(config) == 0
 
 
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+def test_a_caption_is_made_again_in_the_mode_that_made_it(
+    mode: str, make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages.encode.run(make_config(tmp_path, f"text.mode={mode}"), data=str(photos))
+    other = make_config(tmp_path, f"text.mode={'exact' if mode == 'auto' else 'auto'}")
+    path, row = a_record(Cache(other.cache), "text")
+    whole = path.read_bytes()
+    flip(path, row["offset"] + 5)
+    modes = []
+    real = encoders.TextEncoder.encode
+    monkeypatch.setattr(
+        encoders.TextEncoder, "encode", lambda self, some: (modes.append(self.mode), real(self, some))[1]
+    )
+    assert stages.verify.run(other, mend=True) == 0
+    assert modes == [mode]
+    assert path.read_bytes() == whole
+
+
+def test_where_the_bytes_differ_the_new_plan_names_the_mode_that_made_it(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages.encode.run(make_config(tmp_path, "text.mode=exact"), data=str(photos))
+    config = make_config(tmp_path)
+    cache = Cache(config.cache)
+    path, row = a_record(cache, "text")
+    flip(path, row["offset"] + 5)
+    real = encoders.TextEncoder.encode
+    monkeypatch.setattr(
+        encoders.TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)]
+    )
+    assert stages.verify.run(config, mend=True) == 0
+    recipe = cache.recipes("text")[0].name
+    [commit] = index.commits(cache.files, recipe, 1)
+    assert commit.provenance["text_mode"] == "exact"
+
+
 def test_a_lost_shard_and_a_lost_table_are_made_again(filled: tuple[Config, Path]) -> None:
     config, _ = filled
     cache = Cache(config.cache)

@@ -103,7 +103,7 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     assert first[0].cache == "/c"
     assert options == {
         "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None,
-        "engine": "local", "reassign": None,
+        "engine": "local", "reassign": None, "as_json": False,
     }  # fmt: skip
     assert named == {
         "data": "pics",
@@ -114,7 +114,15 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "format": None,
         "engine": "local",
         "reassign": "l",
+        "as_json": False,
     }
+
+
+def test_a_dry_run_is_another_call(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode", function="dry_run", result=6)
+    assert end("encode", "--data", "pics", "--dry-run", "--no-probe", "--json") == 6
+    [(_, options)] = calls
+    assert (options["probe"], options["as_json"], options["data"]) == (False, True, "pics")
 
 
 def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:

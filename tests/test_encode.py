@@ -138,6 +138,79 @@ def test_another_instruction_encodes_the_captions_only(
     stages.bucket.run(config)
 
 
+def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_nothing(
+    source: Path, make_config: MakeConfig, tmp_path: Path, tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One picture, one caption, the instruction, the VAE's revision, each on top of the ones before."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tiny_repo))
+    hub = {"vae.id": "owner/sana", "vae.revision": "first"}
+
+    def run(**changes: str) -> tuple[set[bytes], set[bytes], set[str]]:
+        """Keys of the latents and of the captions that this run adds, and their items. Old files stay as they are."""
+        hub.update(changes)
+        config = make_config(tmp_path, *(f"{key}={value}" for key, value in hub.items()))
+        root = Path(config.cache)
+        before, known = files(root) if root.exists() else {}, records(root)
+        shards = list(root.rglob("*.tar"))
+        times = {path: path.stat().st_mtime_ns for path in shards}
+        done = stages.encode.run(config, data=str(source))
+        after = files(root)
+        assert all(after[name] == data for name, data in before.items()), "an old file was changed or removed"
+        assert all(path.stat().st_mtime_ns == moment for path, moment in times.items()), "a shard was written again"
+        added = records(root) - known
+        latents, texts = ({key for kind, key in added if kind == one} for one in ("latent", "text"))
+        assert (done["images"], done["captions"]) == (len(latents), len(texts))
+        return latents, texts, planned(root, latents | texts)
+
+    def records(root: Path) -> set[tuple[str, bytes]]:
+        if not root.exists():
+            return set()
+        cache = Cache(root)
+        return {
+            (kind, index.key_bytes(key))
+            for kind in ("latent", "text")
+            for recipe in cache.recipes(kind)
+            for key in cache.index(recipe.name).keys
+        }
+
+    def planned(root: Path, keys: set[bytes]) -> set[str]:
+        """What the plans call these records."""
+        cache = Cache(root)
+        found = set()
+        for kind, column in (("latent", "item"), ("text", "caption")):
+            for recipe in cache.recipes(kind):
+                for plan in cache.plans(recipe.name):
+                    table = cache.table(plan.table)
+                    pairs = zip(table.column("key").to_pylist(), table.column(column).to_pylist(), strict=True)
+                    found |= {str(name) for key, name in pairs if key in keys}
+        return found
+
+    latents, texts, _ = run()
+    assert (len(latents), len(texts)) == (12, 13)
+    assert run() == (set(), set(), set())
+
+    path = next(p for p in source.iterdir() if p.stem == "coffee" and p.suffix != ".txt")
+    with Image.open(path) as image:
+        image.convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    latents, texts, names = run()
+    assert (len(latents), texts, names) == (1, set(), {path.name})
+
+    (source / "coffee.txt").write_text("an empty cup")
+    latents, texts, names = run()
+    assert (latents, len(texts), names) == (set(), 1, {"an empty cup"})
+
+    latents, texts, _ = run(**{"text.instruction": "'Describe: '"})
+    assert (latents, len(texts)) == (set(), 13)
+
+    latents, texts, names = run(**{"vae.revision": "second"})
+    assert (len(latents), texts) == (12, set())
+    assert path.name in names
+    assert run() == (set(), set(), set())
+    assert run(**{"vae.revision": "first"}) == (set(), set(), set()), "what was there before is still there"
+
+
 # ---------------------------------------------------------------- bad files
 
 

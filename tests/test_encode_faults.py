@@ -1,15 +1,21 @@
-"""SIGKILL to real encoding processes at random moments; then the same command finishes the same cache."""
+"""Real encoding processes that are killed, stopped, run out of disk or lose their permission at any moment.
+
+Each time the same command then finishes the same cache.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,15 +38,18 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-def encode(config: Config, folder: Path, photos: Path) -> subprocess.Popen[bytes]:
+def encode(
+    config: Config, folder: Path, photos: Path, stderr: Path | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
     path = folder / "config.yaml"
     path.write_text(dump(config))
     assert yaml.safe_load(path.read_text())["cache"] == config.cache
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command("encode", "--config", str(path), "--data", str(photos)), env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as told:
+        return subprocess.Popen(
+            command("encode", "--config", str(path), "--data", str(photos)), env=environment,
+            stdout=subprocess.DEVNULL, stderr=told, **options,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -95,27 +104,184 @@ def test_a_stopped_process_that_wakes_late_changes_nothing(
     assert files(tmp_path / "cache") == truth
 
 
-@pytest.mark.fault
-def test_a_full_disk_is_an_error_for_people_and_continues(
-    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float]
-) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 192 KiB."""
     small = tmp_path / "small"
     small.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", str(small)], capture_output=True)
     if made.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
     try:
-        config = make_config(tmp_path, *UNITS, f"cache={small / 'cache'}")
-        process = encode(config, tmp_path, photos)
-        _, error = process.communicate()
-        assert process.returncode == 3, error.decode()
-        assert "cannot be written" in error.decode()
-        assert "Traceback" not in error.decode()
-        subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)
-        process = encode(config, tmp_path, photos)
-        _, error = process.communicate()
-        assert process.returncode == 0, error.decode()
-        assert files(small / "cache") == undisturbed[0]
+        yield small
     finally:
-        subprocess.run(["umount", str(small)], check=False)
+        subprocess.run(["umount", "-l", str(small)], check=False)
         shutil.rmtree(small, ignore_errors=True)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
+def refused(process: subprocess.Popen[bytes], code: int, said: str) -> None:
+    """The process ended with an error for people."""
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == code, error.decode()
+    assert said in error.decode()
+    assert "fix:" in error.decode()
+    assert "Traceback" not in error.decode()
+
+
+def nothing_half(cache: Path, truth: dict[str, bytes]) -> None:
+    """Whatever is published is whole: the very file that an undisturbed run publishes."""
+    found = {name: data for name, data in files(cache).items() if not name.startswith("claims/")}
+    assert {name: data for name, data in truth.items() if name in found} == found
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.communicate()[1].decode()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.fault
+def test_a_full_disk_is_an_error_for_people_and_continues(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float], small_disk: Path
+) -> None:
+    cache = small_disk / "cache"
+    config = make_config(
+        tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0", "encode.low_disk_wait_s=0"
+    )  # fmt: skip
+    refused(encode(config, tmp_path, photos), 6, "continues")
+    nothing_half(cache, undisturbed[0])
+    remount(small_disk, "size=64m")
+    process = encode(config, tmp_path, photos)
+    _, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert files(cache) == undisturbed[0]
+
+
+@pytest.mark.fault
+def test_a_full_disk_pauses_it_and_more_room_lets_it_go_on(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float], small_disk: Path
+) -> None:
+    """One process from beginning to end; while it waits it holds no claim and a signal ends it cleanly."""
+    cache = small_disk / "cache"
+    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0")
+    log = tmp_path / "log"
+
+    def start() -> subprocess.Popen[bytes]:
+        process = encode(config, tmp_path, photos, stderr=log)
+        wait_for(lambda: "paused:" in log.read_text(), process)
+        return process
+
+    def claimed() -> list[Path]:
+        return [path for path in (cache / "claims").rglob("*") if path.is_file()]
+
+    process = start()
+    assert claimed() == []
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, log.read_text()
+    nothing_half(cache, undisturbed[0])
+    process = start()
+    assert claimed() == []
+    remount(small_disk, "size=64m")
+    assert process.wait(200) == 0, log.read_text()
+    assert log.read_text().count("paused:") == 1
+    assert "goes on" in log.read_text()
+    assert files(cache) == undisturbed[0]
+
+
+@pytest.mark.fault
+def test_a_read_only_file_system_is_an_error_for_people_and_continues(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float], small_disk: Path
+) -> None:
+    cache = small_disk / "cache"
+    remount(small_disk, "size=64m")
+    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0")
+    remount(small_disk, "ro")
+    refused(encode(config, tmp_path, photos), 3, "Read-only file system")
+    remount(small_disk, "rw")
+    process = encode(config, tmp_path, photos)
+    wait_for(lambda: any(cache.glob("units/*/*/*.json")), process)
+    process.send_signal(signal.SIGKILL)  # so that the file system is not in use
+    process.wait()
+    before = files(cache)
+    remount(small_disk, "ro")
+    refused(encode(config, tmp_path, photos), 3, "Read-only file system")
+    assert files(cache) == before
+    remount(small_disk, "rw")
+    process = encode(config, tmp_path, photos)
+    _, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert files(cache) == undisturbed[0]
+
+
+# ---------------------------------------------------------------- permissions
+
+
+def as_anyone() -> None:
+    """Runs in a child before it starts: root loses what lets it write where permission bits forbid it."""
+    if os.geteuid() == 0:
+        drop = 24  # PR_CAPBSET_DROP
+        for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            ctypes.CDLL(None).prctl(drop, capability, 0, 0, 0)
+
+
+@pytest.fixture
+def bound_by_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    tried = subprocess.run(["touch", str(folder / "x")], preexec_fn=as_anyone, capture_output=True)
+    if not tried.returncode:
+        pytest.skip("permission bits bind no process here")
+
+
+def allow(cache: Path, mode: int) -> None:
+    for folder, _, _ in os.walk(cache):
+        os.chmod(folder, mode)
+
+
+@pytest.mark.fault
+def test_a_cache_without_permission_is_an_error_for_people_and_continues(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float],
+    bound_by_permissions: None,
+) -> None:  # fmt: skip
+    (tmp_path / "cache").mkdir()
+    config = make_config(tmp_path, *UNITS)
+    allow(tmp_path / "cache", 0o555)
+    refused(encode(config, tmp_path, photos, preexec_fn=as_anyone), 3, "Permission denied")
+    assert list((tmp_path / "cache").iterdir()) == []
+    allow(tmp_path / "cache", 0o755)
+    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    _, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert files(tmp_path / "cache") == undisturbed[0]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["text", "latent"])
+def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
+    kind: str, photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float],
+    bound_by_permissions: None,
+) -> None:  # fmt: skip
+    cache = tmp_path / "cache"
+    config = make_config(tmp_path, *UNITS)
+    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*.json")), process)
+    process.send_signal(signal.SIGSTOP)
+    allow(cache, 0o555)
+    try:
+        process.send_signal(signal.SIGCONT)
+        refused(process, 3, "give this user write permission to the cache")
+    finally:
+        allow(cache, 0o755)
+    found = files(cache)
+    assert found.keys() < undisturbed[0].keys() | {name for name in found if name.startswith("claims/")}
+    nothing_half(cache, undisturbed[0])
+    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    _, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert files(cache) == undisturbed[0]

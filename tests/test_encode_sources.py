@@ -20,8 +20,10 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
+from pipeline.encoding import worker
 from pipeline.errors import UserError
 from pipeline.models import encoders
+from tests.test_remote import serve
 
 MakeConfig = Callable[..., Config]
 COUNT = 8
@@ -196,3 +198,37 @@ def test_a_source_is_opened_again_for_reading_without_listing(
         scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
     with pytest.raises(UserError, match="no source"):
         scanning.reopen(cache, "other", config.data)
+
+
+def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    class Flat:
+        def encode(self, images: np.ndarray) -> np.ndarray:
+            return np.zeros((len(images), 4, 2, 2), np.uint16)
+
+    server = serve(pictures, True)
+    here = next(server)
+    config = make_config(tmp_path)
+    assert stages.encode.run(config, data=f"{here.url}/tars/{{0..1}}.tar")["images"] == COUNT
+    cache = Cache(config.cache)
+    body = cache.last_scan("tars")
+    assert body is not None
+    recipe = cache.recipe(body["latent"])
+    assert isinstance(recipe, layout.LatentRecipe)
+    (plan,) = cache.plans(recipe.name)
+    read = 0
+    for unit in plan.units:
+        source = scanning.reopen(cache, "tars", config.data)
+        here.ranges.clear()
+        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        for records, rejects in worker.image_records(
+            recipe, unit, rows, {"tars": source}, Flat(), max_pixels=10**7, workers=2
+        ):
+            assert not rejects
+            read += len(records)
+        assert 1 <= len(here.ranges) <= 2
+        assert None not in here.ranges
+    assert read == COUNT
+    assert max(unit.count for unit in plan.units) > 2
+    server.close()

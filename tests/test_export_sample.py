@@ -21,7 +21,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import tiny
-from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import drawing
 from pipeline.reporting.sheet import Card, contact_sheet
 from pipeline.training import checkpoint as checkpoints
@@ -137,7 +137,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
 
 def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) -> None:
     _, weights = checkpoints.load_model_state(trained.checkpoint)
-    model = SanaTransformer.from_folder(exported / "transformer")
+    model = load_transformer(exported / "transformer")
     assert {n: p.shape for n, p in model.named_parameters()} == {n: w.shape for n, w in weights.items()}
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
@@ -166,7 +166,7 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
     big = load("sana_1600m_1024")
-    from pipeline.models.sana import with_sample_size
+    from pipeline.models.sana_config import with_sample_size
 
     plain = export.call_arguments(big, with_sample_size(document.architecture, 32), 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}

@@ -7,12 +7,14 @@ padding) change nothing that is read, and `verify`'s digest of the whole file se
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,9 +33,9 @@ SAMPLED = 150
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with one bucket of six samples in two shards of each kind."""
+    """A cache with one bucket of three samples: a shard of three latents, one of four captions and the null record."""
     root = tmp_path_factory.mktemp("golden") / "cache"
-    tiny_cache.build(root, {(16, 16): 6}, batch=6, per_shard=5)
+    tiny_cache.build(root, {(16, 16): 3}, batch=3, per_shard=5)
     return root
 
 
@@ -82,11 +84,19 @@ class Tally:
         assert self.noticed if noticed is None else self.noticed == noticed
 
 
-def flips(path: Path, count: int | None, seed: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Flip bits of a file, one at a time, in place (open files and mappings see it); restored between and at the end."""
-    good = path.read_bytes()
+def flips(path: Path, count: int | None, favour: Iterable[int] = ()) -> Iterator[tuple[int, bytes]]:
+    """Flip bits of a file, one at a time, in place (open files and mappings see it); restored between and at the end.
+
+    Args:
+        count: how many, drawn at random; None: all.
+        favour: bytes of which another `count` bits are drawn.
+    """
+    good, draw = path.read_bytes(), random.Random(0)
     every = range(len(good) * 8)
-    chosen = every if count is None else sorted(random.Random(seed).sample(every, min(count, len(every))))
+    chosen: Iterable[int] = every
+    if count is not None:
+        inside = [byte * 8 + bit for byte in favour for bit in range(8)]
+        chosen = sorted({*draw.sample(every, min(count, len(every))), *draw.sample(inside, min(count, len(inside)))})
     descriptor = os.open(path, os.O_RDWR)
     try:
         for position in chosen:
@@ -108,11 +118,18 @@ def flips(path: Path, count: int | None, seed: int = 0) -> Iterator[tuple[int, b
 def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     own = loader(Cache(copy), caption_drop=0.0, stop_step=None)
 
-    def reading() -> object:
-        again = loader(Cache(copy), caption_drop=0.0) if count is not None else own  # its null record is read when made
-        return [[batch.latents.tolist(), batch.captions.tolist()] for s in (0, 1) for batch in again.load(s).batches]
+    snapshot, null = own.snapshot, own.snapshot.null
+    captions, steps = {c.key for row in range(3) for c in snapshot.sample(row).captions}, 0
+    while captions:  # until every caption has been seen
+        captions -= {key.ljust(16, b"\0") for key in own.planner.step(steps).texts["key"].tolist()}
+        steps += 1
+    reader, rows = Reader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
 
-    snapshot = own.snapshot
+    def reading() -> object:
+        reader.read(null["shard"], null["offset"], bytes.fromhex(null["key"]), bytes.fromhex(null["checksum"]), rows)
+        loaded = [own.load(step).batches for step in range(steps)]
+        return [[b.latents.tolist(), b.captions.tolist()] for batches in loaded for b in batches], rows.tolist()
+
     records: dict[str, list[tuple[int, int, str]]] = {}
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
@@ -120,26 +137,26 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
             size = 2 * 2 * 2 * 2 if place is sample else place.rows * 3 * 2  # type: ignore[union-attr]
             if (place is sample) == (kind == "latent"):
                 records.setdefault(place.shard, []).append((place.offset, size, place.key.hex()))
-    [null] = [(n["offset"], n["rows"] * 6, n["key"]) for n in [snapshot.null]]
+    if kind == "text":
+        records[null["shard"]].append((null["offset"], null["rows"] * 6, null["key"]))
     tally, inside = Tally(reading()), 0
-    for path in shards(copy, kind)[:1] if count is None else shards(copy, kind):
-        held = records.get(path.stem, []) + ([null] if snapshot.null["shard"] == path.stem else [])
-        for position, _ in flips(path, count):
+    for path in shards(copy, kind):
+        held = records[path.stem]
+        inner = [byte for offset, size, _ in held for byte in range(offset, offset + size)]
+        for position, _ in flips(path, count, inner):
             hit = [key for offset, size, key in held if offset <= position // 8 < offset + size]
             noticed = tally.judge(f"bit {position} of {path.name}", reading, [path.stem])
             inside += bool(hit)
-            if noticed:
-                assert hit, "an error where no record is"
+            assert noticed == bool(hit), "an error where no record is, or none where one is"
             assert Files(copy).digest(path.relative_to(copy).as_posix()) != path.stem, "verify does not see it"
-    assert inside > 5 and tally.harmless > 5
-    tally.check()
-    assert tally.silent == []
+    tally.check(noticed=inside)
+    assert inside > 100 and tally.harmless > 100
 
 
 def test_a_record_that_is_hit_is_named(copy: Path) -> None:
     """Every bit of one latent and of one caption's rows."""
     snapshot = Cache(copy).open_snapshot()
-    sample = snapshot.sample(2)
+    sample = snapshot.sample(1)
     for recipe, place, size in (
         (snapshot.latent_recipe, sample, 16), (snapshot.text_recipe, sample.captions[0], sample.captions[0].rows * 6),
     ):  # fmt: skip
@@ -157,15 +174,16 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
-def test_truncation_at_every_length(copy: Path, kind: str) -> None:
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_truncation_at_every_length(copy: Path, kind: str, step: int) -> None:
     truth = read(copy)
     for path in shards(copy, kind):
         good, tally = path.read_bytes(), Tally(truth)
-        for length in range(len(good)):
+        lengths = range(len(good) - 1, -1, -step)
+        for length in lengths:
             os.truncate(path, length)
             tally.judge(f"{path.name} cut to {length}", lambda: Cache(copy).open_snapshot().check_shards(), [path.stem])
-            path.write_bytes(good) if length % 64 == 63 else None
-        tally.check(noticed=len(good))
+        tally.check(noticed=len(lengths))
         path.write_bytes(good)
     assert read(copy) == truth
 
@@ -195,6 +213,8 @@ def test_a_zeroed_page(tmp_path: Path) -> None:
         for page in range(0, len(good), 4096):
             bad = bytearray(good)
             bad[page : page + 4096] = bytes(len(bad[page : page + 4096]))
+            if bad == good:
+                continue  # the end of a tar is zeros
             path.write_bytes(bad)
             tally.judge(f"page {page} of {path.name}", lambda: read(root), [path.stem])
             assert Files(root).digest(path.relative_to(root).as_posix()) != path.stem
@@ -219,7 +239,7 @@ def test_whole_files(tmp_path: Path) -> None:
     tiny_cache.build(root, {(16, 16): 24}, batch=24, per_shard=8)  # three latent shards of equal size
     truth = read(root)
     foreign = tmp_path / "foreign"
-    tiny_cache.build(foreign, {(16, 16): 24}, batch=24, per_shard=8, names="other")
+    tiny_cache.build(foreign, {(16, 16): 24}, batch=24, per_shard=8, names="other", seed=1)
 
     def sibling(cache: Path) -> list[Path]:
         one, two = shards(cache, "latent")[:2]
@@ -241,7 +261,10 @@ def test_whole_files(tmp_path: Path) -> None:
                     path = next(cache.glob(f"shards/{kind}-*/*/{name}.tar"))
                     data = bytearray(path.read_bytes())
                     if size == other and data[a : a + size] != data[b : b + size]:
-                        data[a - 640 : a + size], data[b - 640 : b + size] = data[b - 640 : b + size], data[a - 640 : a + size]
+                        data[a - 640 : a + size], data[b - 640 : b + size] = (
+                            data[b - 640 : b + size],
+                            data[a - 640 : a + size],
+                        )
                         path.write_bytes(data)
                         return [path]
         raise AssertionError("no two records of equal size")
@@ -287,7 +310,9 @@ def test_whole_files(tmp_path: Path) -> None:
     assert tally.judge("doubled and extra shard", lambda: read(cache), []) is False
     assert tally.harmless == 1
     assert {path for path, _, _ in audit.unneeded(Cache(cache), older_than_s=0)} >= {
-        t.relative_to(cache).as_posix() for t in shards(cache, "latent") if t.stem not in {p.stem for p in shards(root, "latent")}
+        t.relative_to(cache).as_posix()
+        for t in shards(cache, "latent")
+        if t.stem not in {p.stem for p in shards(root, "latent")}
     }
     assert tally.judge("control", lambda: read(root), []) is False
 
@@ -397,11 +422,12 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head["chunks"][0]["samples"]
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
-        monkeypatch.setattr("pipeline.cache.snapshot.xxhash.xxh3_128_hexdigest", lambda data: name)
+        blind = SimpleNamespace(xxh3_128_hexdigest=lambda data: name)
+        monkeypatch.setattr("pipeline.cache.snapshot.xxhash", blind)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the document's digest":
-        path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 5'
-        monkeypatch.setattr(layout, "unseal", lambda data, where: __import__("json").loads(data))
+        path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 3'
+        monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.latent_recipe.name, 0))["table"]

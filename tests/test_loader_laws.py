@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,9 @@ def test_neighbours_are_read_in_one_call(cache: Cache, monkeypatch: pytest.Monke
     calls: list[int] = []
     real = Reader._preadv
     monkeypatch.setattr(
-        Reader, "_preadv", lambda self, s, o, v: calls.append(len(v)) or real(self, s, o, v)  # type: ignore[func-returns-value]
+        Reader,
+        "_preadv",
+        lambda self, s, o, v: calls.append(len(v)) or real(self, s, o, v),  # type: ignore[func-returns-value]
     )
     list(loader(cache, stop_step=4))
     assert max(calls) > 1
@@ -219,7 +220,9 @@ def test_windows_against_an_oracle() -> None:
                 mine = [ordered.step(s) for s in range(*span) if truth[s].bucket == bucket]
                 theirs = [truth[s] for s in range(*span) if truth[s].bucket == bucket]
                 assert all(own.bucket == bucket for own in mine)
-                pairs = [Counter(p for s in x for p in zip(s.positions.tolist(), s.visits.tolist())) for x in (mine, theirs)]
+                pairs = [
+                    Counter(p for s in x for p in zip(s.positions.tolist(), s.visits.tolist())) for x in (mine, theirs)
+                ]
                 assert pairs[0] == pairs[1]
                 spread = sorted((rows(bucket, s.positions, s.visits).min(), rows(bucket, s.positions, s.visits).max())
                                 for s in mine)  # fmt: skip
@@ -265,16 +268,17 @@ def test_buffers_are_used_again(cache: Cache) -> None:
 
 
 def test_a_batch_stays_until_the_next_but_one_is_asked_for(cache: Cache) -> None:
-    """For copies to a GPU in flight, which hold no tensor: the memory of a batch that was let go of is not reused while
-    the next one is in use."""
+    """For copies to a GPU in flight, which hold no tensor: the buffer of a batch that was let go of is not free while
+    the next one is in use, and free once the one after that is."""
     own = loader(cache, stop_step=20)
-    steps, recent = iter(own), []
+    steps, places = iter(own), []
     for _ in range(20):
         batches, _ = next(steps)
-        place = batches[0].latents.data_ptr()
+        places.append(batches[0].latents.data_ptr())  # latents stand first in the buffer
         del batches
-        assert place not in recent[-1:], "the buffer of the last batch was used for the next one"
-        recent.append(place)
+        free = {memory.data_ptr() for memory in own.ring.free}
+        assert not free & set(places[-2:]), "a buffer is free too early"
+    assert own.ring.made <= 3
 
 
 def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]) -> None:
@@ -331,7 +335,7 @@ def test_any_error_arrives_at_its_batch(
     steps = iter(loader(cache, prefetch=6, threads=threads))
     began = time.monotonic()
     assert [next(steps)[1].step for _ in range(4)] == [1, 2, 3, 4]
-    with pytest.raises(type(error), match="gone|room|3"):
+    with pytest.raises(type(error), match=r"gone|room|3"):
         next(steps)
     assert time.monotonic() - began < 5
     assert not [t for t in threading.enumerate() if t.name.startswith("loader-")], "threads are left"
@@ -401,7 +405,7 @@ def test_leaving_early_leaves_nothing(cache: Cache) -> None:
 
 
 @pytest.fixture
-def rotten(tmp_path: Path, cache: Cache) -> Iterator[tuple[Cache, set[int]]]:
+def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
     """A copy of the cache with one latent and one text record damaged; the ids of the samples they belong to."""
     import shutil
 
@@ -413,11 +417,11 @@ def rotten(tmp_path: Path, cache: Cache) -> Iterator[tuple[Cache, set[int]]]:
         data = bytearray(path.read_bytes())
         data[place.offset] ^= 1
         path.write_bytes(data)
-    yield Cache(root), {one.sample_id, two.sample_id}
+    return Cache(root), {one.sample_id, two.sample_id}
 
 
 def test_without_a_quarantine_a_bad_record_stops_the_run(rotten: tuple[Cache, set[int]]) -> None:
-    with pytest.raises(IntegrityError, match="record .* has the wrong checksum"):
+    with pytest.raises(IntegrityError, match=r"record .* has the wrong checksum"):
         sequence(loader(rotten[0], caption_drop=0.0, stop_step=8))
 
 
@@ -440,7 +444,9 @@ def test_quarantine_replaces_the_same_samples_everywhere(
     assert found[1] == found[2] == found[4]
     key = lambda line: (line["step"], line["sample"], line["record"], line["by"])  # noqa: E731
     assert sorted(lines[1], key=key) == sorted(lines[2], key=key) == sorted(lines[4], key=key)
-    changed = [(a, b) for one, two in zip(clean, found[1], strict=True) for a, b in zip(one, two, strict=True) if a != b]
+    changed = [
+        (a, b) for one, two in zip(clean, found[1], strict=True) for a, b in zip(one, two, strict=True) if a != b
+    ]
     assert changed and {int(a.split()[0], 16) for a, _ in changed} <= bad, "another sample than a bad one changed"
     assert not bad & {int(row.split()[0], 16) for _, row in changed}
     assert all(a.split(" ", 1)[1].rsplit(" ", 1)[0] == b.split(" ", 1)[1].rsplit(" ", 1)[0] for a, b in changed), (
@@ -451,6 +457,17 @@ def test_quarantine_replaces_the_same_samples_everywhere(
     for line in lines[1]:
         assert set(line) == {"shard", "record", "sample", "step", "by", "reason"}
         assert line["shard"] in line["reason"] and line["record"] in line["reason"]
+
+
+def test_a_substitute_fits_into_the_text_length(cache: Cache) -> None:
+    """Other ranks know nothing of it: the length of a step must not change."""
+    planner = Planner(cache.open_snapshot(), seed=5, phase=1)
+    plan = planner.step(0)
+    long = planner.substitutes(plan, 0)
+    short = planner.substitutes(dataclasses.replace(plan, length=4), 0)
+    assert 0 < len(short) < len(long)
+    assert all(int(other.texts["rows"][0]) <= 4 for other in short)
+    assert int(plan.samples["sample_id"][0]) not in [int(other.samples["sample_id"][0]) for other in long]
 
 
 def test_only_what_is_handed_out_is_written_down(rotten: tuple[Cache, set[int]], tmp_path: Path) -> None:

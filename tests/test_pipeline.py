@@ -22,7 +22,8 @@ from pipeline.data import captions, image
 from pipeline.data.loader import Batch, Loader, bf16
 from pipeline.models import encoders
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaConfig, SanaTransformer
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
 
 MakeConfig = Callable[..., Config]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

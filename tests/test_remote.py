@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ import pytest
 
 from pipeline import retrying
 from pipeline.config import DataConfig
-from pipeline.data import remote
+from pipeline.data import ahead, remote
 from pipeline.data.detect import open_source
 from pipeline.data.source import Item, Reject, Source, Unreadable
+from pipeline.data.store import Disk
 from pipeline.errors import UserError
 
 COUNT = 12
@@ -61,11 +63,29 @@ class Server:
     sent: int = 0
     fail: int = 0
     """How many of the next requests end in an error of the server."""
+    pause: float = 0
+    """Seconds that an answer takes."""
+    at_once: int = 0
+    """The largest number of requests under way together."""
+    now: int = 0
 
 
 def serve(root: Path, ranged: bool) -> Iterator[Server]:
+    lock = threading.Lock()
+
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
+            with lock:
+                server.now += 1
+                server.at_once = max(server.at_once, server.now)
+            try:
+                time.sleep(server.pause)
+                self.answer()
+            finally:
+                with lock:
+                    server.now -= 1
+
+        def answer(self) -> None:
             asked = self.headers.get("Range")
             server.ranges.append(asked)
             if server.fail:
@@ -181,6 +201,128 @@ def test_too_many_bytes_never_pass_for_a_range(plain_server: Server, monkeypatch
     for key in keys:
         with pytest.raises(Unreadable, match="gave"):
             later.read(key)
+
+
+def again(url: str) -> tuple[Source, list[str]]:
+    """The source as another process reads it: nothing is kept of the listing but the places. And its keys."""
+    first = opened(url)
+    items = [item for item in first.items() if isinstance(item, Item)]
+    later = opened(url)
+    later.recall((item.key, item.key.partition(".tar")[0] + ".tar", item.where or "") for item in items)
+    return later, [item.key for item in items]
+
+
+def test_neighbours_in_a_tar_are_fetched_together(
+    ranged_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{ranged_server.url}/tars/s-{{0..1}}.tar"
+    truth = {key: value[0] for key, value in content(opened(url)).items()}
+    counts = []
+    for gap, request in ((1 << 20, 1 << 25), (1 << 20, 1 << 14), (-1, 1 << 25)):
+        monkeypatch.setattr(ahead, "GAP", gap)
+        monkeypatch.setattr(ahead, "REQUEST", request)
+        source, keys = again(url)
+        ranged_server.ranges.clear()
+        with source.reading(keys) as read:
+            assert {key: read(key) for key in keys} == truth
+        counts.append(len(ranged_server.ranges))
+        for asked in ranged_server.ranges:
+            first, _, last = (asked or "").removeprefix("bytes=").partition("-")
+            assert int(last) + 1 - int(first) <= request
+    assert (counts[0], counts[2]) == (2, COUNT)
+    assert 2 < counts[1] < COUNT
+    source, keys = again(url)
+    with source.reading(keys[:3]) as read:  # out of order, not named, and twice
+        for key in (keys[2], keys[5], keys[0], keys[0]):
+            assert read(key) == truth[key]
+
+
+def test_no_more_than_the_window_is_fetched_before_it_is_needed(
+    ranged_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "GAP", -1)
+    monkeypatch.setattr(ahead, "WINDOW", len(picture(0)) + len(picture(2)) + len(picture(4)))
+    source, keys = again(f"{ranged_server.url}/tars/s-0.tar")
+    ranged_server.ranges.clear()
+    order = sorted(keys, key=lambda key: int(key.partition("/")[2].partition(".")[0]))
+    with source.reading(order) as read:
+        read(order[0])
+        time.sleep(0.3)
+        assert len(ranged_server.ranges) == 3
+        for key in order[1:3]:
+            read(key)
+        time.sleep(0.3)
+        assert len(ranged_server.ranges) == 4, "what has been read makes room for the next"
+        for key in order[3:]:
+            read(key)
+    assert len(ranged_server.ranges) == len(keys)
+
+
+def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Path) -> None:
+    source = opened(f"{ranged_server.url}/list.jsonl")
+    truth = {key: value[0] for key, value in content(source).items()}
+    ranged_server.pause, ranged_server.at_once = 0.05, 0
+    with source.reading(truth) as read:
+        assert {key: read(key) for key in truth} == truth
+    assert ranged_server.at_once > 4
+
+
+def test_a_request_that_fails_does_not_take_its_pictures_with_it(
+    ranged_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    url = f"{ranged_server.url}/tars/s-0.tar"
+    truth = {key: value[0] for key, value in content(opened(url)).items()}
+    source, keys = again(url)
+    ranged_server.fail = remote.ATTEMPTS
+    with source.reading(keys) as read:
+        assert {key: read(key) for key in keys} == truth
+    assert not ranged_server.fail
+    source, keys = again(url)
+    source.recall([(keys[0], "s-0.tar", "999999999+10")])
+    with source.reading(keys) as read:
+        with pytest.raises(Unreadable):
+            read(keys[0])
+        assert {key: read(key) for key in keys[1:]} == {key: truth[key] for key in keys[1:]}
+
+
+def test_a_server_without_ranges_is_found_out_by_one_request(
+    plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "GAP", -1)
+    url = f"{plain_server.url}/tars/s-0.tar"
+    truth = {key: value[0] for key, value in content(opened(url)).items()}
+    source, keys = again(url)
+    plain_server.sent, plain_server.pause = 0, 0.05
+    with source.reading(keys) as read:
+        assert {key: read(key) for key in keys} == truth
+    assert plain_server.sent <= 2 * (data / "tars" / "s-0.tar").stat().st_size
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
+    data: Path, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    class Counted(Disk):
+        asked = 0
+
+        def read_range(self, name: str, offset: int, length: int) -> bytes:
+            self.asked += 1
+            return super().read_range(name, offset, length)
+
+    monkeypatch.setattr(Disk, "far", far)
+    store = Counted(data)
+    with ahead.Ahead(store, [("a", ahead.Place("t.parquet", 0, 4))], lambda key: b"alone") as reader:
+        assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
+        assert reader._held == 0
+    assert store.asked == far
+
+
+def test_a_disk_is_read_as_ever(data: Path) -> None:
+    source = opened(str(data / "tars"))
+    list(source.items())
+    with source.reading([]) as read:
+        assert read == source.read
 
 
 def test_a_hiccup_is_tried_again_and_a_failure_is_told(ranged_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.sampler import draw_noise, sample, scheduler
-from pipeline.models.sana import SanaConfig, SanaTransformer, save_weights
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_files import save_weights
 
 CONFIG = SanaConfig(
     in_channels=4,

@@ -22,18 +22,17 @@ from torch.utils.checkpoint import CheckpointError
 from pipeline.config import ArchConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import sana
-from pipeline.models.sana import (
-    SanaConfig,
-    SanaTransformer,
+from pipeline.models.sana import SanaTransformer, linear_attention
+from pipeline.models.sana_config import SanaConfig, with_sample_size
+from pipeline.models.sana_files import (
     deinterleave,
     expected_shapes,
-    initial_value,
     interleave,
-    linear_attention,
+    load_transformer,
     load_weights,
     save_weights,
-    with_sample_size,
 )
+from pipeline.models.sana_init import initial_value
 
 TINY = SanaConfig(
     in_channels=4,
@@ -160,7 +159,7 @@ def test_parity_goes_red_with_timesteps_in_bf16(tmp_path: Path, monkeypatch: pyt
 def test_bf16_parts_equal_diffusers_bf16_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = make(replace(TINY, **VARIANTS[name]))
     save_weights(model.state_dict(), model.config, tmp_path, torch.bfloat16)
-    ours = SanaTransformer.from_folder(tmp_path, dtype=torch.bfloat16)
+    ours = load_transformer(tmp_path, dtype=torch.bfloat16)
     theirs = reference(tmp_path, torch.bfloat16)
     latents, captions, mask, timesteps = inputs((8, 8))
     latents, captions = latents.bfloat16(), captions.bfloat16()
@@ -179,7 +178,7 @@ def test_bf16_parts_equal_diffusers_bf16_bit_for_bit(name: str, tmp_path: Path) 
             assert torch.equal(block.ff(image), other.ff(image))
             hidden = block(hidden, context, bias, modulation, 8, 8)
         # Whole models differ in memory layout, so convolutions round differently: compare with float32 instead.
-        exact = model_output(SanaTransformer.from_folder(tmp_path), torch.float32)
+        exact = model_output(load_transformer(tmp_path), torch.float32)
         error = distance({"x": model_output(ours, torch.bfloat16)}, {"x": exact})
         their_output = theirs(
             latents, encoder_hidden_states=captions, encoder_attention_mask=mask.long(), timestep=timesteps
@@ -458,7 +457,7 @@ def test_files_round_trip_bit_for_bit(tmp_path: Path, shard: int | None, dtype: 
     theirs = reference(tmp_path, dtype).state_dict()
     for name, tensor in theirs.items():
         assert torch.equal(interleave(name, tensor), weights[name])
-    loaded = SanaTransformer.from_folder(tmp_path, dtype=None)
+    loaded = load_transformer(tmp_path, dtype=None)
     assert all(p.requires_grad and p.dtype == dtype for p in loaded.parameters())
 
 
@@ -471,7 +470,7 @@ def test_a_folder_that_diffusers_wrote(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "both", max_shard_size="30KB", variant="fp16")
     assert len(list((tmp_path / "both").glob("*.safetensors"))) > 1
     for folder, variant in (("one", "fp16"), ("shards", None), ("both", "fp16")):
-        model = SanaTransformer.from_folder(tmp_path / folder, variant=variant)
+        model = load_transformer(tmp_path / folder, variant=variant)
         assert model.config == TINY
         assert max(compare(model, theirs, (8, 8))) <= LIMIT["plain"]
     with pytest.raises(UserError, match="has no weights") as error:
@@ -490,7 +489,7 @@ def test_a_new_export_leaves_nothing_of_the_old(tmp_path: Path) -> None:
 
 def test_loaded_weights_do_not_change_with_the_file(tmp_path: Path) -> None:
     save_weights(make(TINY).state_dict(), TINY, tmp_path, torch.float32)
-    model = SanaTransformer.from_folder(tmp_path)
+    model = load_transformer(tmp_path)
     before = model.proj_out.weight.detach().clone()
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     path.write_bytes(bytes(path.stat().st_size))

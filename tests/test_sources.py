@@ -316,6 +316,23 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
     assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
 
 
+@pytest.mark.parametrize("count", [4, 2, "three"])
+def test_wids_index_that_counts_otherwise_is_told(tmp_path: Path, count: object) -> None:
+    before = opened(nvlabs(tmp_path)).parts()
+    (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar", "nsamples": count}]}))
+    items, rejects = listed(opened(tmp_path))
+    assert len(items) == 3
+    assert rejects == {"0000.tar": f"holds 3 samples, wids-meta.json says {count!r}"}
+    assert opened(tmp_path).parts() != before, "the tar is listed again when the index has changed"
+
+
+def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> None:
+    nvlabs(tmp_path)
+    (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar"}]}))
+    items, rejects = listed(opened(tmp_path))
+    assert (len(items), rejects) == (3, {})
+
+
 def test_wids_index_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "wids-meta.json").write_text('{"shards": []}')
     with pytest.raises(UserError, match="no index of tars"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +17,7 @@ from pipeline.cache import index
 from pipeline.cache.store import Cache
 from pipeline.config import Config, ConfigError, TextConfig, load
 from pipeline.data import captions as rules
-from pipeline.encoding.progress import Progress
+from pipeline.encoding.progress import Meter, Progress
 from pipeline.errors import UserError
 from pipeline.models import text as module
 from pipeline.models.text import TextEncoder, describe_text
@@ -255,7 +257,28 @@ def modes(config: Config) -> set[str]:
 
 
 def test_the_line_shows_tokens_per_second() -> None:
-    bar = Progress("captions", 10, ("tokens", lambda: 700))
+    meter = Meter(tokens=50, busy_s=3.0)
+    bar = Progress("captions", 10, meter)
     bar.done = 5
-    assert "captions: 5/10" in bar.line() and "tokens/s" in bar.line()
-    assert "tokens" not in Progress("images", 10).line()
+    bar.rejected = 1
+    meter.tokens += 700
+    assert bar.tokens == 700
+    assert re.fullmatch(
+        r"captions: 5/10, [\d.]+ captions/s, \d+ tokens/s, encoder 0% busy, \w+ left, 1 rejected", bar.line()
+    )
+    assert "tokens" not in Progress("images", 10, Meter()).line()
+
+
+def test_busy_is_the_share_of_the_time_that_the_encoder_computes() -> None:
+    meter = Meter(wall_s=10.0, busy_s=5.0)
+    bar = Progress("images", 10, meter)
+    meter.wall_s = 14.0
+    meter.busy_s = 8.0
+    assert bar.busy == 0.75
+    own = Meter()
+    bar = Progress("images", 10, own)
+    with own.computing():
+        time.sleep(0.2)
+    time.sleep(0.2)
+    assert 0.3 < bar.busy < 0.6
+    assert bar.figures()["encoder_busy"] < 0.6

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from pipeline.cache.store import Cache
 from pipeline.config import Config, OptimConfig
 from pipeline.data.loader import Batch
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
@@ -402,6 +402,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     [
         ({"seed": 1}, "5eed", "train.seed: the checkpoint has 0, this run 1"),
         ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
+        ({"length_window": 4}, "5eed", "train.length_window: the checkpoint has 0, this run 4"),
         ({}, "0ther", "snapshot: the checkpoint has 5eed, this run 0ther"),
         ({"layers": 4}, "5eed", "model num_layers: the checkpoint has 3, this run 4"),
     ],
@@ -569,6 +570,41 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     report = stages.train.run(longer, resume="auto", say=said.append)
     assert report.step == 3
     assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
+
+
+def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
+    """Packed text trains as padded text does; a quarantined record is replaced, counted and written down."""
+    import stages.train
+
+    few = [
+        f"cache={small_cache_copy}", "train.log_every=1", "train.save_every=9", "train.steps=3", "train.caption_drop=0",
+        "train.optim.warmup_steps=0", "train.device=cpu", "train.precision=fp32",
+    ]  # fmt: skip
+
+    def losses(name: str, *more: str, **options: Any) -> list[dict[str, Any]]:
+        output = tmp_path / name
+        stages.train.run(make_config(tmp_path, *few, f"train.output={output}", *more), say=lambda line: None, **options)
+        return metrics.read(output / "metrics.jsonl")
+
+    padded = losses("padded")
+    packed = losses("packed", "train.text=packed", "train.prefetch_mib=1", "train.length_window=1")
+    assert [row["loss"] for row in packed] == [row["loss"] for row in padded]
+    assert [row["quarantined"] for row in padded] == [0, 0, 0]
+
+    snapshot = Cache(small_cache_copy).open_snapshot()
+    sample = snapshot.sample(5)
+    path = next(small_cache_copy.glob(f"shards/latent-*/*/{sample.shard}.tar"))
+    data = bytearray(path.read_bytes())
+    data[sample.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
+        losses("stopped")
+    file = tmp_path / "quarantine.jsonl"
+    rows = losses("quarantined", quarantine=file)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["record"] for line in lines} == {sample.key.hex()}
+    assert {line["sample"] for line in lines} == {f"{sample.sample_id:016x}"}
+    assert rows[-1]["quarantined"] == len(lines)
 
 
 def test_the_stage_brings_in_no_encoder() -> None:

@@ -23,8 +23,8 @@ def recipes(storage: str = "bf16", weights: str = "w") -> tuple[layout.LatentRec
 
 
 def build(
-    root: Path, sizes: dict[tuple[int, int], int] = SIZES, *, batch: int = BATCH, per_shard: int = 8, small: str = "carry",
-    storage: str = "bf16", seed: int = 0, names: str = "item", weights: str = "w",
+    root: Path, sizes: dict[tuple[int, int], int] = SIZES, *, batch: int = BATCH, per_shard: int = 8,
+    small: str = "carry", storage: str = "bf16", seed: int = 0, names: str = "item", weights: str = "w",
 ) -> Cache:  # fmt: skip
     """`sizes`: samples by bucket. Every third sample has two captions. Equal arguments, equal bytes."""
     cache = Cache(root, create=True)

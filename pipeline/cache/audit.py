@@ -376,12 +376,14 @@ def unneeded(
             return "nothing refers to this table"
         if folder == "claims":
             return "claimed by a worker that died"
+        if folder == "fragments":
+            return "of a scan that ended long ago"
         if name in stale:
             return "no name points to this snapshot"
         return "its plan's segment stands for it" if name in stood_for else None
 
     # Units before plans, these before tables and shards: what is left of a pack if this is cut short is no pack.
-    for folder in ("tmp", "units", "plans", "shards", "tables", "claims", "snapshots"):
+    for folder in ("tmp", "units", "plans", "shards", "tables", "claims", "fragments", "snapshots"):
         for entry in cache.files.walk(folder):
             reason = why(entry.name)
             if reason is not None and moment - entry.modified >= older_than_s:

@@ -19,7 +19,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,7 +27,7 @@ from typing import BinaryIO
 import xxhash
 
 from pipeline.cache import layout
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer."""
@@ -169,17 +169,9 @@ class Files:
 
     # ------------------------------------------------------------ writing
 
-    @contextmanager
-    def temporary(self) -> Iterator[Path]:
+    def temporary(self) -> AbstractContextManager[Path]:
         """A path under `tmp/` that no other writer uses; removed at the end if still there."""
-        folder = self.root / "tmp"
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        return temporary_in(self.root / "tmp")
 
     def publish(self, temporary: Path, name: str) -> bool:
         """Give a finished temporary file its name, unless the name is taken.
@@ -304,21 +296,47 @@ class Files:
 
     def sweep(self) -> int:
         """Remove temporary files that no living writer can own. Returns how many."""
-        count = 0
-        now = time.time()
-        for name in self.names("tmp"):
-            path = self.path(f"tmp/{name}")
-            try:
-                if now - path.stat().st_mtime > STALE_TMP_S:
-                    path.unlink()
-                    count += 1
-            except OSError:
-                continue
-        return count
+        return sweep_in(self.root / "tmp")
 
     def free_bytes(self) -> int | None:
-        """Room for more, in bytes; None where the store does not tell."""
-        return shutil.disk_usage(self.root).free
+        """Room for more, in bytes (quotas do not count); None where the store does not tell."""
+        return free_at(self.root)
+
+    def scratch_bytes(self) -> int:
+        """Room where unfinished files are written, in bytes."""
+        return free_at(self.root)
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """A path in a folder (made if need be) that nobody else uses; removed at the end if still there."""
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # permission lost: what is left there means nothing and is swept later
+            path.unlink(missing_ok=True)
+
+
+def free_at(folder: Path) -> int:
+    """Free bytes where a folder is or will be (quotas do not count)."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def sweep_in(folder: Path) -> int:
+    """Remove temporary files that no living process can own. Returns how many."""
+    count = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_TMP_S:
+                path.unlink()
+                count += 1
+    return count
 
 
 def file_digest(path: Path) -> str:
@@ -363,4 +381,5 @@ def explained(path: Path) -> Iterator[None]:
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
         }
-        raise CacheError(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CacheError
+        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error

@@ -291,12 +291,21 @@ class Paths:
         return f"segments/{recipe}/{plan:08d}.json"
 
     @staticmethod
-    def claims(recipe: str, plan: int) -> str:
-        return f"claims/{recipe}/{plan:08d}"
+    def claims(*work: str | int) -> str:
+        return "/".join(("claims", *(part if isinstance(part, str) else f"{part:08d}" for part in work)))
 
     @staticmethod
-    def claim(recipe: str, plan: int, unit: str) -> str:
-        return f"claims/{recipe}/{plan:08d}/{unit}.json"
+    def claim(*work: str | int) -> str:
+        """Of a unit (recipe, plan, unit) or of a piece of a scan ("fragments", source, piece)."""
+        return Paths.claims(*work) + ".json"
+
+    @staticmethod
+    def fragments(source: str) -> str:
+        return f"fragments/{source}"
+
+    @staticmethod
+    def fragment(source: str, fragment: str) -> str:
+        return f"fragments/{source}/{fragment}.json"
 
     @staticmethod
     def shard(recipe: str, name: str) -> str:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from pipeline.cache.files import STALE_TMP_S, Handle, digest_of, explained
+from pipeline.cache.files import Handle, digest_of, explained, sweep_in, temporary_in
 from pipeline.errors import CacheError
 
 
@@ -81,27 +79,13 @@ class Mirror:
         last = PurePosixPath(name)
         (self.root / last.stem[:2] / last.name).unlink(missing_ok=True)
 
-    @contextmanager
-    def temporary(self) -> Iterator[Path]:
+    def temporary(self) -> AbstractContextManager[Path]:
         """A path that nobody else uses; removed at the end if still there."""
-        folder = self.root / "tmp"
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        return temporary_in(self.root / "tmp")
 
     def sweep(self) -> int:
         """Remove unfinished files that no living process can own. Returns how many."""
-        count = 0
-        for path in (self.root / "tmp").glob("*"):
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_TMP_S:
-                    path.unlink()
-                    count += 1
-        return count
+        return sweep_in(self.root / "tmp")
 
     def _make_room(self, needed: int, spared: Path) -> None:
         copies = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -24,7 +24,7 @@ from uuid import uuid4
 import fsspec
 import xxhash
 
-from pipeline.cache.files import Entry, Files, Handle, file_digest
+from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
@@ -198,10 +198,8 @@ class ObjectFiles(Files):
 
     # ------------------------------------------------------------ writing
 
-    @contextmanager
-    def temporary(self) -> Iterator[Path]:
-        with self.mirror.temporary() as path:
-            yield path
+    def temporary(self) -> AbstractContextManager[Path]:
+        return self.mirror.temporary()
 
     def publish(self, temporary: Path, name: str) -> bool:
         try:
@@ -244,6 +242,9 @@ class ObjectFiles(Files):
 
     def free_bytes(self) -> int | None:
         return None
+
+    def scratch_bytes(self) -> int:
+        return free_at(self.mirror.root)
 
     # ------------------------------------------------------------ requests
 

@@ -89,7 +89,8 @@ class TarWriter:
         self.files = files
         self._stack = files.temporary()
         self._path = self._stack.__enter__()
-        self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
+        with explained(self._path):
+            self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
         self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
@@ -362,7 +363,9 @@ class Reader:
     def _intact(self, one: Wanted, verify: bool) -> bool:
         if one.length not in (None, one.into.nbytes):
             return False
-        return not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
+        return (
+            not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
+        )
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.

@@ -235,7 +235,7 @@ class Snapshot:
         Raises:
             IntegrityError: a chunk that is touched for the first time is damaged.
         """
-        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < len(self)):
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {int(rows.max()) + 1}")
         numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
         groups = []

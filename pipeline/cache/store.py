@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import index, layout
+from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Snapshot, identity
@@ -24,6 +25,13 @@ from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _refuse_other(files: Files) -> None:
+    if any(name != "tmp" for name in files.names("")):
+        raise CacheError(
+            f"{files.where('')}: is not empty and not a cache", fix="set `cache:` to an empty or new folder"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,7 @@ class Cache:
         if not self.files.exists(Paths.FORMAT):
             if not create:
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
-            if any(name != "tmp" for name in self.files.names("")):
-                raise CacheError(f"{root}: is not empty and not a cache", fix="set `cache:` to an empty or new folder")
+            _refuse_other(self.files)
             self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
         self.files.document(Paths.FORMAT)
         self.location = str(root)
@@ -76,6 +83,19 @@ class Cache:
     def of(cls, config: Config, *, create: bool = False) -> Cache:
         """The cache that a configuration names."""
         return cls(config.cache, create=create, mirror=config.mirror)
+
+    @classmethod
+    def if_there(cls, config: Config) -> Cache | None:
+        """The cache that a configuration names; None if there is none yet.
+
+        Raises:
+            CacheError: there is something else, so that none can be made either.
+        """
+        files = files_at(config.cache, config.mirror)
+        if files.exists(Paths.FORMAT):
+            return cls.of(config)
+        _refuse_other(files)
+        return None
 
     @property
     def root(self) -> Path:

@@ -1,146 +1,144 @@
-"""Reading ahead: threads work on coming steps, the consumer gets them in order.
+"""Reading ahead: pictures that lie behind a network are asked for before they are needed, neighbours in one request.
 
-What: `Ahead.get` returns what `work(step, doing)` made of the next step, or raises at that step what it raised.
-Why not a pool of futures: how far to read ahead is a number of bytes, which is only known once a step is read; and a
-pool waits for its threads when the process ends, so that one read of a dead file system would keep it alive for ever.
-Price: a thread that hangs in the kernel cannot be stopped; it is left behind, and ends with the process.
+What: `Ahead` is told which keys will be read, about in which order. Members of one file with at most `GAP` bytes
+between them are fetched by one request of at most `REQUEST` bytes; `TOGETHER` requests are under way at once.
+Why: a request costs some 10 to 100 ms wherever it goes, so pictures of 100 KB, one after the other, come at a few MB/s.
+Price: up to `WINDOW` bytes (and a request for each thread that reads) wait in memory; the bytes in the gaps are
+transferred for nothing.
+
+A request that fails is not the end of its pictures: each is then read on its own, and has its own error. So it is with
+a server that turns out to send no ranges: many requests at once would have it send many whole files at once.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
-from pipeline.errors import CacheError
+from pipeline.data.store import Store, Unreadable
 
-T = TypeVar("T")
-Doing = Callable[[Callable[[], str]], None]
-"""Told of what a thread begins to do, as a function that says it in words."""
-_JOIN_S = 5.0
-
-
-class _Closed(Exception):
-    pass
-
-
-class _Failed:
-    def __init__(self, error: BaseException):
-        self.error = error
+GAP = 1 << 20
+REQUEST = 32 << 20
+WINDOW = 128 << 20
+TOGETHER = 16
+WHOLE = WINDOW // TOGETHER
+"""What a file of unknown size counts for in the window."""
 
 
-class Ahead(Generic[T]):
-    """Runs `work` for the steps first, first + 1, ... in threads.
+@dataclass(frozen=True)
+class Place:
+    """Where a picture lies. size: in bytes; None: the whole file."""
+
+    file: str
+    offset: int = 0
+    size: int | None = None
+
+
+@dataclass
+class _Request:
+    file: str
+    offset: int
+    length: int | None
+    left: set[str] = field(default_factory=set)
+    future: Future[bytes] | None = None
+
+    @property
+    def weight(self) -> int:
+        return WHOLE if self.length is None else self.length
+
+
+class Ahead:
+    """Reads each of some keys once.
 
     Args:
-        work: (step, doing) -> result; calls `doing` before everything that may block.
-        first, stop: the first step, and the one before which to stop (None: never).
-        threads: how many.
-        steps: how many steps may be ready or in work beyond the one that is asked for (None: any number).
-        limit: no step is begun while those ahead hold this many bytes; at least one is always in work.
-        size: bytes of a result.
-        timeout_s: how long one thing that a thread does may take while its step is waited for.
-
-    Attributes:
-        bytes: of the results that are ready and were not asked for yet.
+        places: (key, place), about in the order in which they will be read.
+        plain: reads a key alone: one that was not named, is asked for again, or whose request failed.
     """
 
-    def __init__(
-        self, work: Callable[[int, Doing], T], first: int, stop: int | None, *, threads: int, steps: int | None,
-        limit: int, size: Callable[[T], int], timeout_s: float,
-    ):  # fmt: skip
-        self._work, self._stop, self._size = work, stop, size
-        self._steps, self._limit, self._timeout = steps, limit, timeout_s
-        self._asked = self._next = first
-        self._ready: dict[int, T | _Failed] = {}
-        self._doing: dict[int, tuple[float, Callable[[], str]]] = {}
-        self.bytes = self._last = 0
-        self._closed = False
-        self._changed = threading.Condition()
-        self._threads = [threading.Thread(target=self._run, name=f"loader-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, store: Store, places: Iterable[tuple[str, Place]], plain: Callable[[str], bytes]):
+        self._store, self._plain = store, plain
+        self._places = dict(places)
+        self._of = {key: request for request in _requests(self._places) for key in request.left}
+        self._waiting = deque(dict.fromkeys(id(self._of[key]) for key in self._places))
+        self._by_id = {id(request): request for request in self._of.values()}
+        self._held = 0
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="ahead")
 
-    def get(self) -> T:
-        """The next step's result.
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, key: str) -> bytes:
+        """The bytes of a key.
 
         Raises:
-            CacheError: what a thread does for this step takes longer than `timeout_s`; says what.
-            BaseException: whatever `work` raised for this step.
+            Unreadable: as `Source.read`.
         """
-        with self._changed:
-            step = self._asked
-            self._changed.notify_all()
-            while step not in self._ready:
-                self._check(step)
-                self._changed.wait(min(1.0, self._timeout / 4))
-            found = self._ready.pop(step)
-            self._asked += 1
-            if not isinstance(found, _Failed):
-                self.bytes -= self._size(found)
-            self._changed.notify_all()
-        if isinstance(found, _Failed):
-            raise found.error
-        return found
+        with self._lock:
+            request = self._of.pop(key, None)
+            if request is not None:
+                future = self._started(request)
+                self._fill()
+        if request is None:
+            return self._plain(key)
+        try:
+            data = future.result()
+        except Unreadable:
+            return self._plain(key)
+        finally:
+            with self._lock:
+                request.left.discard(key)
+                if not request.left:
+                    self._held -= request.weight
+                    self._by_id.pop(id(request), None)
+                    self._fill()
+        place = self._places[key]
+        if place.size is None:
+            return data
+        start = place.offset - request.offset
+        return data[start : start + place.size]
 
-    def close(self) -> None:
-        """Stop the threads; one that hangs is left behind."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        end = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            stuck = any(time.monotonic() - began > self._timeout for began, _ in self._doing.copy().values())
-            thread.join(0.05 if stuck else max(0.0, end - time.monotonic()))
-        self._ready.clear()
+    def _started(self, request: _Request) -> Future[bytes]:
+        if request.future is None:
+            self._held += request.weight
+            request.future = self._pool.submit(self._fetch, request)
+        return request.future
 
-    def _check(self, step: int) -> None:
-        began, what = self._doing.get(step, (None, None))
-        if began is not None and what is not None and time.monotonic() - began > self._timeout:
-            raise CacheError(
-                f"{what()} takes too long", expected=f"less than {self._timeout:g} s",
-                found=f"{time.monotonic() - began:.1f} s so far, and no answer",
-                fix="look at the disk or the network file system, or set train.loader_timeout_s",
-            )  # fmt: skip
-        if not any(thread.is_alive() for thread in self._threads):
-            raise RuntimeError(f"the loader's threads ended before step {step}")
-
-    def _may_begin(self) -> bool:
-        ahead = self._next - self._asked
-        if ahead <= 0:
-            return True
-        if self._steps is not None and ahead > self._steps:
-            return False
-        return self.bytes + self._last * len(self._doing) < self._limit
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not (self._stop is not None and self._next >= self._stop):
-                    if self._may_begin():
-                        break
-                    self._changed.wait()
-                else:
+    def _fill(self) -> None:
+        """Start what comes next, as far as the window goes."""
+        while self._waiting:
+            request = self._by_id.get(self._waiting[0])
+            if request is not None and request.future is None:
+                if self._held + request.weight > WINDOW:
                     return
-                step = self._next
-                self._next += 1
-                self._doing[step] = (time.monotonic(), lambda step=step: f"planning step {step}")  # type: ignore[misc]
-            found: Any
-            try:
-                found = self._work(step, lambda what: self._note(step, what))
-            except BaseException as error:  # whatever it is, the consumer must see it at this step
-                found = _Failed(error)
-            with self._changed:
-                del self._doing[step]
-                self._ready[step] = found
-                if not isinstance(found, _Failed):
-                    self._last = self._size(found)
-                    self.bytes += self._last
-                del found
-                self._changed.notify_all()
+                self._started(request)
+            self._waiting.popleft()
 
-    def _note(self, step: int, what: Callable[[], str]) -> None:
-        if self._closed:
-            raise _Closed
-        self._doing[step] = (time.monotonic(), what)
+    def _fetch(self, request: _Request) -> bytes:
+        if not self._store.far:
+            raise Unreadable(f"{request.file}: is not read ahead")
+        if request.length is None:
+            return self._store.read(request.file)
+        return self._store.read_range(request.file, request.offset, request.length)
+
+
+def _requests(places: dict[str, Place]) -> Iterable[_Request]:
+    last: _Request | None = None
+    for key, place in sorted(places.items(), key=lambda entry: (entry[1].file, entry[1].offset)):
+        if last is not None and last.length is not None and place.size is not None and last.file == place.file:
+            end = max(last.offset + last.length, place.offset + place.size)
+            if place.offset - (last.offset + last.length) <= GAP and end - last.offset <= REQUEST:
+                last.length = end - last.offset
+                last.left.add(key)
+                continue
+        if last is not None:
+            yield last
+        last = _Request(place.file, place.offset, place.size, {key})
+    if last is not None:
+        yield last

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import braceexpand
 
@@ -75,7 +76,8 @@ def open_source(data: str, config: DataConfig, name: str | None = None, format: 
             return FolderSource(Path(data.removeprefix("file://")), rule, name)
         return FolderSource(store, rule, name)
     if format == "wids":
-        return TarSource(store, _wids(store, files, data), replace(rule, instead=("prompt",)), name, "wids")
+        told = _wids(store, files, data)
+        return TarSource(store, told, replace(rule, instead=("prompt",)), name, "wids", told)
     if files is None:
         every = store.find()
         files = [file for file in every if extension(file) in _SUFFIXES[format]]
@@ -270,8 +272,8 @@ def _kind_of_files(files: list[str], data: str) -> str:
     return kind
 
 
-def _wids(store: Store, files: list[str] | None, data: str) -> list[str]:
-    """The tars that an index of NVlabs' loader lists."""
+def _wids(store: Store, files: list[str] | None, data: str) -> dict[str, Any]:
+    """The tars that an index of NVlabs' loader lists -> how many samples it says they hold (None if it does not)."""
     index = files[0] if files else WIDS
     try:
         value = parse_json(store.read(index).decode("utf-8-sig"))
@@ -285,4 +287,6 @@ def _wids(store: Store, files: list[str] | None, data: str) -> list[str]:
             found=value if isinstance(value, str) else json.dumps(value)[:80],
         )  # fmt: skip
     folder = posixpath.dirname(index)
-    return [posixpath.normpath(posixpath.join(folder, str(url))) for url in urls]
+    assert isinstance(shards, list)
+    said_of = zip(urls, (shard.get("nsamples") for shard in shards if isinstance(shard, dict)), strict=True)
+    return {posixpath.normpath(posixpath.join(folder, str(url))): count for url, count in said_of}

@@ -29,9 +29,9 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, RecordError, Wanted
 from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
-from pipeline.data.ahead import Ahead, Doing
 from pipeline.data.fetching import Fetcher
 from pipeline.data.planner import Plan, Planner
+from pipeline.data.readahead import Ahead, Doing
 from pipeline.data.ring import Carver, Ring, room
 from pipeline.errors import ConfigError, UserError
 
@@ -309,12 +309,9 @@ class Loader:
             part = slice(first, min(first + self.microbatch, count))
             own = slice(int(bounds[part.start]), int(bounds[part.stop])) if self.packed else part
             starts = torch.from_numpy((bounds[part.start : part.stop + 1] - bounds[part.start]).astype(np.int32))
-            batches.append(
-                Batch(
-                    whole[0][part], whole[1][own], whole[2][part], whole[3][part], whole[4][part], tuple(ids[part]),
-                    (bucket.height, bucket.width), starts if self.packed else None,
-                )  # fmt: skip
-            )
+            tensors = (whole[0][part], whole[1][own], whole[2][part], whole[3][part], whole[4][part])
+            packed = starts if self.packed else None
+            batches.append(Batch(*tensors, tuple(ids[part]), (bucket.height, bucket.width), packed))
         return Loaded(batches, size, []), bad
 
     def _replace(

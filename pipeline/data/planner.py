@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.cache.snapshot import Columns, Snapshot
 from pipeline.data import randomness
 from pipeline.data.captions import choose
-from pipeline.data.schedule import Schedule, Step, permute
+from pipeline.data.schedule import Schedule, permute
 from pipeline.data.windows import Windows
 
 CANDIDATES = 256

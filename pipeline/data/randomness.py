@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The scalar draws of one visit: uniform `caption` and `drop` in [0, 1), standard normal `logit`."""
 
     caption: float

@@ -18,8 +18,9 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -75,6 +76,12 @@ class Remote(Store):
         self._known: dict[str, dict[str, Any]] = {}
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
+        self._proven = False  # a server has sent a range
+        self._first = threading.Lock()
+
+    @property
+    def far(self) -> bool:
+        return self.ranged
 
     # ------------------------------------------------------------ names
 
@@ -164,6 +171,13 @@ class Remote(Store):
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(lambda name: self._read_one(name, limit), names))
 
+    def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
+        asked = list(names)
+        if all(name in self._known for name in asked):  # a listing has said it
+            return super().stat_many(asked)
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            return dict(zip(asked, pool.map(self._stat_one, asked), strict=True))
+
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         if length == 0:
             return b""
@@ -185,10 +199,14 @@ class Remote(Store):
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
         """A range; None if this server sent more than that (and so the whole file)."""
         path = self.path(name)
-        data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
-        if len(data) > length:
-            self.ranged = False
-            return None
+        with nullcontext() if self._proven else self._first:  # many who find it out at once would get many files
+            if not self.ranged:
+                return None
+            data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
+            if len(data) > length:
+                self.ranged = False
+                return None
+            self._proven = True
         return data
 
     def _spool(self, name: str) -> _Spool:

@@ -20,11 +20,16 @@ import os
 import posixpath
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pipeline.cache.layout import digest
+from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, brief, broken, extension, hostile, said, shown, stem
 from pipeline.data.store import Disk, Store, Unreadable
@@ -63,6 +68,26 @@ class Part:
     stamp: str | None = None
 
 
+Seen = dict[str, tuple[int, int] | Unreadable]
+"""Key -> what `Source.stat` says of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A piece of a part that is listed, read and shared on its own.
+
+    look: what `stat` says of the keys; may take as long as asking for every file's size, and runs in any thread.
+    identity: what `look` gave -> a digest of all that decides what `items` yields and what their bytes are; as slow.
+    items: the listing of the piece.
+    count: how many items and rejects that will be; None if only listing tells.
+    """
+
+    look: Callable[[], Seen]
+    identity: Callable[[Seen], bytes]
+    items: Callable[[], Iterator[Item | Reject]]
+    count: int | None = None
+
+
 @dataclass(frozen=True)
 class Reject:
     """Something that looked like a part of the data and cannot be used. key: a file, or `FILE:LINE` of a metadata
@@ -96,6 +121,29 @@ class Source(ABC):
         """The items of one part, in ascending order of their keys."""
         return self.items()
 
+    def runs(self, part: Part, size: int) -> Iterator[Run]:
+        """A part cut into runs of `size` items. One with a stamp is one run, which it takes no listing to know."""
+        if part.stamp is not None:
+            stamp = part.stamp
+            yield Run(dict, lambda seen: digest("part", part.name, stamp), lambda: self.part(part.name))
+            return
+        listing = iter(self.part(part.name))
+        while found := list(islice(listing, size)):
+            yield self._run(found)
+
+    def _run(self, found: list[Item | Reject]) -> Run:
+        return Run(partial(self._look, found), partial(_identity, found), partial(iter, found), len(found))
+
+    def _look(self, found: list[Item | Reject]) -> Seen:
+        seen: Seen = {}
+        for one in found:
+            if isinstance(one, Item):
+                try:
+                    seen[one.key] = self.stat(one.key)
+                except Unreadable as error:
+                    seen[one.key] = error
+        return seen
+
     def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
         """Learn (key, part, where) from an earlier listing: `stat` and `read` then work without another."""
 
@@ -115,6 +163,14 @@ class Source(ABC):
             Unreadable: there is no such item any more, or its key is not one of this source.
         """
 
+    def head(self, key: str, length: int) -> bytes:
+        """The first `length` bytes at least, or all there are. A source that can only read an item whole does so.
+
+        Raises:
+            Unreadable: as in `read`.
+        """
+        return self.read(key)
+
     @abstractmethod
     def read(self, key: str) -> bytes:
         """The whole file.
@@ -122,6 +178,21 @@ class Source(ABC):
         Raises:
             Unreadable: as in `stat`, or the bytes cannot be read.
         """
+
+    @property
+    def far(self) -> bool:
+        """Whether every read is a round trip over a network, so that many should be under way at once."""
+        return False
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        """`read`, for keys of which each will be read once, about in this order: what is far away is fetched ahead.
+        The context ends when all have been read or none is wanted any more."""
+        yield self.read
+
+
+def _identity(found: list[Item | Reject], seen: Seen) -> bytes:
+    return digest("items", *map(repr, found), *map(repr, seen.values()))
 
 
 class FolderSource(Source):
@@ -167,6 +238,30 @@ class FolderSource(Source):
         return str(self.store.root) if isinstance(self.store, Disk) else self.store.location
 
     def items(self) -> Iterator[Item | Reject]:
+        return self._generate(*self._listed())
+
+    def runs(self, part: Part, size: int) -> Iterator[Run]:
+        """Runs of pictures by their names, so that whoever lists need not read the captions of all of them."""
+        listing, rejects, told = self._listed()
+        if rejects:
+            early: list[Item | Reject] = sorted(rejects, key=lambda reject: reject.key)
+            yield self._run(early)
+        keys = sorted(listing.pictures)
+        for start in range(0, len(keys), size):
+            some = keys[start : start + size]
+            yield Run(
+                partial(self.store.stat_many, some), partial(self._identity, some, listing, told),
+                partial(self._some, some, listing, told), len(some),
+            )  # fmt: skip
+
+    def _identity(self, keys: list[str], listing: _Listing, told: dict[str, _Told], seen: Seen) -> bytes:
+        beside = {key: listing.beside(key) for key in keys}
+        texts = self.store.stat_many(sorted({name for names in beside.values() for name in names}))
+        parts = (repr((key, seen[key], [(name, texts[name]) for name in beside[key]], told.get(key))) for key in keys)
+        return digest("files", self.rule.identity(), *parts)
+
+    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
+        """All names, what cannot be used, and what the metadata files say."""
         self.store.refresh()
         listing = self._list()
         self.ignored_kinds = listing.ignored
@@ -189,7 +284,7 @@ class FolderSource(Source):
             if orphans:
                 listing.ignored[f".{kind} file without a picture"] += orphans
         self.ignored = listing.ignored.total()
-        return self._generate(listing, rejects, told)
+        return listing, rejects, told
 
     def path(self, key: str) -> Path:
         """Where the item is on this disk.
@@ -206,6 +301,21 @@ class FolderSource(Source):
 
     def read(self, key: str) -> bytes:
         return self.store.read(key)
+
+    def head(self, key: str, length: int) -> bytes:
+        return self.store.read(key, length)
+
+    @property
+    def far(self) -> bool:
+        return self.store.far
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self.far:
+            yield self.read
+            return
+        with Ahead(self.store, ((key, Place(key)) for key in keys), self.read) as ahead:
+            yield ahead.read
 
     def _list(self) -> _Listing:
         listing = _Listing()
@@ -283,13 +393,12 @@ class FolderSource(Source):
 
     def _generate(self, listing: _Listing, rejects: list[Reject], told: dict[str, _Told]) -> Iterator[Item | Reject]:
         yield from sorted(rejects, key=lambda reject: reject.key)
-        keys = sorted(listing.pictures)
+        yield from self._some(sorted(listing.pictures), listing, told)
+
+    def _some(self, keys: list[str], listing: _Listing, told: dict[str, _Told]) -> Iterator[Item | Reject]:
         for start in range(0, len(keys), _TOGETHER):
             some = keys[start : start + _TOGETHER]
-            beside = {
-                key: sorted(listing.texts.get(stem(key), ())) + sorted(listing.objects.get(stem(key), ()))
-                for key in some
-            }
+            beside = {key: listing.beside(key) for key in some}
             names = sorted({name for files in beside.values() for name in files})
             data = dict(zip(names, self.store.read_many(names, MAX_CAPTION_BYTES), strict=True))
             for key in some:
@@ -436,6 +545,11 @@ class _Listing:
     rejects: list[Reject] = field(default_factory=list)
     refused_pictures: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
+
+    def beside(self, key: str) -> list[str]:
+        """The caption files of a picture."""
+        own = stem(key)
+        return sorted(self.texts.get(own, ())) + sorted(self.objects.get(own, ()))
 
 
 @dataclass

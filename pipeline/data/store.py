@@ -12,6 +12,7 @@ import io
 import os
 import stat as stat_module
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,11 @@ class Store(ABC):
 
     location: str
     """The root, for messages and for finding it again."""
+
+    @property
+    def far(self) -> bool:
+        """Whether every read is a round trip over a network, so that many should be under way at once."""
+        return False
 
     @abstractmethod
     def find(self) -> list[str]:
@@ -55,6 +61,16 @@ class Store(ABC):
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; an error stands in its file's place."""
         return [self._read_one(name, limit) for name in names]
+
+    def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
+        """`stat` of many files; an error stands in its file's place."""
+        return {name: self._stat_one(name) for name in names}
+
+    def _stat_one(self, name: str) -> tuple[int, int] | Unreadable:
+        try:
+            return self.stat(name)
+        except Unreadable as error:
+            return error
 
     def _read_one(self, name: str, limit: int) -> bytes | Unreadable:
         try:

@@ -57,9 +57,10 @@ class ListingSource(FolderSource):
         super().__init__(store, rule, name)
         self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
 
-    def items(self) -> Iterator[Item | Reject]:
+    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
         self.store.refresh()
         self.ignored_kinds = Counter()
+        self.ignored = 0
         listing = _Listing()
         told: dict[str, _Told] = {}
         rejects: list[Reject] = []
@@ -67,7 +68,7 @@ class ListingSource(FolderSource):
             rejects += self._read_listing(file, listing, told)
         if not listing.pictures and not rejects:
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
-        return self._generate(listing, rejects, told)
+        return listing, rejects, told
 
     def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
         rows, columns, rejects = self._rows(file)
@@ -283,6 +284,11 @@ class ParquetSource(Source):
         if data is None:
             raise Unreadable(f"{shown(key)}: has no picture any more")
         return data
+
+    def head(self, key: str, length: int) -> bytes:
+        if key in self._names:
+            return self.store.read(self._names[key], length)
+        return self.read(key)  # parquet has no smaller piece than a row group's column
 
     def _found(self, key: str) -> tuple[str, int, int, int]:
         try:

@@ -6,7 +6,8 @@ base name, in lower case; folders and names of the form `__x__` mean nothing. Of
 (`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; `txt` and the caption columns of `json` are its
 captions.
 NVlabs' layout is the same with captions and scores in files beside the tar, `<tar without .tar><anything>.json`:
-{sample: {column: text}} and {sample: {column: score}}; they are known by what they hold.
+{sample: {column: text}} and {sample: {column: score}}; they are known by what they hold. A tar that does not hold as
+many samples as `wids-meta.json` says (`nsamples`) is told.
 
 Keys are `<tar>/<member>`: names inside tars are often counted anew in each. Pictures that change tars change their
 sample ids, but nothing is encoded again, since records are found by content.
@@ -25,11 +26,13 @@ import posixpath
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
+from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, hostile, said, shown
 from pipeline.data.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, parse_json, sidecar
@@ -62,9 +65,15 @@ class TarSource(Source):
         rule: which captions.
         name: the source's name in sample identities.
         format: `webdataset` or `wids`.
+        told: tar -> the number of samples that an index says it holds; a tar that holds another is a reject beside
+            its items, because samples are missing, or the index is of other tars.
     """
 
-    def __init__(self, store: Store, files: Iterable[str], rule: CaptionRule, name: str, format: str = "webdataset"):
+    def __init__(
+        self, store: Store, files: Iterable[str], rule: CaptionRule, name: str, format: str = "webdataset",
+        told: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self._told = {file: count for file, count in (told or {}).items() if count is not None}
         self.store, self.rule, self.name, self.format = store, rule, name, format
         self.location = store.location
         self.files = sorted(set(files), key=lambda file: file + "/")
@@ -119,6 +128,9 @@ class TarSource(Source):
                 found=missing[0],
                 fix="--set data.caption_field=NAME",
             )
+        if name in self._told and self._told[name] != len(samples):
+            count = shown(repr(self._told[name]))
+            rejects.append(Reject(shown(name), f"holds {len(samples)} samples, wids-meta.json says {count}"))
         if not pictures and not rejects:
             rejects.append(Reject(shown(name), "holds no picture"))
         self.ignored = self.ignored_kinds.total()
@@ -322,6 +334,23 @@ class TarSource(Source):
     def read(self, key: str) -> bytes:
         return self.store.read_range(*self._found(key))
 
+    def head(self, key: str, length: int) -> bytes:
+        part, offset, size = self._found(key)
+        return self.store.read_range(part, offset, min(size, length))
+
+    @property
+    def far(self) -> bool:
+        return self.store.far
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self.far:
+            yield self.read
+            return
+        places = ((key, Place(*self._places[key])) for key in keys if key in self._places)
+        with Ahead(self.store, places, self.read) as ahead:
+            yield ahead.read
+
     def _place(self, key: str, part: str, where: str) -> None:
         offset, _, size = where.partition("+")
         self._places[key] = (part, int(offset), int(size))
@@ -338,7 +367,9 @@ class TarSource(Source):
         except Unreadable:
             return None
         self._versions[file] = versions[0]
-        return digest(RULE, self.rule.identity(), *(str(number) for version in versions for number in version)).hex()
+        told = [repr(self._told[file])] if file in self._told else []
+        numbers = [str(number) for version in versions for number in version]
+        return digest(RULE, self.rule.identity(), *numbers, *told).hex()
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""Claims: who is at which unit, so that idle workers take what nobody is doing.
+"""Claims: who is at which unit of work, so that idle workers take what nobody is doing.
 
-What: `take` puts `claims/<recipe>/<plan>/<unit>.json` if it is absent; a thread replaces it with a higher beat while
-the unit is encoded; `release` removes it. A claim that did not change for `stale_s` seconds of the observer's own
-monotonic clock belongs to nobody: a file's time and another machine's clock are never compared with ours. A claim of
-this machine whose process is gone belongs to nobody at once.
+What: `take` puts `claims/<recipe>/<plan>/<unit>.json` (of a piece of a scan: `claims/fragments/<source>/<piece>.json`)
+if it is absent; a thread replaces it with a higher beat while the work is done; `release` removes it. A claim that did
+not change for `stale_s` seconds of the observer's own monotonic clock belongs to nobody: a file's time and another
+machine's clock are never compared with ours. A claim of this machine whose process is gone belongs to nobody at once.
 Why: without claims every worker that has run out of work encodes the last units of the others once more.
 Price: a small file is written per unit, and one more every `stale_s / BEATS` seconds. Claims are advice: two workers
 may come to hold one (one of them was stopped, or both saw it grow stale); both encode, and the commit, which is
@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,7 @@ State = Literal["free", "mine", "held", "moving"]
 
 
 class Claims:
-    """The claims of one process.
+    """The claims of one process. `work` names what is claimed, as `Paths.claim` takes it.
 
     Args:
         stale_s: a claim without a change for so long is nobody's.
@@ -50,9 +50,9 @@ class Claims:
         self._place = _place()
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def state(self, recipe: str, plan: int, unit: str) -> State:
+    def state(self, *work: str | int) -> State:
         """Look at a claim and remember what it says. `moving`: it changed since the last look."""
-        name = Paths.claim(recipe, plan, unit)
+        name = Paths.claim(*work)
         content = self._read(name)
         if content is None:
             self._seen.pop(name, None)
@@ -66,12 +66,12 @@ class Claims:
             return "free" if self._dead(owner) else "held" if before is None else "moving"
         return "free" if now - before[1] >= self.stale_s or self._dead(owner) else "held"
 
-    def take(self, recipe: str, plan: int, unit: str) -> State:
+    def take(self, *work: str | int) -> State:
         """Claim a unit that nobody has, or whose claim is stale: `mine`. Else what is known of it."""
-        found = self.state(recipe, plan, unit)
+        found = self.state(*work)
         if found != "free":
             return found
-        name, content = Paths.claim(recipe, plan, unit), self._content(0)
+        name, content = Paths.claim(*work), self._content(0)
         if self.files.put(name, content):
             return "mine"
         before = self._read(name)
@@ -82,16 +82,16 @@ class Claims:
         self._seen.pop(name, None)
         return "mine" if self._read(name) == content else "held"
 
-    def release(self, recipe: str, plan: int, unit: str) -> None:
+    def release(self, *work: str | int) -> None:
         """Remove the claim if it is still ours."""
-        name = Paths.claim(recipe, plan, unit)
+        name = Paths.claim(*work)
         if self._owned(name):
             self.files.remove(name)
 
     @contextmanager
-    def held(self, recipe: str, plan: int, unit: str) -> Iterator[None]:
+    def held(self, *work: str | int) -> Iterator[None]:
         """Beat while the block runs, then release. For a unit that `take` gave us."""
-        name, done = Paths.claim(recipe, plan, unit), threading.Event()
+        name, done = Paths.claim(*work), threading.Event()
 
         def beat() -> None:
             count = 0
@@ -111,7 +111,8 @@ class Claims:
         finally:
             done.set()
             thread.join()
-            self.release(recipe, plan, unit)
+            with suppress(CacheError):  # permission lost: it grows stale; the error that is on its way counts
+                self.release(*work)
 
     def _content(self, beat: int) -> bytes:
         return json.dumps({"owner": self.token, "beat": beat, **self._place}, sort_keys=True).encode() + b"\n"

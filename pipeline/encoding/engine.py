@@ -28,9 +28,10 @@ from pipeline.data.source import Source
 from pipeline.encoding import calibrate, worker
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.claims import BEATS, Claims
-from pipeline.encoding.progress import Progress
+from pipeline.encoding.progress import Meter, Progress
+from pipeline.encoding.room import Room
 from pipeline.encoding.stopping import Stop
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, NoSpaceError
 from pipeline.models import encoders
 
 Work = list[tuple[Plan, Unit]]
@@ -55,6 +56,7 @@ class Runner:
 
     def __init__(self, config: Config, cache: Cache, sources: Mapping[str, Source], *, check: bool = False):
         self.config, self.cache, self.sources, self._check = config, cache, dict(sources), check
+        self.meter = Meter()
         self._image: encoders.LatentEncoder | None = None
         self._text: encoders.TextEncoder | None = None
         self._costs: dict[str, _StorageCosts] = {}
@@ -82,17 +84,13 @@ class Runner:
         if isinstance(recipe, layout.LatentRecipe):
             if set(rows.column("source").to_pylist()) - set(self.sources):
                 return None
+            encoder = _Metered(self._latents(recipe), self.meter)
             return worker.image_records(
-                recipe, unit, rows, self.sources, self._latents(recipe), max_pixels=self.config.data.max_pixels,
+                recipe, unit, rows, self.sources, encoder, max_pixels=self.config.data.max_pixels,
                 workers=self.config.encode.workers, only=only,
             )  # fmt: skip
         assert isinstance(recipe, layout.TextRecipe)
-        return worker.caption_records(recipe, unit, rows, self._captions(recipe), only=only)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens encoded so far."""
-        return self._text.tokens if self._text is not None else 0
+        return worker.caption_records(recipe, unit, rows, _Metered(self._captions(recipe), self.meter), only=only)
 
     @property
     def unshared(self) -> int:
@@ -125,6 +123,24 @@ class Runner:
                 _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
             self._text = encoders.TextEncoder.load(self.config.text, instruction, device(self.config))
         return self._text
+
+
+class _Metered:
+    """An encoder whose time and tokens are counted."""
+
+    def __init__(self, encoder: Any, meter: Meter):
+        self._encoder, self._meter = encoder, meter
+
+    def encode(self, batch: Any) -> Any:
+        before = getattr(self._encoder, "tokens", 0)
+        with self._meter.computing():
+            found = self._encoder.encode(batch)
+        self._meter.tokens += getattr(self._encoder, "tokens", 0) - before
+        return found
+
+    def null(self) -> Any:
+        with self._meter.computing():
+            return self._encoder.null()
 
 
 class _StorageCosts:
@@ -164,19 +180,22 @@ def is_done(cache: Cache, plan: Plan, unit: Unit) -> bool:
 
 
 def run_here(
-    runner: Worker, todo: Work, task: int, tasks: int, claims: Claims, stop: Stop, bar: Progress
-) -> tuple[int, int]:
+    runner: Worker, todo: Work, task: int, tasks: int, claims: Claims, stop: Stop, bar: Progress,
+    room: Room | None = None,
+) -> tuple[int, int]:  # fmt: skip
     """The local engine.
 
     Args:
         todo: every unit that is missing, of all tasks.
         task, tasks: this process's share, which it does first.
+        room: where to wait for space; None: a full disk is an error at once.
 
     Returns:
         Records made here, and units that living workers still had in hand at the end.
 
     Raises:
         Stopped: a signal asked for the end.
+        NoSpaceError: there was no room for too long.
     """
     cache = runner.cache
     mine = worker.share(todo, task, tasks)
@@ -186,6 +205,27 @@ def run_here(
     others.sort(key=lambda item: layout.digest(claims.token, item[1].unit))
     waiting, made, left = [*mine, *others], 0, 0
     bar.expect(sum(unit.count for _, unit in mine))
+
+    def attempt(plan: Plan, unit: Unit, ours: bool) -> bool:
+        """Encode a unit whose claim is ours, unless it is done by now."""
+        nonlocal made
+        counted = bar.done, bar.rejected
+        with claims.held(plan.recipe, plan.number, unit.unit):
+            if is_done(cache, plan, unit):  # committed between our first look and our claim
+                bar.expect(-unit.count if ours else 0)
+                return False
+            bar.expect(0 if ours else unit.count)
+            try:
+                if room is not None:
+                    room.check(plan, unit)
+                made += runner.encode(plan, unit, batch).records
+            except NoSpaceError:
+                bar.expect(0 if ours else -unit.count)
+                bar.forget(*counted)
+                raise
+        if room is not None:
+            room.passed()
+        return True
 
     def batch(records: int, rejects: int) -> None:
         bar.add(records, rejects)
@@ -202,16 +242,19 @@ def run_here(
                 if is_done(cache, plan, unit):
                     bar.expect(-unit.count if ours else 0)
                     continue
-                found = claims.take(plan.recipe, plan.number, unit.unit)
-                if found == "mine":
-                    with claims.held(plan.recipe, plan.number, unit.unit):
-                        if is_done(cache, plan, unit):  # committed between our first look and our claim
-                            bar.expect(-unit.count if ours else 0)
-                            continue
-                        bar.expect(0 if ours else unit.count)
-                        made += runner.encode(plan, unit, batch).records
-                        worked = True
-                elif idle and found == "moving":
+                try:
+                    found = claims.take(plan.recipe, plan.number, unit.unit)
+                    if found == "mine":
+                        worked = attempt(plan, unit, ours) or worked
+                        continue
+                except NoSpaceError as error:
+                    if room is None:
+                        raise
+                    room.wait(plan, unit, error)
+                    later.append((plan, unit))
+                    worked = True
+                    continue
+                if idle and found == "moving":
                     left += 1  # its owner lives and will finish it
                     bar.expect(-unit.count if ours else 0)
                 else:

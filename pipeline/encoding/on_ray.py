@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from pipeline.config import Config
 from pipeline.data.source import Source
 from pipeline.encoding import engine
 from pipeline.encoding.progress import Progress
+from pipeline.encoding.room import Room
 from pipeline.encoding.stopping import Stop, Stopped
-from pipeline.errors import UserError
+from pipeline.errors import NoSpaceError, UserError
 
 Openers = dict[str, Callable[[], Source]]
 """Source name -> how a worker opens it."""
@@ -56,6 +58,12 @@ class Done:
     rejects: int = 0
     truncated: int = 0
     unshared: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    wall_s: float = 0.0
+
+    def __add__(self, other: Done) -> Done:
+        return Done(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 _kept: dict[str, engine.Runner] = {}
@@ -81,11 +89,21 @@ def encode_unit(order: Order, recipe: str, plan: int, unit: str) -> Done:
     wanted = next(u for u in whole.units if u.unit == unit)
     if engine.is_done(runner.cache, whole, wanted):  # a retry of a task whose node died after the commit
         return Done()
-    truncated, unshared = runner.truncated, runner.unshared
-    commit = runner.encode(whole, wanted, lambda records, rejects: None)
+    truncated, unshared, tokens, busy_s = runner.truncated, runner.unshared, runner.meter.tokens, runner.meter.busy_s
+    began = time.monotonic()
+    room = Room(runner.cache, runner.config.encode)
+    while True:
+        try:
+            room.check(whole, wanted)
+            commit = runner.encode(whole, wanted, lambda records, rejects: None)
+            room.passed()
+            break
+        except NoSpaceError as error:
+            room.wait(whole, wanted, error)
     return Done(
-        commit.records, len(commit.rejects), max(0, runner.truncated - truncated), max(0, runner.unshared - unshared)
-    )
+        commit.records, len(commit.rejects), max(0, runner.truncated - truncated), max(0, runner.unshared - unshared),
+        runner.meter.tokens - tokens, runner.meter.busy_s - busy_s, time.monotonic() - began,
+    )  # fmt: skip
 
 
 class Cluster:
@@ -147,12 +165,11 @@ class Cluster:
                     ready, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_S)
                     for ref in ready:
                         done = self._result(ref, *running.pop(ref))
-                        made = Done(
-                            made.records + done.records,
-                            made.rejects + done.rejects,
-                            made.truncated + done.truncated,
-                            made.unshared + done.unshared,
-                        )
+                        made += done
+                        if bar.meter is not None:
+                            bar.meter.tokens += done.tokens
+                            bar.meter.busy_s += done.busy_s
+                            bar.meter.wall_s = (bar.meter.wall_s or 0.0) + done.wall_s
                         bar.add(done.records, done.rejects)
             except BaseException:
                 self._cancel(list(running))

@@ -18,8 +18,8 @@ from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.encoding import worker
 from pipeline.errors import IntegrityError
 
-Encode = Callable[[Plan, Unit, Container[bytes]], Iterable[worker.Made]]
-"""Encodes the batches of a unit that hold one of the given keys."""
+Encode = Callable[[Plan, Unit, index.Commit, Container[bytes]], Iterable[worker.Made]]
+"""Encodes the batches of a unit that hold one of the given keys, in the way that its commit's provenance names."""
 
 
 def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
@@ -45,7 +45,7 @@ def repair_unit(cache: Cache, recipe: layout.Recipe, finding: audit.Finding, enc
     assert commit.shard is not None
     bad = {bytes.fromhex(key) for key in finding.records}
     made: dict[bytes, worker.Record] = {}
-    for records, rejects in encode(plan, unit, bad):
+    for records, rejects in encode(plan, unit, commit, bad):
         made.update((record.key, record) for record in records)
         lost = [reject for reject in rejects if bytes.fromhex(reject.key) in bad]
         if lost:
@@ -70,13 +70,14 @@ def repair_unit(cache: Cache, recipe: layout.Recipe, finding: audit.Finding, enc
         return "restored"
     if not bad:
         return "failed: the shard's own description is damaged and cannot be made again as it was"
-    _replace(cache, recipe, plan, unit, bad, made)
+    _replace(cache, recipe, plan, unit, commit, bad, made)
     return "replaced"
 
 
 def _replace(
-    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, bad: set[bytes], made: dict[bytes, worker.Record]
-) -> None:
+    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, commit: index.Commit, bad: set[bytes],
+    made: dict[bytes, worker.Record],
+) -> None:  # fmt: skip
     """Commit the damaged records as a plan of their own."""
     rows = cache.table(plan.table).slice(unit.start, unit.count)
     wanted = [i for i, key in enumerate(rows.column("key").to_pylist()) if key in bad]
@@ -88,7 +89,9 @@ def _replace(
         if cache.add_plan(recipe.name, number, [own], table):
             break
     added = cache.plan(recipe.name, number)
-    commit = worker.encode(cache, recipe, added, own, [([made[key] for key in keys], [])], lambda done, bad: None)
-    if commit.records != len(keys):
+    how = {name: value for name, value in commit.provenance.items() if name == "text_mode"}
+    records = [made[key] for key in keys]
+    again = worker.encode(cache, recipe, added, own, [(records, [])], lambda done, bad: None, how)
+    if again.records != len(keys):
         raise IntegrityError(f"plan {number} of {recipe.name}: not every repaired record could be stored")
     index.merge(cache.files, recipe.name, number, [own.unit])

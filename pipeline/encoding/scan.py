@@ -5,7 +5,13 @@ the item is left out.
 Why: a row whose size and mtime are unchanged keeps its digest, so a second scan reads no pixels; the table is stored
 in the cache, so that `bucket` works where the sources are not.
 A part of a source (a tar, a parquet file) whose stamp is unchanged is not even listed again: its rows are taken over.
-Price: a first scan reads every file once (the digest needs all bytes). `--rehash` reads them again.
+The rest is cut into fragments (`fragments`), a part with a stamp or `RUN` items of another: each is read by one of the
+processes, and one that a killed process has read is not read again. A fragment without a new picture is no such
+thing: looking at its files is all it needs, and every process does that.
+Price: a first scan reads every file once (the digest needs all bytes). `--rehash` reads them again. Each process lists
+every part that has no stamp and asks for the size and time of each of its files. Of a server that tells no time or
+ETag nothing can be shared or taken over. A part with a stamp is not cut: of a single huge tar one process reads all.
+What could not be read is tried again by the next scan, not by the one that continues this one.
 """
 
 from __future__ import annotations
@@ -13,17 +19,22 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 
 from pipeline.cache import layout
+from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
 from pipeline.data import detect, image
-from pipeline.data.source import Item, Reject, Source
+from pipeline.data.ahead import TOGETHER
+from pipeline.data.source import Item, Reject, Run, Seen, Source
+from pipeline.data.store import Unreadable
+from pipeline.encoding.fragments import Fragments, Outdated, Rows
 from pipeline.errors import UserError
 
 SCAN = pa.schema(
@@ -41,76 +52,226 @@ table (see `Source`); they are null for files, and missing in tables of earlier 
 AHEAD = 1024
 """Items that may wait for a reader: a listing is not held in memory twice, and stays near what is being read."""
 
+RUN = 2048
+"""Items of a fragment, where the source has no parts that say when they have changed."""
+
+RULE = "fragment-1"
+"""Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
+
+
+HEADS = (1 << 16, 1 << 20)
+"""Bytes that `from_header` reads of a picture; the second number where the first was not enough."""
+
+Look = Callable[[Source, str, int], dict[str, Any]]
+"""(source, key, max_pixels) -> the columns `digest`, `width`, `height`, `reject`, as far as they are found."""
+
+
+def from_bytes(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+    """Digest and size of a picture, from all of its bytes."""
+    try:
+        data = source.read(key)
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {"digest": layout.digest(data), **_size(data, max_pixels)}
+
+
+def from_header(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+    """Size of a picture from its first bytes, as far as they tell: nothing at all if its header lies further behind.
+
+    An orientation that stands behind the pixels (possible in PNG and WebP) is not seen.
+    """
+    try:
+        size = source.stat(key)[0]
+        for length in HEADS:
+            data = source.head(key, length)
+            found = _size(data, max_pixels)
+            if "width" in found or len(data) >= size or "max_pixels" in found["reject"]:
+                return found
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {}
+
+
+def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
+    try:
+        width, height = image.probe(data, max_pixels)
+    except image.ImageReject as reject:
+        return {"reject": str(reject)}
+    return {"width": width, "height": height}
+
 
 def scan(
-    source: Source, name: str, cache: Cache, *, max_pixels: int, workers: int, rehash: bool,
-    progress: Callable[[int], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
+    source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
+    progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
+    look: Look = from_bytes, fragments: Fragments | None = None,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
     Args:
         name: the source's name, under which an earlier scan is looked up.
+        cache: where; None: there is no earlier scan.
         rehash: do not trust size and mtime.
-        progress: called with the number of items done so far.
+        progress: called with the number of items done so far, and of all (None while only listing them can tell).
         refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
             scan, so that a changed policy takes effect on known rows.
+        look: how a picture that is not known is examined.
+        fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
 
     Raises:
         UserError: two items have the same sample id, or this is another data set under a known name.
+        Stopped: a signal asked for the end.
     """
-    last = None if rehash else _last(cache, name)
-    runs = _runs(last) if last is not None else {}
-    known: dict[str, dict[str, Any]] | None = None
+    while True:
+        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
+        try:
+            tables = _Scan(source, name, cache, pool, max_pixels, look, rehash, progress, fragments).tables()
+            break
+        except Outdated:
+            continue
+        finally:
+            pool.shutdown(cancel_futures=True)
+    table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
+    _unique(name, table)
+    if cache is not None:
+        _same_set(cache, name, source, table)
+    source.recall(places(table))
+    return table
 
-    def row(found: Item | Reject) -> dict[str, Any]:
+
+@dataclass
+class _Piece:
+    """Some rows of the table: taken from the last scan, or to be made of a run."""
+
+    table: pa.Table | None
+    part: str = ""
+    stamp: str | None = None
+    run: Run | None = None
+    looked: Future[Seen] | None = None
+    seen: Seen = field(default_factory=dict)
+
+
+class _Scan:
+    """One pass over a source."""
+
+    def __init__(
+        self, source: Source, name: str, cache: Cache | None, pool: ThreadPoolExecutor, max_pixels: int, look: Look,
+        rehash: bool, progress: Callable[[int, int | None], None], fragments: Fragments | None,
+    ):  # fmt: skip
+        self.source, self.name, self.pool = source, name, pool
+        self.max_pixels, self.look, self.rehash = max_pixels, look, rehash
+        self.progress, self.fragments = progress, fragments
+        trusted = None if rehash else cache
+        self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
+        self._last = _last(trusted, name) if trusted is not None else None
+        self._known: dict[str, dict[str, Any]] | None = None
+        self._done = 0
+        self._whole: int | None = None
+
+    def tables(self) -> list[pa.Table]:
+        """The pieces of the table, in the source's order."""
+        pieces = self._pieces()
+        counts = [len(p.table) if p.table is not None else p.run.count if p.run is not None else 0 for p in pieces]
+        self._whole = None if None in counts else sum(count or 0 for count in counts)
+        new: list[tuple[_Piece, Future[bytes]]] = []
+        for piece in pieces:
+            if piece.run is not None and piece.looked is not None:
+                self._check()
+                piece.seen = piece.looked.result()
+                if self.fragments is not None and self._new(piece):
+                    new.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
+                    continue
+                piece.table = self._made(piece)
+            elif piece.table is not None:
+                self._reach(len(piece.table))
+        shared: dict[str, _Piece] = {}
+        for piece, identity in new:
+            self._check()
+            limits = (str(self.max_pixels), str(self.rehash))
+            shared[layout.digest(RULE, self.name, *limits, piece.part, identity.result()).hex()] = piece
+        taken = 0
+        made: set[str] = set()
+
+        def make(one: str) -> Rows:
+            before = self.source.ignored
+            table = self._made(shared[one])
+            made.add(one)
+            return Rows(table, self.source.ignored - before)
+
+        def arrived(one: str, rows: Rows) -> None:
+            nonlocal taken
+            shared[one].table = rows.table
+            if one not in made:
+                self._reach(len(rows.table))
+                taken += rows.ignored
+
+        if self.fragments is not None:
+            self.fragments.gather(list(shared), make, arrived, self._scans)
+        self.source.ignored += taken
+        return [piece.table for piece in pieces if piece.table is not None]
+
+    def _pieces(self) -> list[_Piece]:
+        pieces = []
+        runs = _runs(self._last) if self._last is not None else {}
+        for part in self.source.parts():
+            self._check()
+            run = runs.get(part.name)
+            if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+                pieces.append(_Piece(self._last.slice(run[1], run[2])))
+                continue
+            if self._known is None:
+                self._known = _known(self._last)
+            for own in self.source.runs(part, RUN):
+                pieces.append(_Piece(None, part.name, part.stamp, own, self.pool.submit(own.look)))
+        return pieces
+
+    def _new(self, piece: _Piece) -> bool:
+        """Whether the piece has a picture that is not known, as far as one can tell without listing it."""
+        return piece.stamp is not None or any(
+            not isinstance(seen, Unreadable) and self._before(key, *seen) is None for key, seen in piece.seen.items()
+        )
+
+    def _before(self, key: str, size: int, mtime: int) -> dict[str, Any] | None:
+        """The row of the last scan, if the bytes are those."""
+        row = (self._known or {}).get(key)
+        return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
+
+    def _made(self, piece: _Piece) -> pa.Table:
+        """List a piece and read what is new in it."""
+        assert piece.run is not None
+        columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
+        for row in _mapped(self.pool, lambda found: self._row(found, piece.seen), piece.run.items()):
+            self._check(in_hand=True)
+            row |= {"part": piece.part or None, "stamp": piece.stamp}
+            for column, values in columns.items():
+                values.append(row[column])
+            self._reach(1)
+        return pa.table(columns, schema=SCAN)
+
+    def _row(self, found: Item | Reject, known: Seen) -> dict[str, Any]:
         if isinstance(found, Reject):
             return _row(found.key, reject=found.reason)
         captions = [{"text": text, "weight": weight} for text, weight in found.captions]
         meta = json.dumps(found.meta, sort_keys=True, ensure_ascii=False, default=str)
         own = {"captions": captions, "meta": meta, "where": found.where}
         try:
-            size, mtime = source.stat(found.key)
+            seen = known.get(found.key) or self.source.stat(found.key)
+            if isinstance(seen, Unreadable):
+                raise seen
         except OSError as error:
             return _row(found.key, **own, reject=f"unreadable: {error}")
-        before = (known or {}).get(found.key)
-        if before is not None and before["size"] == size and before["mtime_ns"] == mtime:
+        before = self._before(found.key, *seen)
+        if before is not None:
             return {**before, **own}
-        row = _row(found.key, size=size, mtime_ns=mtime, **own)
-        try:
-            data = source.read(found.key)
-            row["digest"] = layout.digest(data)
-            row["width"], row["height"] = image.probe(data, max_pixels)
-        except OSError as error:
-            row["reject"] = f"unreadable: {error}"
-        except image.ImageReject as reject:
-            row["reject"] = str(reject)
-        return row
+        read = self.look(self.source, found.key, self.max_pixels)
+        return _row(found.key, size=seen[0], mtime_ns=seen[1], **own, **read)
 
-    tables: list[pa.Table] = []
-    count = 0
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        for part in source.parts():
-            run = runs.get(part.name)
-            if last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
-                tables.append(last.slice(run[1], run[2]))
-                count += run[2]
-                progress(count)
-                continue
-            if known is None:
-                known = _known(last)
-            columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
-            for done in _mapped(pool, row, source.part(part.name)):
-                done |= {"part": part.name or None, "stamp": part.stamp}
-                for column, values in columns.items():
-                    values.append(done[column])
-                count += 1
-                progress(count)
-            tables.append(pa.table(columns, schema=SCAN))
-    table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
-    _unique(name, table)
-    _same_set(cache, name, source, table)
-    source.recall(places(table))
-    return table
+    def _reach(self, rows: int) -> None:
+        self._done += rows
+        self.progress(self._done, self._whole)
+
+    def _check(self, in_hand: bool = False) -> None:
+        if self.fragments is not None:
+            self.fragments.stop.check_batch() if in_hand else self.fragments.stop.check()
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:

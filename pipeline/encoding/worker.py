@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,10 +96,16 @@ def image_records(
         only: encode just the batches that hold one of these keys, in their old composition.
     """
 
+    batches = _batches(unit, rows, only)
+    items: dict[str, list[str]] = defaultdict(list)
+    for batch in batches:
+        for row in batch:
+            items[row["source"]].append(row["item"])
+
     def decode(row: dict[str, Any]) -> np.ndarray | Reject:
         key, item = row["key"].hex(), row["item"]
         try:
-            data = sources[row["source"]].read(item)
+            data = read[row["source"]](item)
         except OSError as error:
             return Reject(key, item, f"unreadable: {error}", retry=True)
         if layout.digest(data) != row["digest"]:
@@ -108,8 +115,10 @@ def image_records(
         except image.ImageReject as reject:
             return Reject(key, item, str(reject))
 
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        for batch, decoded in _ahead(pool, decode, _batches(unit, rows, only), DECODE_AHEAD):
+    with ExitStack() as stack:
+        read = {name: stack.enter_context(sources[name].reading(items[name])) for name in items}
+        pool = stack.enter_context(ThreadPoolExecutor(max(1, workers)))
+        for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
             rejects = [d for d in decoded if isinstance(d, Reject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, Reject)]
             records = []

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.config import VaeConfig
 from pipeline.models.hub import ModelError, read_json, resolve, weight_files
-from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, describe_text
+from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text
 from pipeline.models.weights import (
     DTYPES,
     NonFiniteError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES", "SELECTION", "TOKENIZER_FILES", "LatentDecoder", "LatentEncoder", "NonFiniteError", "TextEncoder",
-    "bf16_bits", "describe_text", "describe_vae", "from_bits",
+    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits",
 ]  # fmt: skip
 
 _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed

@@ -349,8 +349,7 @@ class TextEncoder:
         self.truncated = self.tokens = self.unshared = 0
         self.largest_error: float | None = None
         start = tokenizer.encode(instruction)
-        self._room = len(start) + config.max_length - 2 if instruction else config.max_length
-        self._first = self._room - config.max_length + 1
+        self._room, self._first = _window(len(start) if instruction else 0, config.max_length)
         self._shared_ids = start[: self._first]
         self._prefix: _Prefix | None = None
         self._compared_to = -1
@@ -532,6 +531,31 @@ class TextEncoder:
             )
         self.largest_error = max(worst, self.largest_error or 0.0)
         self._compared_to = longest
+
+
+def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) -> list[int]:
+    """How many rows each caption (already normalised) has, by the tokenizer alone.
+
+    Raises:
+        ModelError: no such tokenizer.
+    """
+    tokenizer = _load_tokenizer(_tokenizer_folder(config))
+    room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, config.max_length)
+    texts = [instruction + caption for caption in captions]
+    if not texts:
+        return []
+    rows = tokenizer(texts, add_special_tokens=True, padding=False, truncation=False, verbose=False)["input_ids"]
+    return [1 + max(0, min(len(ids), room) - first) for ids in rows]
+
+
+def _window(instruction: int, max_length: int) -> tuple[int, int]:
+    """Tokens that the selection rule has room for, and the first position after <bos> that it keeps.
+
+    Args:
+        instruction: tokens of the instruction, <bos> included; 0 without one.
+    """
+    room = instruction + max_length - 2 if instruction else max_length
+    return room, room - max_length + 1
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:

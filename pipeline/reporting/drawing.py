@@ -19,7 +19,8 @@ from pipeline.config import Config
 from pipeline.data.loader import bf16
 from pipeline.models.sampler import draw_noise
 from pipeline.models.sampler import sample as draw
-from pipeline.models.sana import SanaConfig, SanaTransformer
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd and large: seeds 0, 1, 2 lie far apart, so that they meet no other sample's noise."""

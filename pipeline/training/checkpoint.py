@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from pipeline.config import Config
 from pipeline.data.loader import State
 from pipeline.errors import ConfigError, UserError
-from pipeline.models.sana import SanaConfig
+from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import agree, gather, on_main
 
 FORMAT = "sana-pipe checkpoint"

@@ -9,8 +9,9 @@ Price: whoever reads the file without `read` has to handle repeated steps.
 A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
 batch, before clipping), lr, images_per_s (of all processes together), data_wait (share of the wall time that the
 slowest process waited for data), bucket ([height, width] of the row's last step), text_rows (its padded caption
-length), padded_tokens (caption rows since the last row that are padding, all processes), memory_gib (peak allocated
-on a GPU, maximum over processes; null on the CPU), seconds (since this attempt began) and time (UTC).
+length), padded_tokens (caption rows since the last row that are padding, all processes), quarantined (samples that
+stood in for unreadable ones since this attempt began, all processes), memory_gib (peak allocated on a GPU, maximum over
+processes; null on the CPU), seconds (since this attempt began) and time (UTC).
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ def _line(row: dict[str, Any], steps: int) -> str:
         f"data {100 * row['data_wait']:.0f}%",
         f"{height}x{width}",
     ]
+    if row.get("quarantined"):
+        parts.append(f"{row['quarantined']} quarantined")
     if row["memory_gib"] is not None:
         parts.append(f"{row['memory_gib']:.1f} GiB")
     return "  ".join(parts)

@@ -33,7 +33,9 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaConfig, SanaTransformer, read_config
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.sana_files import load_transformer
 from pipeline.parallel.activation import checkpoint_blocks
 from pipeline.parallel.data_parallel import shard
 from pipeline.parallel.mesh import gather, on_main, started, together
@@ -149,7 +151,7 @@ def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
     else:
         if fresh:
             folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
-            return SanaTransformer.from_folder(folder, variant=weights.variant)
+            return load_transformer(folder, variant=weights.variant)
         architecture = read_config(hub.resolve(weights, ("config.json",)))
     model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
     model.reset_buffers()
@@ -304,6 +306,7 @@ class _Window:
     samples: int = 0
     waited: float = 0.0
     padded: int = 0
+    replaced: int = 0  # since the start
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
         self.losses.append(outcome.loss)
@@ -347,6 +350,7 @@ class _Loop:
             optim.set_learning_rate(self.optimizer, rate)
             outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
             window.add(outcome, microbatches, waited)
+            window.replaced = getattr(loader, "replaced", 0)
             last = state.step == self.train.steps or self.step.stop_wanted
             if last or state.step % self.train.log_every == 0:
                 self._log(outcome, window, rate, microbatches)
@@ -371,7 +375,7 @@ class _Loop:
         elapsed = time.perf_counter() - window.began
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
-        total = torch.tensor([float(window.padded)], dtype=torch.float64, device=self.device)
+        total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
         worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -387,7 +391,8 @@ class _Loop:
             "data_wait": wait,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": int(total.item()),
+            "padded_tokens": int(total[0].item()),
+            "quarantined": int(total[1].item()),
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }

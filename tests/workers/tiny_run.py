@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.loader import Batch, State
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaConfig, SanaTransformer
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
 from pipeline.training import optim
 from pipeline.training.step import Step
 from pipeline.training.trainer import Task
@@ -105,10 +106,12 @@ def task(
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = State(snapshot, train.seed, train.phase, step + 1)
+            state = State(snapshot, train.seed, train.phase, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
-    return Task(State(snapshot, train.seed, train.phase, 0), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader)
+    return Task(
+        State(snapshot, train.seed, train.phase, 0, train.length_window), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader
+    )
 
 
 def model(settings: Config, seed: int = 0) -> SanaTransformer:

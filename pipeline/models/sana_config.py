@@ -1,0 +1,172 @@
+"""The shape of a Sana transformer: diffusers' `config.json` and what of it this package implements.
+
+What: `SanaConfig`, out of a folder (`read_config`) or out of the run's configuration (`SanaConfig.from_arch`).
+Why: a checkpoint of a model that we do not implement (Sana-Sprint's guidance embedding and scaled timesteps, learned
+variance) is refused by the field that says so, before any weight is read.
+Price: fields that diffusers adds have to be added here; until then its folders are refused by the key's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ArchConfig
+from pipeline.errors import ConfigError, UserError
+
+CLASS_NAME = "SanaTransformer2DModel"
+
+
+@dataclass(frozen=True)
+class SanaConfig:
+    """Shape of a Sana transformer. Names and defaults are those of diffusers' config.json (defaults: Sana 1.6B).
+
+    `sample_size` is the side of the latent at the base resolution: it selects `SanaPipeline`'s aspect-ratio bins
+    (16, 32, 64, 128 for 512 to 4096 px) and, with `interpolation_scale`, the base of the position embedding.
+
+    Raises:
+        ConfigError: a combination that this model does not implement; the message names the field.
+    """
+
+    in_channels: int = 32
+    out_channels: int | None = 32
+    num_attention_heads: int = 70
+    attention_head_dim: int = 32
+    num_layers: int = 20
+    num_cross_attention_heads: int = 20
+    cross_attention_head_dim: int = 112
+    cross_attention_dim: int = 2240
+    caption_channels: int = 2304
+    mlp_ratio: float = 2.5
+    dropout: float = 0.0
+    attention_bias: bool = False
+    sample_size: int = 32
+    patch_size: int = 1
+    norm_elementwise_affine: bool = False
+    norm_eps: float = 1e-6
+    interpolation_scale: float | None = None
+    guidance_embeds: bool = False
+    guidance_embeds_scale: float = 0.1
+    qk_norm: str | None = None
+    timestep_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.out_channels is None:
+            object.__setattr__(self, "out_channels", self.in_channels)
+        if self.guidance_embeds:
+            raise ConfigError(
+                "the transformer's config has guidance_embeds = true: this is a guidance-distilled model (Sana-Sprint)",
+                expected="guidance_embeds = false (Sana, SANA-1.5)",
+                fix="take the weights of Sana or SANA-1.5",
+            )
+        if self.timestep_scale != 1.0:
+            raise ConfigError(
+                "the transformer's config scales its timesteps (Sana-Sprint), which this model does not implement",
+                expected="timestep_scale = 1.0",
+                found=f"timestep_scale = {self.timestep_scale}",
+            )
+        if self.qk_norm not in (None, "rms_norm_across_heads"):
+            raise ConfigError(
+                "the transformer's config asks for an unknown query/key normalisation",
+                expected="qk_norm = null or 'rms_norm_across_heads'",
+                found=f"qk_norm = {self.qk_norm!r}",
+            )
+        if self.out_channels != self.in_channels:
+            raise ConfigError(
+                "the transformer's config predicts another number of channels than it reads (a learned variance)",
+                expected=f"out_channels = in_channels = {self.in_channels}",
+                found=f"out_channels = {self.out_channels}",
+            )
+        if self.cross_attention_dim != self.inner_dim:
+            raise ConfigError(
+                "cross attention reads captions that are projected to the model's width",
+                expected=f"cross_attention_dim = num_attention_heads*attention_head_dim = {self.inner_dim}",
+                found=f"cross_attention_dim = {self.cross_attention_dim}",
+            )
+        if self.interpolation_scale is not None and self.inner_dim % 4:
+            raise ConfigError(
+                "a two-dimensional sine/cosine position embedding needs a width divisible by 4",
+                found=f"num_attention_heads*attention_head_dim = {self.inner_dim}",
+            )
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of the token stream."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def glu_channels(self) -> int:
+        """H, the hidden channels of GLUMBConv; conv_inverted and conv_depth carry 2H (value and gate)."""
+        return int(self.mlp_ratio * self.inner_dim)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> SanaConfig:
+        """Read the contents of a diffusers `config.json`. Keys that start with `_` are diffusers' own bookkeeping.
+
+        Raises:
+            ConfigError: another class, or a key this model does not know (its meaning would be lost).
+        """
+        name = data.get("_class_name", CLASS_NAME)
+        if name != CLASS_NAME:
+            raise ConfigError(f"{source} describes another model", expected=CLASS_NAME, found=name)
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(key for key in data if not key.startswith("_") and key not in known)
+        if unknown:
+            raise ConfigError(
+                f"{source} has keys that this Sana transformer does not implement: {', '.join(unknown)}",
+                expected=", ".join(sorted(known)),
+            )
+        return cls(**{key: value for key, value in data.items() if key in known})
+
+    @classmethod
+    def from_arch(cls, arch: ArchConfig, sample_size: int) -> SanaConfig:
+        """The configuration of a model trained from scratch; `sample_size` serves where `arch` leaves it open."""
+        width = arch.num_attention_heads * arch.attention_head_dim
+        given = arch.model_dump()
+        given["sample_size"] = sample_size if arch.sample_size is None else arch.sample_size
+        return cls(out_channels=arch.in_channels, cross_attention_dim=width, **given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What diffusers' `config.json` holds."""
+        return {"_class_name": CLASS_NAME, **asdict(self)}
+
+
+def read_config(folder: Path) -> SanaConfig:
+    """`config.json` of a diffusers transformer folder.
+
+    Raises:
+        UserError: there is none, it is not JSON, or it describes a model that this package does not implement.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is not a transformer folder: there is no config.json",
+            expected=f"a folder written by {CLASS_NAME}.save_pretrained",
+            fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
+    return SanaConfig.from_dict(data, source=str(path))
+
+
+def with_sample_size(config: SanaConfig, sample_size: int) -> SanaConfig:
+    """The same model at another base resolution, where that changes no value: without a position embedding only
+    `SanaPipeline`'s choice of aspect-ratio bins depends on it.
+
+    Raises:
+        ConfigError: the model has a position embedding, whose base is the sample size.
+    """
+    if config.interpolation_scale is not None and sample_size != config.sample_size:
+        raise ConfigError(
+            "sample_size is the base of this model's position embedding and cannot be changed",
+            expected=config.sample_size,
+            found=sample_size,
+        )
+    return replace(config, sample_size=sample_size)

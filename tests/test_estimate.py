@@ -1,0 +1,279 @@
+"""`encode --dry-run`: what it says comes true, and it writes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import stages.encode
+from pipeline.cache.files import Files
+from pipeline.cache.store import Cache
+from pipeline.config import Config, dump
+from pipeline.data import captions
+from pipeline.data.source import FolderSource
+from pipeline.encoding import estimate
+from pipeline.encoding import scan as scanning
+from pipeline.errors import CacheError, NoSpaceError
+from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def source(photos: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(photos, tmp_path / "photos"))
+
+
+def state(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def dry(config: Config, source: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    """The report. Everything on stdout is that one object."""
+    capsys.readouterr()
+    code = stages.encode.dry_run(config, data=str(source), as_json=True, **options)
+    told = json.loads(capsys.readouterr().out)
+    assert code == (0 if told["enough_space"] else 6)
+    return told
+
+
+def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
+    path.with_suffix(".txt").write_text(f"random picture number {seed}")
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8", "bf16-zstd"])
+def test_bytes_and_counts_come_true(
+    storage: str, source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, f"encode.storage={storage}")
+    told = dry(config, source, capsys, probe=False)
+    assert not Path(config.cache).exists(), "nothing is written"
+    assert told["time"] is None
+    done = stages.encode.run(config, data=str(source))
+    assert told["new"] == {"latents": done["images"], "captions": done["captions"]}
+    cache = Cache(config.cache)
+    made = {kind: sum(cache.index(cache.recipes(kind)[0].name).bytes) for kind in ("latent", "text")}
+    shares = 0.15 if storage == "bf16-zstd" else 0.02  # zstd's size is a typical one
+    for kind, key in (("latent", "latents"), ("text", "text")):
+        assert told["bytes"][key] == pytest.approx(made[kind], rel=shares)
+    assert told["bytes"]["total"] == sum(told["bytes"][kind] for kind in ("latents", "text", "index"))
+    if storage != "int8":  # its calibration encodes some twice
+        assert told["tokens"]["total"] == done["speed"]["captions"]["tokens"]
+    others = sum(p.stat().st_size for p in Path(config.cache).rglob("*") if p.is_file() and p.suffix != ".tar")
+    assert others / 3 < told["bytes"]["index"] < others * 3
+
+
+def test_text_bytes_are_exact(tiny_repo: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """The tokenizer alone knows how many rows the encoder gives."""
+    config = make_config(tmp_path).text
+    some = ["a red circle", "", "日本の猫", "two small dogs run through green grass " * 80]
+    for instruction in (captions.instruction(config), ""):
+        encoder = TextEncoder.load(config, instruction, "cpu")
+        assert encoders.count_rows(config, instruction, some) == [len(rows) for rows in encoder.encode(some)]
+
+
+def test_buckets_and_their_crop_loss(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in list(source.iterdir()):
+        path.unlink()
+    picture(source / "exact.png", 1, (64, 64))
+    picture(source / "half.png", 2, (64, 66))
+    picture(source / "wide.png", 3, (160, 48))
+    told = dry(make_config(tmp_path), source, capsys, probe=False)
+    found = {(one["height"], one["width"]): one for one in told["buckets"]}
+    assert {shape: one["samples"] for shape, one in found.items()} == {(64, 64): 2, (48, 80): 1}
+    assert found[64, 64]["crop_loss"] == pytest.approx((0 + 2 / 66) / 2)
+    assert found[48, 80]["crop_loss"] == pytest.approx(0.5)
+
+
+def test_what_the_cache_holds_is_not_counted_again(
+    small_cache_copy: Path, source: Path, make_config: MakeConfig, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = make_config(tmp_path)
+    (source / "coffee.txt").write_text("an empty cup")
+    picture(source / "new.png", 7)
+    changed = next(p for p in source.iterdir() if p.stem == "astronaut" and p.suffix != ".txt")
+    with Image.open(changed) as image:
+        image.convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(changed)
+    before = state(small_cache_copy)
+    told = dry(config, source, capsys, probe=False)
+    assert state(small_cache_copy) == before, "nothing is written"
+    assert told["reused"] == {"latents": 11, "captions": 12}
+    assert told["new"] == {"latents": 2, "captions": 2}
+    done = stages.encode.run(config, data=str(source))
+    assert (done["images"], done["captions"]) == (2, 2)
+    told = dry(config, source, capsys, probe=True)
+    assert told["new"] == {"latents": 0, "captions": 0}
+    assert told["bytes"]["total"] == 0
+    assert told["time"]["device_hours"] == 0
+
+
+def test_rejects_come_from_headers_and_pictures_are_not_read_whole(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (source / "retina.jpg").unlink()  # it has 2 million pixels
+    (source / "noise.jpg").write_bytes(b"this is no picture")
+    (source / "noise.txt").write_text("noise")
+    picture(source / "small.png", 1, (20, 20))
+    picture(source / "mute.png", 2)
+    (source / "mute.txt").unlink()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 1400, 3), np.uint8)).save(source / "large.png")
+    (source / "large.txt").write_text("large")
+    (source / "deep.jpg").write_bytes(b"\xff\xd8" + (b"\xff\xe2\xff\xff" + bytes(65533)) * 20 + b"\xff\xc0")
+    (source / "deep.txt").write_text("a header behind the first MiB")
+    read: list[int] = []
+    real = FolderSource.head
+    monkeypatch.setattr(FolderSource, "head", lambda self, key, n: (read.append(n), real(self, key, n))[1])
+    monkeypatch.setattr(FolderSource, "read", lambda self, key: pytest.fail(f"{key} was read whole"))
+    config = make_config(tmp_path, "data.min_side=30", "data.max_pixels=1000000")
+    told = dry(config, source, capsys, probe=False)
+    assert told["items"] == 16
+    assert sorted(told["reasons"].values()) == [1, 1, 1, 1]
+    for part in ("data.min_side = 30", "max_pixels", "no caption", "not a picture"):
+        assert any(part in reason for reason in told["reasons"]), part
+    assert told["undecided"] == 1
+    assert told["usable"] == told["new"]["latents"] == 12
+    assert max(read) <= 1 << 20
+
+
+def test_a_header_at_a_glance_and_the_whole_file_agree(source: Path) -> None:
+    for number, (suffix, options) in enumerate(
+        [("png", {}), ("jpg", {"quality": 95}), ("webp", {"lossless": True}), ("gif", {}), ("tif", {}), ("bmp", {})]
+    ):
+        pixels = np.random.default_rng(number).integers(0, 255, (320, 240, 3), np.uint8)
+        Image.fromarray(pixels).save(source / f"noise-{number}.{suffix}", **options)
+        (source / f"noise-{number}.txt").write_text("noise")
+    folder = FolderSource(source, "text")
+    for item in folder.items():
+        whole = scanning.from_bytes(folder, item.key, 10**9)
+        assert scanning.from_header(folder, item.key, 10**9) == {k: whole[k] for k in ("width", "height")}, item.key
+
+
+def test_the_probe_measures_and_keeps_nothing(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    one = dry(config, source, capsys, task_index=0, task_count=4)["time"]
+    assert one["probed_images"] >= 3
+    assert one["probed_captions"] == 4
+    assert 0 < one["device_hours"] < 1
+    assert 0 < one["hours_per_task"] - one["load_s"] / 3600 == pytest.approx(one["device_hours"] / 4)
+    assert not Path(config.cache).exists()
+
+
+def test_the_probe_keeps_to_its_time(source: Path, make_config: MakeConfig, tmp_path: Path,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Without time left, one picture a bucket and one caption are what is measured."""
+    sizes: list[int] = []
+    for kind in (encoders.LatentEncoder, encoders.TextEncoder):
+        real = kind.encode
+        monkeypatch.setattr(
+            kind, "encode", lambda self, batch, real=real: (sizes.append(len(batch)), real(self, batch))[1]
+        )
+    config = make_config(tmp_path)
+    latent, text = stages.encode._recipes(config)
+    table = stages.encode.buckets.table(config.data, latent.compression)
+    folder = stages.encode.open_source(str(source), config.data)
+    scan = stages.encode._scan(config, folder, None, table, False, scanning.from_header)
+    work = estimate.wanted(scan, None, latent, text, table)
+    speed = estimate.probe(work, config, folder, latent, "cpu", budget_s=0)
+    assert set(sizes) == {1}
+    assert speed.image_s and speed.token_s and speed.decode_s
+
+
+@pytest.mark.parametrize(
+    ("cost", "measured", "batches"), [(10.0, (10.0, 1), [1, 1]), (0.1, (0.1, 4), [1, 1, 4, 4, 4, 4])]
+)
+def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
+    cost: float, measured: tuple[float, int], batches: list[int], source: Path, make_config: MakeConfig,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    clock = [0.0]
+    monkeypatch.setattr(estimate.time, "monotonic", lambda: clock[0])
+    sizes = []
+
+    class Encoder:
+        def encode(self, pictures: np.ndarray) -> None:
+            sizes.append(len(pictures))
+            clock[0] += cost * len(pictures)
+
+    config = make_config(tmp_path)
+    latent, _ = stages.encode._recipes(config)
+    folder = FolderSource(source, "text")
+    items = [item.key for item in folder.items()]
+    decoded: list[float] = []
+    encoder: Any = Encoder()
+    found = estimate._probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
+    assert found == (pytest.approx(measured[0]), measured[1])
+    assert sizes == batches
+    assert len(decoded) == 4
+
+
+def test_a_disk_that_is_too_small_is_told_and_ends_with_6(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = make_config(tmp_path, "encode.min_free_gib=0")
+    need = dry(config, source, capsys, probe=False)["bytes"]["total"]
+    monkeypatch.setattr(Files, "free_bytes", lambda files: need)
+    assert stages.encode.dry_run(config, data=str(source), probe=False) == 0
+    monkeypatch.setattr(Files, "free_bytes", lambda files: need - 1)
+    capsys.readouterr()
+    assert stages.encode.dry_run(config, data=str(source), probe=False) == NoSpaceError.exit_code == 6
+    assert "NOT ENOUGH" in capsys.readouterr().out
+    monkeypatch.setattr(Files, "free_bytes", lambda files: need + 2**30 - 1)  # the reserve counts
+    assert stages.encode.dry_run(make_config(tmp_path, "encode.min_free_gib=1"), data=str(source), probe=False) == 6
+
+
+def test_a_folder_that_can_be_no_cache_is_refused(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "letters.txt").write_text("dear")
+    with pytest.raises(CacheError, match="not empty and not a cache"):
+        stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False)
+
+
+def test_of_many_captions_a_sample_is_tokenized(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    whole = dry(make_config(tmp_path), source, capsys, probe=False)
+    monkeypatch.setattr(estimate, "SAMPLE", 4)
+    told = dry(make_config(tmp_path), source, capsys, probe=False)
+    assert told["tokens"]["captions_tokenized"] == 4
+    assert told["tokens"]["total"] == pytest.approx(whole["tokens"]["total"], rel=0.5)
+    assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
+    assert "a sample of 4 of 12" in capsys.readouterr().out
+
+
+def test_encode_gives_one_json_object_on_stdout(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pipeline.cli import main
+
+    (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
+    (source / "noise.jpg").write_bytes(b"this is no picture")
+    (source / "noise.txt").write_text("noise")
+    with pytest.raises(SystemExit) as ended:
+        main(["encode", "--config", str(tmp_path / "config.yaml"), "--data", str(source), "--json"])
+    assert ended.value.code == 0
+    out, err = capfd.readouterr()
+    [line] = out.splitlines()
+    told = json.loads(line)
+    assert (told["images"], told["captions"], told["rejects"], told["left"]) == (12, 13, 1, 0)
+    speed = told["speed"]
+    assert speed["captions"]["tokens"] > 0 == speed["images"]["tokens"]
+    assert all(0 < one["encoder_busy"] <= 1 and one["per_s"] > 0 for one in speed.values())
+    assert "1 rejected" in err

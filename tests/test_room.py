@@ -1,0 +1,250 @@
+"""Encoding pauses while there is no room, holds nothing meanwhile, and goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import stages.encode
+from pipeline import __version__
+from pipeline.cache import index, layout
+from pipeline.cache.files import Files, explained
+from pipeline.cache.store import Cache, Unit
+from pipeline.config import Config, EncodeConfig
+from pipeline.encoding import claims, engine, on_ray, room
+from pipeline.encoding.progress import Progress
+from pipeline.encoding.room import Room
+from pipeline.encoding.stopping import Stop, Stopped
+from pipeline.errors import CacheError, NoSpaceError
+from tests.test_engines import RECIPE, Runner, claimed, files
+
+MakeConfig = Callable[..., Config]
+MUCH = 1 << 50
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", create=True)
+
+
+@pytest.fixture
+def todo(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> engine.Work:
+    """Eight units that need 1000 bytes each."""
+    units = [Unit(layout.digest("unit", str(n)).hex(), n, 1, 1) for n in range(8)]
+    cache.add_plan(RECIPE, 0, units, pa.table({"n": list(range(8))}))
+    monkeypatch.setattr(Room, "need", lambda self, plan, unit: 1000)
+    plan = cache.plan(RECIPE, 0)
+    return [(plan, unit) for unit in plan.units]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Readings of the free bytes: each is taken once, the last one for ever. Polls are quick."""
+    readings = [MUCH]
+    monkeypatch.setattr(Files, "scratch_bytes", lambda self: readings.pop(0) if len(readings) > 1 else readings[0])
+    monkeypatch.setattr(room, "POLL_S", 0.02)
+    return readings
+
+
+def settings(**values: float) -> EncodeConfig:
+    return EncodeConfig(**{"min_free_gib": 0.0, "low_disk_wait_s": 30.0, **values})  # type: ignore[arg-type]
+
+
+def run(runner: Any, work: engine.Work, own: Room, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
+    bar = Progress("units", 0)
+    done = engine.run_here(runner, work, 0, 1, claims.Claims(runner.cache.files, 60), stop or Stop(0), bar, own)
+    return done, bar
+
+
+def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
+    cache: Cache, todo: engine.Work, free: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    free[:] = [MUCH, MUCH, 999, 999, 999, 999, MUCH]
+    held: list[list[Path]] = []
+    own = Room(cache, settings(), lambda seconds: held.append(claimed(cache)))
+    runner = Runner(cache)
+    assert run(runner, todo, own)[0] == (0, 0)
+    assert len(runner.done) == 8
+    assert len(held) >= 2
+    assert not any(held), "a claim was held during the pause"
+    err = capsys.readouterr().err
+    assert err.count("paused:") == 1
+    assert "1000 B can be written; 999 B are free" in err
+    assert err.count("goes on") == 1
+    assert list((cache.root / "tmp").iterdir()) == []
+
+
+def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) -> None:
+    own = Room(cache, settings(min_free_gib=1.0))
+    free[:] = [2**30 + 1000]
+    own.check(*todo[0])
+    free[:] = [2**30 + 999]
+    with pytest.raises(NoSpaceError, match="too little space"):
+        own.check(*todo[0])
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.2])
+def test_after_the_wait_it_is_an_error_for_people(
+    wait_s: float, cache: Cache, todo: engine.Work, free: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    free[:] = [MUCH, 0]
+    runner = Runner(cache)
+    with pytest.raises(NoSpaceError, match="too little space") as caught:
+        run(runner, todo, Room(cache, settings(low_disk_wait_s=wait_s)))
+    assert caught.value.exit_code == 6
+    assert len(runner.done) == 1
+    assert claimed(cache) == []
+    assert capsys.readouterr().err.count("paused:") == (1 if wait_s else 0)
+    free[:] = [MUCH]
+    run(runner, todo, Room(cache, settings()))
+    assert len(runner.done) == 8
+
+
+def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
+    free[:] = [0]
+    stop = Stop(grace_s=60)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(Stopped), stop.signals():
+        run(Runner(cache), todo, Room(cache, settings(low_disk_wait_s=600), stop.sleep), stop)
+    timer.join()
+    assert claimed(cache) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
+    number: int, cache: Cache, todo: engine.Work, free: list[int], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As with a quota: free bytes show nothing."""
+    refused = []
+    real = os.posix_fallocate
+
+    def allocate(file: int, start: int, size: int) -> None:
+        if len(refused) < 2:
+            refused.append(size)
+            raise OSError(number, os.strerror(number))
+        real(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    failed = []
+
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        progress(1, 0)
+        if not failed:
+            failed.append(unit.unit)
+            with explained(cache.root / "shard"):
+                raise OSError(number, os.strerror(number))
+
+    held: list[list[Path]] = []
+    runner = Runner(cache, hook)
+    _, bar = run(runner, todo, Room(cache, settings(), lambda seconds: held.append(claimed(cache))))
+    assert refused == [1000, 1000]
+    assert held == [[], [], []]
+    assert sorted(runner.done) == sorted(unit.unit for _, unit in todo)
+    assert (bar.done, bar.total) == (8, 8), "what the failed attempt counted is counted once"
+    assert list((cache.root / "tmp").iterdir()) == []
+
+
+def test_a_disk_that_fills_again_and_again_is_given_up(
+    cache: Cache, todo: engine.Work, free: list[int]
+) -> None:  # fmt: skip
+    """Allocation works and writing does not: the time since a unit came through is what is limited."""
+    tries = []
+
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        tries.append(unit.unit)
+        raise NoSpaceError("full again")
+
+    with pytest.raises(NoSpaceError, match="full again"):
+        run(Runner(cache, hook), todo, Room(cache, settings(low_disk_wait_s=0.5)))
+    assert len(tries) > 1
+
+
+def test_another_refusal_is_no_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        with explained(cache.root / "shard"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(CacheError, match="Permission denied") as caught:
+        run(Runner(cache, hook), todo, Room(cache, settings()))
+    assert caught.value.exit_code == 3
+
+
+def test_what_a_unit_needs(small_cache: Path) -> None:
+    whole = Cache(small_cache)
+    own = Room(whole, settings())
+    for kind, low, high in (("latent", 0.5, 1.0), ("text", 0.7, 2.0)):
+        recipe = whole.recipes(kind)[0].name
+        [plan] = whole.plans(recipe)
+        sizes = {commit.unit: commit.bytes for commit in index.commits(whole.files, recipe, 0)}
+        for unit in plan.units:
+            assert low < own.need(plan, unit) / sizes[unit.unit] < high, kind
+
+
+def test_a_real_run_waits_and_its_bytes_are_the_same(
+    photos: Path, make_config: MakeConfig, small_cache: Path, tmp_path: Path, free: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    low = make_config(tmp_path, "encode.low_disk_wait_s=0")
+    free[:] = [MUCH, 0]
+    with pytest.raises(NoSpaceError):
+        stages.encode.run(low, data=str(photos))
+    assert len(list((tmp_path / "cache").glob("shards/*/*/*"))) == 1
+    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+    free[:] = [0, 0, 0, 0, MUCH]
+    stages.encode.run(make_config(tmp_path), data=str(photos))
+    assert capsys.readouterr().err.count("paused:") == 1
+    ours, theirs = files(tmp_path / "cache"), files(small_cache)
+    assert ours == {name: data for name, data in theirs.items() if name in ours}
+    assert {name for name in theirs if name.startswith("shards/")} <= set(ours)
+
+
+def test_a_ray_task_waits_too(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, free: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, "encode.low_disk_wait_s=0")
+    free[:] = [0]
+    with pytest.raises(NoSpaceError):
+        stages.encode.run(config, data=str(photos))
+    waiting = make_config(tmp_path)
+    cache = Cache(config.cache)
+    recipe = cache.recipes("text")[0].name
+    [plan] = cache.plans(recipe)
+
+    def task(of: Config) -> on_ray.Done:
+        order = on_ray.Order(of.model_dump_json(), str(tmp_path), __version__, ())
+        before = Path.cwd()
+        try:
+            return on_ray.encode_unit(order, recipe, 0, plan.units[-1].unit)
+        finally:
+            os.chdir(before)
+            on_ray._kept.clear()
+
+    with pytest.raises(NoSpaceError) as caught:
+        task(config)
+    assert caught.value.exit_code == 6
+    assert not engine.is_done(cache, plan, plan.units[-1])
+    free[:] = [0, 0, 0, MUCH]
+    capsys.readouterr()
+    done = task(waiting)
+    assert capsys.readouterr().err.count("paused:") == 1
+    assert done.records == plan.units[-1].count
+    assert done.tokens > 0
+    assert 0 < done.busy_s <= done.wall_s
+    assert engine.is_done(cache, plan, plan.units[-1])
+
+
+def test_the_error_survives_the_way_back_from_a_worker() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(NoSpaceError("full", expected="2 GiB", fix="free space")))
+    assert (type(error), error.exit_code, error.what, error.fix) == (NoSpaceError, 6, "full", "free space")
+    assert "2 GiB" in str(error)

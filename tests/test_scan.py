@@ -1,0 +1,431 @@
+"""The scan: cut into fragments that any number of processes share, and that outlive a killed one."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from pipeline.cache import audit
+from pipeline.cache.store import Cache
+from pipeline.data.candidates import CaptionRule
+from pipeline.data.source import FolderSource, Part, Source
+from pipeline.data.store import Disk
+from pipeline.data.tars import TarSource
+from pipeline.encoding import scan as scanning
+from pipeline.encoding.claims import Claims
+from pipeline.encoding.fragments import Fragments, Rows
+from pipeline.encoding.stopping import Stop, Stopped
+from tests.workers.scanning import RUN
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNT = 5 * RUN + 2
+
+
+def picture(n: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(n).integers(0, 255, (8, 8, 3), np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scan sets for all of Pillow is set back."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    root.mkdir()
+    for n in range(COUNT):
+        (root / f"{n:03d}.png").write_bytes(picture(n))
+        (root / f"{n:03d}.txt").write_text(f"caption {n}")
+    (root / "readme.md").write_text("no picture")
+    return root
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> list[Path]:
+    paths = []
+    for shard in range(4):
+        paths.append(tmp_path / "tars" / f"{shard}.tar")
+        paths[-1].parent.mkdir(exist_ok=True)
+        with tarfile.open(paths[-1], "w") as tar:
+            for n in range(shard * 3, shard * 3 + 3):
+                for kind, data in (("png", picture(n)), ("txt", b"said"), ("cls", b"1")):
+                    info = tarfile.TarInfo(f"{n}.{kind}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return paths
+
+
+class Counted(FolderSource):
+    """Remembers what was read, and does `then` before each read."""
+
+    def __init__(self, root: Path, then: Callable[[int], None] = lambda count: None):
+        super().__init__(root, "text", "photos")
+        self.reads: list[str] = []
+        self.then = then
+
+    def read(self, key: str) -> bytes:
+        self.then(len(self.reads))
+        self.reads.append(key)
+        return super().read(key)
+
+
+class CountedTars(TarSource):
+    def __init__(self, paths: list[Path]):
+        super().__init__(Disk(paths[0].parent), [path.name for path in paths], CaptionRule.column("text"), "photos")
+        self.reads: list[str] = []
+        self.listed: list[str] = []
+
+    def part(self, name: str) -> Any:
+        self.listed.append(name)
+        return super().part(name)
+
+    def read(self, key: str) -> bytes:
+        self.reads.append(key)
+        return super().read(key)
+
+
+def scanned(
+    source: Source, cache: Cache, share: tuple[int, int] = (0, 1), stop: Stop | None = None, run: int = RUN,
+    publish: bool = True, rehash: bool = False, stale_s: float = 60, shared: bool = True, max_pixels: int = 10**6,
+    progress: Callable[[int, int | None], None] = lambda done, total: None,
+) -> pa.Table:  # fmt: skip
+    fragments = Fragments(cache, "photos", Claims(cache.files, stale_s), share, stop or Stop(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scanning, "RUN", run)
+        table = scanning.scan(
+            source, "photos", cache, max_pixels=max_pixels, workers=1, rehash=rehash, progress=progress,
+            fragments=fragments if shared else None,
+        )  # fmt: skip
+    if publish:
+        cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table)})
+        fragments.finish()
+    return table
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", create=True)
+
+
+@pytest.fixture
+def truth(folder: Path, tmp_path: Path) -> str:
+    """The digest of the table of one process, which shares nothing."""
+    alone = Cache(tmp_path / "alone", create=True)
+    return alone.put_table(scanned(Counted(folder), alone, shared=False))
+
+
+def fragments_of(cache: Cache) -> list[str]:
+    return [name for name in cache.files.names("fragments/photos") if name.endswith(".json")]
+
+
+def dying(count: int) -> Callable[[int], None]:
+    def then(reads: int) -> None:
+        if reads == count:
+            raise KeyboardInterrupt
+
+    return then
+
+
+def test_what_a_broken_off_scan_has_read_is_not_read_again(folder: Path, cache: Cache, truth: str) -> None:
+    first = Counted(folder, dying(2 * RUN + 1))
+    with pytest.raises(KeyboardInterrupt):
+        scanned(first, cache)
+    assert len(fragments_of(cache)) == 2
+    assert not cache.files.names("claims/fragments/photos")
+    told: list[tuple[int, int | None]] = []
+    second = Counted(folder)
+    table = scanned(second, cache, progress=lambda done, total: told.append((done, total)))
+    assert cache.put_table(table) == truth
+    kept = set(first.reads[: 2 * RUN])
+    assert sorted(second.reads) == sorted(f"{n:03d}.png" for n in range(COUNT) if f"{n:03d}.png" not in kept)
+    assert told[-1] == (COUNT, COUNT)
+    assert {total for _, total in told} == {COUNT}
+    assert not cache.files.names("fragments/photos"), "nothing is left of a finished scan"
+    assert second.ignored == 1
+
+
+@pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit"])
+def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) -> None:
+    max_pixels = 10**6
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(4 * RUN)), cache)
+    assert len(fragments_of(cache)) == 4
+    if change == "picture":
+        for n in range(COUNT):
+            old = (folder / f"{n:03d}.png").stat()
+            (folder / f"{n:03d}.png").write_bytes(picture(n + 100).ljust(old.st_size, b"\0")[: old.st_size])
+            os.utime(folder / f"{n:03d}.png", ns=(old.st_atime_ns, old.st_mtime_ns + 1))
+    elif change == "caption":
+        for n in range(COUNT):
+            (folder / f"{n:03d}.txt").write_text(f"other {n}")
+    elif change == "new caption file":
+        for n in range(COUNT):
+            (folder / f"{n:03d}.json").write_text('{"text": "more"}')
+    else:
+        max_pixels = 10
+    source = Counted(folder)
+    table = scanned(source, cache, max_pixels=max_pixels)
+    assert len(source.reads) == COUNT
+    alone = Cache(cache.root.parent / "other", create=True)
+    assert table.equals(scanned(Counted(folder), alone, shared=False, max_pixels=max_pixels))
+
+
+def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: Path, cache: Cache, truth: str) -> None:
+    sources = [Counted(folder, lambda count: time.sleep(0.005)) for _ in range(2)]
+    tables: dict[int, str] = {}
+
+    def work(task: int) -> None:
+        tables[task] = cache.put_table(scanned(sources[task], cache, (task, 2), stale_s=2, publish=False))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scanning, "RUN", RUN)
+        threads = [threading.Thread(target=work, args=(task,)) for task in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert tables == {0: truth, 1: truth}
+    assert sorted(sources[0].reads + sources[1].reads) == [f"{n:03d}.png" for n in range(COUNT)]
+    assert sources[0].reads and sources[1].reads
+    assert [source.ignored for source in sources] == [1, 1]
+
+
+def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: list[Path], cache: Cache) -> None:
+    alone = Cache(cache.root.parent / "alone", create=True)
+    whole = CountedTars(tars)
+    truth = scanned(whole, alone, shared=False)
+    assert whole.ignored == 12
+    first = CountedTars(tars)
+    first.read = dying_read(first, 7)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        scanned(first, cache)
+    assert len(fragments_of(cache)) == 2
+    second = CountedTars(tars)
+    table = scanned(second, cache)
+    assert table.equals(truth)
+    assert second.listed == ["2.tar", "3.tar"]
+    assert len(second.reads) == 6
+    assert second.ignored == 12, "those of the fragments that were taken over count, too"
+    assert second.read("0.tar/0.png") == picture(0), "where the bytes are was learnt from the fragments"
+
+
+def dying_read(source: CountedTars, count: int) -> Callable[[str], bytes]:
+    def read(key: str) -> bytes:
+        if len(source.reads) == count:
+            raise KeyboardInterrupt
+        return CountedTars.read(source, key)
+
+    return read
+
+
+@pytest.mark.parametrize("suffix", [".json", ".arrow"])
+def test_a_damaged_fragment_is_made_again(folder: Path, cache: Cache, truth: str, suffix: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(2 * RUN)), cache)
+    for name in cache.files.names("fragments/photos"):
+        if name.endswith(suffix):
+            path = cache.root / "fragments/photos" / name
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    source = Counted(folder)
+    assert cache.put_table(scanned(source, cache)) == truth
+    assert len(source.reads) == COUNT
+
+
+def test_one_piece_of_work_is_not_published(folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Fragments, one: str, rows: object) -> None:
+        raise AssertionError("published")
+
+    monkeypatch.setattr(Fragments, "_publish", refuse)
+    scanned(Counted(folder), cache, run=COUNT)
+    # Nor is what only has to be looked at: every picture is known.
+    source = Counted(folder)
+    scanned(source, cache, run=2)
+    assert not source.reads
+    (folder / "000.png").write_bytes(picture(1000))
+    scanned(source, cache, run=2)
+    assert source.reads == ["000.png"]
+
+
+def test_who_comes_too_late_takes_over_what_the_others_have_published(folder: Path, cache: Cache, truth: str) -> None:
+    class Late(Counted):
+        asked = 0
+
+        def parts(self) -> list[Part]:
+            self.asked += 1
+            if self.asked == 1:
+                scanned(Counted(folder), cache)
+            return super().parts()
+
+    source = Late(folder)
+    assert cache.put_table(scanned(source, cache, (0, 2))) == truth
+    assert (source.reads, source.asked, source.ignored) == ([], 2, 1)
+    assert len(cache.files.numbers("sources/photos")) == 1
+
+
+def rows_of(n: int) -> Rows:
+    return Rows(pa.table({"item": [str(n)]}), n)
+
+
+def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
+    other, own = Claims(cache.files, 60), Claims(cache.files, 60)
+    assert other.take("fragments", "photos", "ab" * 16) == "mine"
+    Fragments(cache, "photos", other, (0, 2), Stop(0))._publish("ab" * 16, rows_of(1))
+    got: list[int] = []
+    fragments = Fragments(cache, "photos", own, (1, 2), Stop(0))
+    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
+    assert got == [1]
+
+
+def test_what_was_published_just_before_the_claim_is_not_made_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Claims(cache.files, 60)
+    fragments = Fragments(cache, "photos", own, (1, 2), Stop(0))
+
+    def take(*work: str | int) -> str:
+        fragments._publish("ab" * 16, rows_of(1))  # another process, which then gave its claim back
+        return Claims.take(own, *work)
+
+    monkeypatch.setattr(own, "take", take)
+    got: list[int] = []
+    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
+    assert got == [1]
+
+
+def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, truth: str) -> None:
+    scanned(Counted(folder), cache)
+    for n in range(COUNT):
+        (folder / f"{n:03d}.png").touch()
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(2 * RUN)), cache)
+    source = Counted(folder)
+    scanned(source, cache, rehash=True)
+    assert len(source.reads) == COUNT
+
+
+def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(folder: Path, cache: Cache, truth: str) -> None:
+    stop = Stop(0)
+    with stop.signals():
+
+        def then(count: int) -> None:
+            if count == RUN + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(Stopped), stop.polite():
+            scanned(Counted(folder, then), cache, stop=stop)
+    assert len(fragments_of(cache)) == 1
+    assert not cache.files.names("claims/fragments/photos")
+    assert not cache.files.names("tmp")
+    source = Counted(folder)
+    assert cache.put_table(scanned(source, cache)) == truth
+    assert len(source.reads) == COUNT - RUN
+
+
+def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(2 * RUN)), cache)
+    assert not list(audit.unneeded(cache))
+    found = [name for name, _, why in audit.unneeded(cache, now=time.time() + 1e6) if "scan" in why]
+    assert found == sorted(f"fragments/photos/{name}" for name in cache.files.names("fragments/photos"))
+    assert not list(audit.verify(cache))
+
+
+# --- real processes ------------------------------------------------------------------------------------------------
+
+
+def start(cache: Cache, folder: Path, task: int, tasks: int, seconds: float, stale_s: float = 2) -> Any:
+    arguments = [cache.root, folder, f"{cache.root}.log{task}", task, tasks, stale_s, seconds]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.workers.scanning", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def reads(cache: Cache, task: int = 0) -> list[str]:
+    log = Path(f"{cache.root}.log{task}")
+    return log.read_text().split() if log.exists() else []
+
+
+def until(condition: Callable[[], bool], process: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        assert process.poll() is None, "it ended before it could be disturbed"
+        time.sleep(0.01)
+
+
+def outcome(cache: Cache) -> str:
+    assert cache.files.numbers("sources/photos") == [0]
+    assert not cache.files.names("fragments/photos")
+    assert not cache.files.names("claims/fragments/photos")
+    last = cache.last_scan("photos")
+    assert last is not None
+    return last["table"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_scan_loses_the_fragment_in_hand_at_most(
+    folder: Path, cache: Cache, truth: str, number: signal.Signals
+) -> None:
+    process = start(cache, folder, 0, 1, 0.05)
+    until(lambda: len(reads(cache)) >= 2 * RUN + 2, process)
+    process.send_signal(number)
+    output, _ = process.communicate()
+    assert (process.returncode, output) == ((0, "stopped\n") if number == signal.SIGTERM else (-number, ""))
+    before = reads(cache)
+    assert len(before) < COUNT
+    assert start(cache, folder, 0, 1, 0).wait() == 0
+    assert outcome(cache) == truth
+    twice = Counter(reads(cache))
+    assert set(twice) == {f"{n:03d}.png" for n in range(COUNT)}
+    assert sum(count - 1 for count in twice.values()) <= RUN
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tasks", [2, 4])
+def test_processes_share_the_scan(folder: Path, cache: Cache, truth: str, tasks: int) -> None:
+    processes = [start(cache, folder, task, tasks, 0.1) for task in range(tasks)]
+    assert [process.wait() for process in processes] == [0] * tasks
+    assert outcome(cache) == truth
+    every = [key for task in range(tasks) for key in reads(cache, task)]
+    assert sorted(every) == [f"{n:03d}.png" for n in range(COUNT)]
+    assert sum(bool(reads(cache, task)) for task in range(tasks)) > 1
+
+
+@pytest.mark.fault
+def test_a_stopped_process_is_overtaken_and_changes_nothing_when_it_wakes(
+    folder: Path, cache: Cache, truth: str
+) -> None:
+    sleeper = start(cache, folder, 0, 2, 0.05)
+    until(lambda: len(reads(cache, 0)) >= 2, sleeper)
+    sleeper.send_signal(signal.SIGSTOP)
+    try:
+        assert start(cache, folder, 1, 2, 0).wait() == 0
+        assert outcome(cache) == truth
+    finally:
+        sleeper.send_signal(signal.SIGCONT)
+    assert sleeper.wait() == 0
+    assert outcome(cache) == truth
+    assert sum(count - 1 for count in Counter(reads(cache, 0) + reads(cache, 1)).values()) <= RUN
