@@ -177,13 +177,12 @@ def bucket(
         config = config.model_copy(update={"bucket": own})
     from stages import bucket as stage
 
-    if snapshot is None:
-        snapshot = stage.run(config, name=name, dry_run=dry_run, as_json=as_json)
-    if pack:
-        from stages import pack as packing
+    made = stage.run(config, name=name, dry_run=dry_run, as_json=as_json) if snapshot is None else snapshot
+    if not pack:
+        return made
+    from stages import pack as packing
 
-        packing.run(config, snapshot, name, as_json)
-    return None
+    return packing.run(config, snapshot=made, name=name, as_json=as_json)
 
 
 @cli.group(invoke_without_command=True)

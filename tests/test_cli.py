@@ -134,15 +134,26 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
     assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
-    assert train[0][1] == {"snapshot": "s", "resume": "auto"}
+    assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None}
     assert end("train") == 0
-    assert train[1][1] == {"snapshot": None, "resume": None}
+    assert train[1][1] == {"snapshot": None, "resume": None, "quarantine": None}
     assert end("export", "--checkpoint", "c", "--out", "o") == 0
     assert export[0][0][1:] == ("c", Path("o"))
     assert end("sample", "--snapshot", "s", "--count", "2", "--out", "o") == 0
     assert sample[0][0][1:] == ("auto", "s", Path("o"), 2)
     assert end("demo", "--out", "o", "--data", "d", "--quick") == 0
     assert demo == [((Path("o"),), {"data": Path("d"), "quick": True})]
+
+
+def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
+    bucket, pack = stage("bucket", result="made"), stage("pack")
+    assert end("bucket", "--pack", "--name", "n") == 0
+    assert len(bucket) == 1 and pack[0][1] == {"snapshot": "made", "name": "n", "as_json": False}
+    assert end("bucket", "--pack", "--snapshot", "s", "--json") == 0
+    assert len(bucket) == 1 and pack[1][1] == {"snapshot": "s", "name": None, "as_json": True}
+    for wrong in (["--snapshot", "s"], ["--pack", "--dry-run"], ["--pack", "--json"]):
+        assert end("bucket", *wrong) == 2
+    assert len(bucket) == 1 and len(pack) == 2
 
 
 def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -> None:
