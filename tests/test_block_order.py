@@ -23,7 +23,7 @@ def test_a_block_permutation_is_a_bijection_whose_windows_are_whole_blocks(size:
     places = np.arange(size)
     found = lie.permute(places, size, "t", key)
     assert sorted(found.tolist()) == list(range(size))
-    assert lie.permute(places[::-1], size, "t", key).tolist() == found[::-1].tolist(), "depends on what is asked with it"
+    assert lie.permute(places[::-1], size, "t", key).tolist() == found[::-1].tolist(), "depends on its company"
     spans: dict[int, list[int]] = defaultdict(list)
     for place, position in enumerate(found.tolist()):
         spans[position // lie.block].append(place)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,21 @@ import numpy as np
 import pytest
 import torch
 
+import stages.bucket
 import stages.pack
+import stages.snapshots
+import stages.status
+import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
-from pipeline.config import MirrorConfig
+from pipeline.config import Config
 from pipeline.data import packing
 from pipeline.data.loader import Loader
 from pipeline.data.schedule import Schedule
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.errors import IntegrityError, UserError
 from tests import tiny_cache
-from tests.consumed import loader, seen, sequence
+from tests.consumed import loader, sequence
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 
@@ -37,10 +42,8 @@ SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None) -> Snapshot:
     """Pack the newest snapshot, `block` samples to a shard, in this process."""
     source = cache.open_snapshot()
-    sizes = packing.block_sizes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "block_sizes", lambda s, target: [min(block, n) for n in (b.samples for b in s.buckets)])
-        assert sizes is not packing.block_sizes
         plan = packing.planned(cache, source, block)
     packer = packing.Packer(cache, source, plan)
     for unit in plan.units:
@@ -89,7 +92,7 @@ def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) 
     assert packed.id != source.id and packed.head["parent"] == source.id and packed.packed and not source.packed
     assert cache.snapshot_of("latest") == packed.id and packed.head["policies"]["packed"] == {"window": 2}
     assert not compare.difference(source, packed)
-    assert [b for b in packed.buckets] == [b for b in source.buckets]
+    assert packed.buckets == source.buckets
     assert not list(audit.verify(cache))
     for path in packed.shard_files():
         assert path.startswith(f"shards/{packed.head['folder']}/")
@@ -152,6 +155,39 @@ def test_bucket_again_finds_what_was_packed(copy: Cache) -> None:
     head = {name: value for name, value in source.head.items() if name != "parent"}
     assert copy.add_snapshot(head, None) == source.id
     assert pack(copy).id == packed.id
+
+
+def test_the_commands(
+    small_cache_copy: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real encoders' records: bucket, pack, status, snapshots, verify; packing again changes nothing."""
+    config = make_config(small_cache_copy.parent)
+    cache = Cache(small_cache_copy)
+    source = cache.open_snapshot()
+    packed = stages.pack.run(config, name="far", as_json=True)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    opened = cache.open_snapshot("far")
+    assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
+    assert told["shards"] == len(opened.shard_files()) and (told["made"], told["left"]) == (13, 0)
+    assert opened.id == packed == cache.open_snapshot().id and opened.head["parent"] == source.id
+    assert told["bytes"] == sum(opened.shard_files().values())
+    before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
+    again = stages.bucket.run(config)
+    assert again == source.id and stages.pack.run(config, again) == packed
+    after = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
+    assert {p for p in after if p.is_file()} == {p for p in before if p.is_file()}, "something was made again"
+    out = capsys.readouterr().out
+    assert f"packed {source.id} into {told['shards']} shards" in out and f"snapshot {packed}" in out
+    assert stages.status.run(config) == 0 and f"snapshot far: {packed} (packed)" in capsys.readouterr().out
+    assert stages.snapshots.run(config) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "(packed)" in line]
+    assert line.startswith(packed[:12]) and source.id[:12] in line
+    name = next(iter(opened.shard_files()))
+    flip(small_cache_copy / name, 4000)
+    assert stages.verify.run(config) == IntegrityError.exit_code
+    assert stages.verify.run(config, mend=True) == 0 and stages.verify.run(config) == 0
+    with pytest.raises(UserError, match="is packed already"):
+        stages.pack.run(config)
 
 
 # ---------------------------------------------------------------- training
@@ -256,10 +292,8 @@ def test_no_bit_of_a_joint_shard_goes_unnoticed(copy: Cache) -> None:
     for at in range(0, len(right), 97):
         flip(path, at)
         assert copy.files.digest(str(path.relative_to(copy.root))) != shard
-        try:
+        with suppress(IntegrityError):
             assert content(Snapshot(copy.files, packed.id)) == truth, "wrong bytes were handed out"
-        except IntegrityError:
-            pass
         path.write_bytes(right)
 
 
@@ -317,7 +351,11 @@ CHILD = """
 import sys, time
 import pipeline.data.packing as packing
 from pipeline.cache.joint import JointWriter
+import stages.bucket
 import stages.pack
+import stages.snapshots
+import stages.status
+import stages.verify
 from pipeline.config import load
 real = JointWriter.finish
 def slow(self):

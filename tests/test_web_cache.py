@@ -60,9 +60,7 @@ def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, pack
     assert sequence(loader(opened(url, tmp_path), prefetch=2)) == sequence(loader(cache))
 
 
-def test_verify_and_status(
-    served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_and_status(served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache, url = served
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out
@@ -83,8 +81,10 @@ def test_nothing_is_written_there(served: tuple[Cache, str], tmp_path: Path) -> 
     with pytest.raises(CacheError, match="can only be read"):
         Cache(url, create=True, mirror=MirrorConfig(path=str(tmp_path / "mirror")))
     cache = opened(url, tmp_path)
-    for act in (lambda: cache.files.put("a", b""), lambda: cache.files.remove("format.json"),
-                lambda: cache.files.replace("a", b""), lambda: cache.files.put_content(b"x", "tables", "npy")):  # fmt: skip
+    for act in (
+        lambda: cache.files.put("a", b""), lambda: cache.files.remove("format.json"),
+        lambda: cache.files.replace("a", b""), lambda: cache.files.put_content(b"x", "tables", "npy"),
+    ):  # fmt: skip
         with pytest.raises(CacheError, match="can only be read"):
             act()
 

@@ -181,9 +181,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
             for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
                 bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))
                 try:
-                    readers["text"].caption(
-                        digest, where["offset"], where["length"], caption.key, where["checksum"]
-                    )
+                    readers["text"].caption(digest, where["offset"], where["length"], caption.key, where["checksum"])
                 except IntegrityError:
                     bad = True
                 if bad:

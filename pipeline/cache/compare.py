@@ -33,7 +33,8 @@ class Difference:
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
-    """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `bytes` of its shards, `packed`."""
+    """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`, `bytes` of its
+    shards."""
     names: dict[str, list[str]] = {}
     for name in cache.snapshot_names():
         if (pointed := cache.snapshot_of(name)) is not None:

@@ -325,6 +325,7 @@ class ObjectFiles(Files):
             FileNotFoundError, FileExistsError: as the driver.
             CacheError: anything else that it says.
         """
+
         def once() -> T:
             try:
                 return ask(self._path(name))

@@ -1,6 +1,7 @@
 """Fetching ahead: the shards of coming steps are brought into the mirror while training goes on.
 
-What: `Fetcher` follows the training order some way ahead of the loader and opens each shard that comes, which fetches it.
+What: `Fetcher` follows the training order some way ahead of the loader and opens each shard that comes, which fetches
+it.
 Why: in a packed snapshot all shards of a window are needed at once when it begins; fetched only then, the run waits for
 whole shards every few steps.
 Price: coming steps are planned twice. Shards that are fetched and not needed yet take at most half of the mirror, so
@@ -70,7 +71,7 @@ class Fetcher:
                     name = self._take()
             try:
                 self._files.open(name)
-            except Exception:  # noqa: S112 - the loader will meet it, and say which record it is about
+            except Exception:
                 continue
 
     def _take(self) -> str | None:
@@ -86,7 +87,7 @@ class Fetcher:
             self._next += 1
             try:
                 names = self._needed(step)
-            except Exception:  # noqa: BLE001 - a damaged chunk: the loader will meet it at this step
+            except Exception:
                 continue
             for name in names:
                 if name in self._seen:

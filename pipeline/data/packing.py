@@ -5,9 +5,9 @@ copies the records of a unit into a joint shard and commits it; `assembled` make
 Why: a random order over shards that lie in the order of encoding fetches every shard again and again, unless all of
 them fit into the mirror. Records that lie in a shuffled order need only a shuffle of blocks (`pipeline.data.schedule`).
 Units are committed like those of `encode`, so packing is resumed, shared and taken over by the same rules.
-Price: the cache holds every packed record twice, until the snapshot it was packed from is no longer named and `gc` runs.
-Each record is read by itself (an object store is asked for ranges); one shard at a time is held in memory. In training
-every machine reads a part of each batch, so every machine fetches every shard.
+Price: the cache holds every packed record twice. Each record is read by itself (an object store is asked for ranges);
+one shard at a time is held in memory. In training every machine reads a part of each batch, so every machine fetches
+every shard.
 
 The bytes are a function of the snapshot's content and the target size of a shard.
 """
@@ -23,7 +23,6 @@ import pyarrow as pa
 
 from pipeline.cache import index, layout
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.index import key_bytes
 from pipeline.cache.joint import JointWriter, Record
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc
@@ -259,9 +258,7 @@ def _placed(table: pa.Table, shard: int, schema: pa.Schema) -> tuple[pa.Table, p
         "captions": placed, "shard": pa.array(np.full(len(whole), shard, np.uint32)),
     }  # fmt: skip
     samples = pa.table([columns.get(name, whole.column(name)) for name in schema.names], schema=schema)
-    names = pa.table(
-        [whole.column({"captions": "written"}.get(name, name)) for name in NAMES.names], schema=NAMES
-    )
+    names = pa.table([whole.column({"captions": "written"}.get(name, name)) for name in NAMES.names], schema=NAMES)
     return samples, names
 
 

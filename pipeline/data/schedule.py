@@ -149,9 +149,7 @@ GROUP = 64
 """Batches of all buckets, about, within which their order is permuted where it is a block order."""
 
 
-def _woven(
-    slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
-) -> tuple[np.ndarray, np.ndarray]:
+def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
     """Several streams as one, in which each keeps its order and they are evenly mixed.
 
     The slots are cut into groups of about `group`; each holds every stream's share of it, rounded by a keyed offset, in
@@ -360,6 +358,8 @@ class Schedule:
             [(part["samples"], Fraction(*part["weight"])) for part in bucket["parts"]] if "parts" in bucket else None
             for bucket in buckets
         ]
+        packed = policies.get("packed")
+        blocks = [Blocks(b["block"], packed["window"]) for b in buckets] if packed else None
         first: list[int] = []
         if policies.get("order") == "largest_first":
             first = sorted(
@@ -369,7 +369,7 @@ class Schedule:
         return cls(
             [b["samples"] for b in buckets], [b["batch"] for b in buckets], seed=seed, phase=phase,
             small=policies["small"], parts=parts, first=first,
-            blocks=[Blocks(b["block"], policies["packed"]["window"]) for b in buckets] if "packed" in policies else None,
+            blocks=blocks,
         )  # fmt: skip
 
     def steps_upto(self, epochs: int) -> int:
