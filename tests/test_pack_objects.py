@@ -104,7 +104,8 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     read = sum(packed.shard_files()[name] * count for name, count in fetched.items())
     assert sum(fetched.values()) <= 1.1 * len(fetched) and read <= 1.1 * data(packed), fetched.most_common(5)
     assert 0 < here.most <= size
-
+    if ahead:
+        return
     plain = Watched(place, tmp_path / "other", size, monkeypatch)
     list(consume(Snapshot(plain.cache.files, source.id), stop_step=steps, prefetch=ahead))
     latents = [name for name in plain.shards() if name.startswith("shards/latent-")]
@@ -161,11 +162,31 @@ def _ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
+def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
+    disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "STEPS", 90)
+    packed = disk.open_snapshot()
+    here = Watched(place, tmp_path / "mirror", 4 * data(packed) + 2**22, monkeypatch)
+    planned: list[int] = []
+    real = Loader._files_of
+    monkeypatch.setattr(Loader, "_files_of", lambda own, step: planned.append(step) or real(own, step))
+    found = []
+    for step, rows in enumerate(consume(here.cache.open_snapshot(), stop_step=None, prefetch=1)):
+        found.append(rows)
+        assert not planned or max(planned) <= step + 2 + 90
+        if step == 150:
+            break
+    assert planned == list(range(len(planned))) and len(planned) > 150
+    assert found == list(consume(packed, stop_step=151, prefetch=0))
+    assert max(here.shards().values()) == 1
+
+
 def test_without_fetching_ahead_it_would_be_noticed(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sabotage: a fetcher that takes nothing."""
-    monkeypatch.setattr(fetching.Fetcher, "_take", lambda self: None)
+    monkeypatch.setattr(fetching.Fetcher, "_may_plan", lambda self: False)
     with pytest.raises(AssertionError, match="nothing was fetched ahead"):
         test_coming_shards_are_fetched_while_a_batch_is_held(disk, place, tmp_path, monkeypatch)
 

@@ -14,6 +14,7 @@ import pytest
 import stages.status
 import stages.verify
 from pipeline import retrying
+from pipeline.cache import objects
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
@@ -60,7 +61,10 @@ def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, pack
     assert sequence(loader(opened(url, tmp_path), prefetch=2)) == sequence(loader(cache))
 
 
-def test_verify_and_status(served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_status(
+    served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_PIECE", 1000)  # a server that knows ranges would be asked for these
     cache, url = served
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 
 from pipeline.cache.files import Files
 
+STEPS = 1024
+"""Steps that are planned ahead at most; all of them, once the mirror holds everything."""
 _THREADS = 2
 
 
@@ -63,42 +65,45 @@ class Fetcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                name = self._take()
-                while name is None:
-                    if self._closed:
-                        return
+                if self._closed:
+                    return
+                if not self._waiting and self._may_plan():
+                    self._plan()  # one step, so that the loader never waits long for the lock
+                    continue
+                if not self._waiting or not self._fits(*self._waiting[0]):
                     self._changed.wait()
-                    name = self._take()
+                    continue
+                name = self._take()
             try:
                 self._files.open(name)
             except Exception:
                 continue
 
-    def _take(self) -> str | None:
-        """The next shard to be fetched; None if there is none, or no room for it yet."""
-        if self._closed:
-            return None
-        while not self._waiting:
-            step = self._next
-            if self._stop is not None and step >= self._stop:
-                return None
-            if step > self._reached and sum(self._sizes[name] for name in self._ahead) >= self._limit:
-                return None
-            self._next += 1
-            try:
-                names = self._needed(step)
-            except Exception:
-                continue
-            for name in names:
-                if name in self._seen:
-                    self._seen.move_to_end(name)
-                else:
-                    self._waiting.append((name, step))
-        name, step = self._waiting[0]
+    def _may_plan(self) -> bool:
+        return (self._stop is None or self._next < self._stop) and self._next - self._reached < STEPS
+
+    def _plan(self) -> None:
+        """Put the shards of one more step in line, but for those that the mirror should hold."""
+        step = self._next
+        self._next += 1
+        try:
+            names = self._needed(step)
+        except Exception:
+            return
+        for name in names:
+            if name in self._seen:
+                self._seen.move_to_end(name)
+            else:
+                self._waiting.append((name, step))
+        self._changed.notify_all()
+
+    def _fits(self, name: str, step: int) -> bool:
         held = sum(self._sizes[other] for other in self._ahead)
-        if step > self._reached and self._ahead and held + self._sizes[name] > self._limit:
-            return None
-        self._waiting.pop(0)
+        return step <= self._reached or not self._ahead or held + self._sizes[name] <= self._limit
+
+    def _take(self) -> str:
+        """The first in line, which fits."""
+        name, step = self._waiting.pop(0)
         if step > self._reached:
             self._ahead[name] = step
         self._seen[name] = self._sizes[name]
