@@ -131,14 +131,18 @@ def encode(
         raise click.UsageError("--task-index and --task-count belong together")
     if task_index is not None and task_count is not None and task_index >= task_count:
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
+    if dry_run and reassign is not None:
+        raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
     config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
     from stages import encode as stage
 
     options: dict[str, Any] = {
         "data": data, "source_name": source_name, "rehash": rehash, "task_index": task_index,
-        "task_count": task_count, "format": format, "engine": engine, "reassign": reassign, "as_json": as_json,
+        "task_count": task_count, "format": format, "engine": engine, "as_json": as_json,
     }  # fmt: skip
-    return stage.dry_run(config, probe=probe, **options) if dry_run else stage.run(config, **options)
+    if dry_run:
+        return stage.dry_run(config, probe=probe, **options)
+    return stage.run(config, reassign=reassign, **options)
 
 
 @cli.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -110,28 +111,26 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
         return _Made(head, samples, names, report, joined, frame, moves)
 
     told: dict[str, Any] = {"dry_run": dry_run, "name": name}
-    side = Joined(joined.sources)
-    side.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
-    if own.heldout and away.any():
-        kept = Joined(joined.sources)
-        kept.leave("not in the held-out part", int((~away).sum()))
-        told["heldout"] = _publish(
-            make(frame.take(away), kept, "carry", {"heldout": {"share": own.heldout, "side": "heldout"}}),
-            caches, (latents, texts), dry_run,
-            f"{name or 'latest'}.heldout", latest=False,
-        )  # fmt: skip
-    joined.left_out.update(side.left_out)
-    joined.keep.update(side.keep)
-    frame = frame.take(~away)
+    kept_away = None
+    if away.any():
+        side = Joined(joined.sources)
+        side.leave("not in the held-out part", int((~away).sum()))
+        policies: dict[str, Any] = {"heldout": {"share": own.heldout, "side": "heldout"}}
+        kept_away = make(frame.take(away), side, "carry", policies)
+        joined.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
+        frame = frame.take(~away)
     if own.subset is not None:
         pictures = len(np.unique(frame.picture_id))
         if pictures < own.subset:
             told["note"] = f"bucket.subset = {own.subset}, but there are only {pictures} pictures"
         frame = selection.subset(joined, frame, own.subset, earlier)
-    policies: dict[str, Any] = {"order": own.order} if own.order != "random" else {}
+    policies = {"order": own.order} if own.order != "random" else {}
     if own.heldout:
         policies["heldout"] = {"share": own.heldout, "side": "train"}
     made = make(frame, joined, own.small, policies)
+    if kept_away is not None:
+        label = f"{name or 'latest'}.heldout"
+        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, latest=False)
     told |= _publish(made, caches, (latents, texts), dry_run, name)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
     _tell(told, as_json)
@@ -143,11 +142,11 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
 
 def _caches(config: Config, dry_run: bool) -> list[Cache]:
     """The own cache, then the others."""
-    others = [Cache(root) for root in config.bucket.caches]
+    others = [Cache(root, mirror=config.mirror) for root in config.bucket.caches]
     first = Cache.of(config, create=bool(others) and not dry_run)
-    roots = [one.location if "://" in one.location else one.root.resolve() for one in (first, *others)]
+    roots = [one.location if "://" in one.location else os.path.realpath(one.location) for one in (first, *others)]
     if len(set(roots)) < len(roots):
-        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(map(str, roots)))
+        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(roots))
     return [first, *others]
 
 
@@ -261,9 +260,10 @@ def _tell(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(told))
         return
-    parts = [("", told), *([("held out: ", told["heldout"])] if "heldout" in told else [])]
-    for title, one in parts:
-        click.echo(f"{title}{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
+    for one in [told, *([told["heldout"]] if "heldout" in told else [])]:
+        if one is not told:
+            click.echo("held out:")
+        click.echo(f"{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
         for row in one["buckets"]:
             click.echo(
                 f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "

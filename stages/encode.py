@@ -44,7 +44,7 @@ from pipeline.models import encoders
 def run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
     task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local", reassign: str | None = None, as_json: bool = False,
+    engine: str = "local", as_json: bool = False, reassign: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Encode a source into the cache.
 
@@ -55,8 +55,8 @@ def run(
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray`: this process hands the units out on a cluster.
-        reassign: a list (`item,height,width`) of pictures to encode for other buckets than their own, too.
         as_json: what is returned is printed as one JSON object, and everything else goes to stderr.
+        reassign: a list (`item,height,width`) of pictures to encode for other buckets than their own, too.
 
     Returns:
         Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
@@ -84,7 +84,7 @@ def run(
 def dry_run(
     config: Config, data: str, source_name: str | None = None, rehash: bool = False,
     task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local", reassign: str | None = None, probe: bool = True, as_json: bool = False,
+    engine: str = "local", probe: bool = True, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Say what `run` would do, and write nothing.
 
@@ -98,8 +98,6 @@ def dry_run(
     Raises:
         UserError: see the messages; no cache can be made there, a source or a model cannot be read.
     """
-    if reassign is not None:
-        raise UserError("--dry-run does not count what --reassign adds", fix="run one of them")
     with _people_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
         source = open_source(data, config.data, source_name, format)

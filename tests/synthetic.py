@@ -42,7 +42,7 @@ class Picture:
         return self.captions or ((f"caption of {self.content}", 1.0),)
 
 
-def config(root: Path, *overrides: str) -> Config:
+def config(root: Path | str, *overrides: str) -> Config:
     table = ", ".join(f"[{h}, {w}]" for h, w in TABLE)
     return load(
         "tiny", [f"cache={root}", f"train.output={root}-run", f"data.buckets=[{table}]", "bucket.batch=4", *overrides]
@@ -67,7 +67,7 @@ def add(
         without: items whose latents are not made.
     """
     pictures, table = list(pictures), table or TABLE
-    cache = Cache(of.cache, create=True)
+    cache = Cache.of(of, create=True)
     text = text_recipe(of)
     rows = [
         {

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
+from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.cli import cli
@@ -28,6 +30,7 @@ from pipeline.config import Config, load
 from pipeline.data import buckets, selection
 from pipeline.data.loader import Loader
 from pipeline.data.schedule import Schedule
+from pipeline.encoding import plan
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from tests import synthetic
 from tests.synthetic import Picture, add, config, pictures
@@ -296,6 +299,20 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     stages.bucket.run(larger, name="larger")
     assert items(cache.open_snapshot("more.heldout")) < items(cache.open_snapshot("larger.heldout"))
     assert cache.snapshot_of("latest") == cache.open_snapshot("larger").id, "a held-out part is nobody's newest"
+
+
+def test_nothing_is_published_when_nothing_is_left(root: Path) -> None:
+    add(config(root), "one", pictures(30))
+    before = files(root)
+    for overrides in (
+        ("bucket.heldout=0.3", "bucket.small=drop", "bucket.batch=40"),  # the held-out part alone would be possible
+        ("bucket.sources={one: {weight: 0}}",),
+        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.small=reassign"),
+        ("bucket.filter='width < 0'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=3"),
+    ):
+        with pytest.raises(UserError, match="nothing is left to train on"):
+            stages.bucket.run(config(root, *overrides))
+        assert files(root) == before
 
 
 def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -607,6 +624,29 @@ def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
     assert files(here) == before
 
 
+def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> None:
+    """Both caches have the same unit; in one of them a picture of it was rejected."""
+    there = tmp_path / "there"
+    add(config(there), "one", pictures(8))
+    here = Path(shutil.copytree(there, tmp_path / "here"))
+    recipe = synthetic.LATENT
+    [segment] = here.glob(f"segments/{recipe.name}/*.json")
+    body = layout.unseal(segment.read_bytes(), str(segment))
+    [commit] = body["commits"]
+    empty = {**commit, "shard": None, "bytes": 0, "records": 0, "table": None}
+    [table] = here.glob(f"tables/{body['table'][:2]}/{body['table']}.arrow")
+    none = Cache(here).files.put_content(to_ipc(from_ipc(table.read_bytes(), "").slice(0, 0)), "tables", "arrow")
+    segment.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": [empty]}))
+    for path in here.glob("shards/latent-*/*/*.tar"):
+        path.unlink()
+    with pytest.raises(UserError, match="nothing is left"):
+        stages.bucket.run(config(here))
+    assert len(made(config(here, f"bucket.caches=[{there}]"))) == 8
+    shutil.rmtree(there)
+    assert len(made(config(here))) == 8, "the adopted records are not this cache's own"
+    assert list(audit.verify(Cache(here))) == []
+
+
 def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped before each publication in turn, the next run makes the same snapshot, and nothing half done is left."""
     from pipeline.cache.files import Files
@@ -687,6 +727,32 @@ def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.Mon
         copied = here / path.relative_to(there)
         assert copied.read_bytes() == path.read_bytes()
         assert copied.stat().st_ino != path.stat().st_ino
+
+
+@pytest.mark.parametrize("own", ["disk", "objects"])
+def test_caches_on_disks_and_in_object_stores_mix(
+    tmp_path: Path, s3_bucket: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, disk = f"{s3_bucket}/{uuid4().hex}", str(tmp_path / "disk")
+    here, there = (disk, url) if own == "disk" else (url, disk)
+    mirror = f"mirror.path={tmp_path / 'mirror'}"
+    add(config(here, mirror), "one", pictures(40))
+    add(config(there, mirror), "two", pictures(20, "two-"))
+    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.small=reassign", "bucket.batch=10")
+    told = report(of, capsys)
+    lists = {entry["source"]: entry for entry in told["reassign"]}
+    assert told["samples"] == 60 - sum(entry["items"] for entry in lists.values())
+    assert all(entry["file"].startswith(here) for entry in lists.values())
+    targets = plan.read_targets(lists["one"]["file"], 8)
+    assert len(targets) == lists["one"]["items"]
+    assert set(targets.values()) == {(16, 24)}
+    assert list(audit.verify(Cache.of(of))) == []
+    loader = Loader(
+        Cache.of(of).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=10, caption_drop=0.0,
+        null_mask="bos", prefetch=0, threads=1, stop_step=int(told["steps_per_epoch"]),
+    )  # fmt: skip
+    seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
+    assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen
 
 
 def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:

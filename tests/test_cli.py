@@ -103,7 +103,7 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     assert first[0].cache == "/c"
     assert options == {
         "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None,
-        "engine": "local", "reassign": None, "as_json": False,
+        "engine": "local", "as_json": False, "reassign": None,
     }  # fmt: skip
     assert named == {
         "data": "pics",
@@ -113,8 +113,8 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "task_count": 4,
         "format": None,
         "engine": "local",
-        "reassign": "l",
         "as_json": False,
+        "reassign": "l",
     }
 
 
@@ -123,6 +123,11 @@ def test_a_dry_run_is_another_call(stage: Callable[..., Calls]) -> None:
     assert end("encode", "--data", "pics", "--dry-run", "--no-probe", "--json") == 6
     [(_, options)] = calls
     assert (options["probe"], options["as_json"], options["data"]) == (False, True, "pics")
+
+
+def test_a_dry_run_of_encode_takes_no_list(stage: Callable[..., Calls]) -> None:
+    assert end("encode", "--data", "pics", "--dry-run", "--reassign", "l") == 2
+    assert stage("encode") == []
 
 
 def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:

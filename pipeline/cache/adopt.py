@@ -3,7 +3,8 @@
 What: `adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of its own.
 Why: a snapshot must be whole in one cache: it can be verified, moved and read without knowing other folders. Adopted
 records are ordinary ones: `verify`, `gc`, `status` and `encode` treat them like those that were encoded here.
-Price: every adopted byte is read once to check it; on another file system it is also copied. Whole units are adopted.
+Price: every adopted byte is read once to check it, and copied where it cannot be linked (another file system, an
+object store). Whole units are adopted.
 
 A record that was encoded here goes before an adopted one of the same key, and an earlier adopted one before a later.
 Killed at any point, the next run continues: units whose plan is published are known by their ids.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -29,45 +31,45 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
 
     Args:
         recipe: name of their recipe.
-        shards: names of committed shards.
+        shards: names of shards that are committed there and not here.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
         CacheError: int8 records with other channel scales than this cache's.
     """
-    here = {commit.shard for number in cache.files.numbers(Paths.plans(recipe))
-            for commit in index.commits(cache.files, recipe, number)}  # fmt: skip
-    needed: list[tuple[Plan, Unit, index.Commit]] = []
+    needed: dict[str, tuple[Plan, Unit, index.Commit]] = {}
     for plan in other.plans(recipe):
         units = {unit.unit: unit for unit in plan.units}
         for commit in index.commits(other.files, recipe, plan.number):
-            if commit.shard in shards - here:
-                needed.append((plan, units[commit.unit], commit))
+            if commit.shard is not None and commit.shard in shards:
+                # An id of its own: a fork of that cache may have another outcome of the unit it came from.
+                own = layout.digest("adopted", recipe, commit.shard).hex()
+                marked = replace(commit, unit=own, provenance={**commit.provenance, index.ADOPTED: True})
+                needed[own] = (plan, units[commit.unit], marked)
     if not needed:
         return
     cache.add_recipe(other.recipe(recipe))
     _same_scales(cache, other, recipe)
-    for _, _, commit in needed:
+    for _, _, commit in needed.values():
         assert commit.shard is not None
         assert commit.table is not None
         bring(cache.files, other.files, Paths.shard(recipe, commit.shard), commit.shard)
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
     while True:
         known = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
-        fresh = [entry for entry in needed if entry[1].unit not in known]
+        fresh = [own for own in needed if own not in known]
         if not fresh:
             break
-        moved: list[Unit] = []
-        start = 0
-        for _, unit, _ in fresh:
-            moved.append(Unit(unit.unit, start, unit.count, unit.batch))
+        moved, rows, start = list[Unit](), [], 0
+        for own in fresh:
+            plan, unit, _ = needed[own]
+            moved.append(replace(unit, unit=own, start=start))
+            rows.append(other.table(plan.table).slice(unit.start, unit.count))
             start += unit.count
-        rows = pa.concat_tables([other.table(p.table).slice(u.start, u.count) for p, u, _ in fresh])
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, rows)
-    for _, unit, commit in needed:
-        own = replace(commit, provenance={**commit.provenance, index.ADOPTED: True})
-        index.publish_commit(cache.files, recipe, known[unit.unit].number, own)
-    for plan in {known[unit.unit].number: known[unit.unit] for _, unit, _ in needed}.values():
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, pa.concat_tables(rows))
+    for own, (_, _, commit) in needed.items():
+        index.publish_commit(cache.files, recipe, known[own].number, commit)
+    for plan in {known[own].number: known[own] for own in needed}.values():
         index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
 
 
@@ -79,20 +81,26 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     """
     if files.exists(name):
         return
-    source = other.path(name)
     with files.temporary() as path:
-        try:
-            os.link(source, path)
-        except FileNotFoundError:
-            raise IntegrityError(f"{source}: is missing", fix="restore it from a copy of that cache") from None
-        except OSError:  # another file system, or links are not allowed: a copy does as well
-            with explained(path):
-                shutil.copyfile(source, path)
+        linked = False
+        if type(files) is type(other) is Files:
+            with suppress(OSError):  # missing, another file system, or links are not allowed: see below
+                os.link(other.path(name), path)
+                linked = True
+        if not linked:
+            try:
+                handle = other.open(name)
+            except FileNotFoundError:
+                raise IntegrityError(
+                    f"{other.where(name)}: is missing", fix="restore it from a copy of that cache"
+                ) from None
+            with explained(path), handle.file() as source, open(path, "xb") as target:
+                shutil.copyfileobj(source, target, 4 << 20)
         try:
             files.publish_content(path, name, digest)
         except IntegrityError as error:
             raise IntegrityError(
-                f"{source}: its bytes do not match its name", expected=digest, found=error.found,
+                f"{other.where(name)}: its bytes do not match its name", expected=digest, found=error.found,
                 fix="sana-pipe verify --repair in that cache",
             ) from None  # fmt: skip
 

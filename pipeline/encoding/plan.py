@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.compute
 
@@ -25,6 +26,7 @@ from pipeline.cache.index import committed
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.data import buckets, captions
+from pipeline.data.names import said
 from pipeline.errors import UserError
 
 IMAGES = pa.schema(
@@ -79,11 +81,11 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
     """
     found = {}
     try:
-        with open(path, newline="", encoding="utf-8") as sheet:
+        with fsspec.open(path, "rt", newline="", encoding="utf-8") as sheet:
             for row in csv.DictReader(sheet):
                 found[row["item"]] = (int(row["height"]), int(row["width"]))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}", fix="sana-pipe bucket writes it") from None
+        raise UserError(f"{path}: cannot be read: {said(error)}", fix="sana-pipe bucket writes it") from None
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
