@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import launch
 from pipeline.cache import layout
@@ -168,7 +169,8 @@ def _run(
             **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )  # fmt: skip
-    rejected = [Reject("", row["item"], row["reject"]) for row in scan.to_pylist() if row["reject"] is not None]
+    out = scan.filter(pc.is_valid(scan.column("reject"))).select(["item", "reject"])
+    rejected = [Reject("", row["item"], row["reject"]) for row in out.to_pylist()]
     usable = scan.num_rows - len(rejected)
     click.echo(f"source {name!r}: {scan.num_rows} items, {usable} usable, {len(rejected)} rejected by the scan")
     if source.ignored:
@@ -312,12 +314,12 @@ def _readable(cache: Cache, todo: list[tuple[Plan, Unit]], name: str) -> list[tu
     return ready
 
 
-def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: list[dict[str, Any]]) -> list[Reject]:
+def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[Reject]:
     """Rejects of this source's work that no later unit made good."""
     index = cache.index(recipe.name)
-    wanted = {row["key"].hex() for row in work}
-    latest = {r.key: r for r in index.rejects if r.key in wanted and not index.has(bytes.fromhex(r.key))}
-    return list(latest.values())
+    latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
+    wanted = work.column("key").filter(planning.among(work, latest))
+    return [latest[key.hex()] for key in wanted.to_pylist()]
 
 
 def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:

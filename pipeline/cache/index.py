@@ -254,6 +254,11 @@ def as_keys(keys: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(keys), dtype="S16") if keys else np.empty(0, "S16")
 
 
+def binary(keys: np.ndarray) -> pa.Array:
+    """An S16 array as a fixed_size_binary(16) column; the inverse of `fixed`."""
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])
+
+
 def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
     """A fixed_size_binary(16) column as a numpy S16 array."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

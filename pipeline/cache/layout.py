@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import xxhash
 
 from pipeline.errors import CacheError, IntegrityError
@@ -41,6 +42,13 @@ def digest(*parts: bytes | str) -> bytes:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.digest()
+
+
+def digest_of_keys(parts: tuple[str, ...], keys: np.ndarray) -> bytes:
+    """`digest` of some parts and then of 16-byte keys (an S16 array), one part each."""
+    framed = np.empty(len(keys), [("length", "<u8"), ("key", "S16")])
+    framed["length"], framed["key"] = 16, keys
+    return xxhash.xxh3_128_digest(b"".join(map(_framed, parts)) + framed.tobytes())
 
 
 def content_digest(data: bytes | memoryview) -> str:

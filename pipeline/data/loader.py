@@ -31,7 +31,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
 from pipeline.data.fetching import Fetcher
 from pipeline.data.planner import Plan, Planner
-from pipeline.data.readahead import Ahead, Doing
+from pipeline.data.readahead import Doing, ReadAhead
 from pipeline.data.ring import Carver, Ring, room
 from pipeline.errors import ConfigError, UserError
 
@@ -205,9 +205,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[list[Batch], State]]:
         step, recent = self.start_step, deque[list[Batch]]()
-        ahead: Ahead[Loaded] | None = None
+        ahead: ReadAhead[Loaded] | None = None
         if self.prefetch != 0:
-            ahead = Ahead(
+            ahead = ReadAhead(
                 self.load, step, self.stop_step, threads=self.threads, steps=self.prefetch,
                 limit=self.prefetch_mib << 20, size=lambda loaded: loaded.size, timeout_s=self.timeout_s,
             )  # fmt: skip

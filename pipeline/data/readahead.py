@@ -1,6 +1,6 @@
 """Reading ahead: threads work on coming steps, the consumer gets them in order.
 
-What: `Ahead.get` returns what `work(step, doing)` made of the next step, or raises at that step what it raised.
+What: `ReadAhead.get` returns what `work(step, doing)` made of the next step, or raises at that step what it raised.
 Why not a pool of futures: how far to read ahead is a number of bytes, which is only known once a step is read; and a
 pool waits for its threads when the process ends, so that one read of a dead file system would keep it alive for ever.
 Price: a thread that hangs in the kernel cannot be stopped; it is left behind, and ends with the process.
@@ -31,7 +31,7 @@ class _Failed:
         self.error = error
 
 
-class Ahead(Generic[T]):
+class ReadAhead(Generic[T]):
     """Runs `work` for the steps first, first + 1, ... in threads.
 
     Args:

@@ -4,7 +4,7 @@ What: `plan_images` and `plan_captions` append at most one plan, listing work th
 shard holds, and return every plan.
 Why: any number of processes may plan at once: a plan's number is taken by put-if-absent, the loser adopts the winner's
 plan and looks again. A unit's records and batches are fixed here, so bytes do not depend on who encodes it.
-Price: planning reads the keys of all earlier plans.
+Price: planning reads the keys of all earlier plans; some 200 bytes an item are held meanwhile.
 
 A unit's id is the digest of its recipe and keys. A record that failed for a cause that may pass (its file was gone or
 had changed) counts as not assigned.
@@ -13,19 +13,19 @@ had changed) counts as not assigned.
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import fsspec
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 
 from pipeline.cache import layout
-from pipeline.cache.index import committed
+from pipeline.cache.index import as_keys, binary, committed, fixed
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.data import buckets, captions
+from pipeline.data.join import latent_keys
 from pipeline.data.names import said
 from pipeline.errors import UserError
 
@@ -36,11 +36,14 @@ IMAGES = pa.schema(
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
+CHUNK = 1 << 20
+"""Captions of a piece of a column."""
+
 
 def image_work(
     scan: pa.Table, source: str, recipe: layout.LatentRecipe, table: list[tuple[int, int]],
     targets: dict[str, tuple[int, int]] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> pa.Table:  # fmt: skip
     """Rows of `IMAGES` for the usable items of a scan, in listing order, equal pictures once.
 
     Args:
@@ -49,28 +52,35 @@ def image_work(
     Raises:
         UserError: `targets` has an item that is not there.
     """
-    work: dict[bytes, dict[str, Any]] = {}
-    usable = scan.filter(pa.compute.is_null(scan.column("reject")))
+    usable = scan.filter(pc.is_null(scan.column("reject")))
+    height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     extra = dict(targets or {})
-    for item, digest, width, height in zip(
-        *(usable.column(c).to_pylist() for c in ("item", "digest", "width", "height")), strict=True
-    ):
-        wanted = [buckets.nearest(table, height, width)]
-        if item in extra:
-            wanted.append(extra.pop(item))
-        for target in wanted:
-            key = layout.latent_key(recipe.id, digest, *target)
-            if key not in work:
-                work[key] = {
-                    "key": key, "source": source, "item": item, "digest": digest, "height": target[0],
-                    "width": target[1],
-                }  # fmt: skip
+    sizes = list(dict.fromkeys([*table, *extra.values()]))
+    rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
     if extra:
-        raise UserError(
-            f"the list of --reassign has {len(extra)} items that source {source!r} has not, or that were rejected",
-            found=", ".join(sorted(extra)[:3]), fix="run sana-pipe bucket again; each source has a list of its own",
-        )  # fmt: skip
-    return list(work.values())
+        at = pc.index_in(usable.column("item"), value_set=pa.array(list(extra), pa.string())).to_numpy()
+        also = np.flatnonzero(~np.isnan(at.astype(np.float64)))
+        if len(also) < len(extra):
+            unknown = set(extra) - set(usable.column("item").take(pa.array(also)).to_pylist())
+            raise UserError(
+                f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were "
+                "rejected",
+                found=", ".join(sorted(unknown)[:3]),
+                fix="run sana-pipe bucket again; each source has a list of its own",
+            )
+        number = {size: i for i, size in enumerate(sizes)}
+        places = np.array([number[size] for size in extra.values()])[at[also].astype(np.int64)]
+        rows, which = np.concatenate([rows, also]), np.concatenate([which, places])
+        order = np.argsort(rows, kind="stable")
+        rows, which = rows[order], which[order]
+    keys = latent_keys(recipe, fixed(usable.column("digest"))[rows], sizes, which)
+    first = np.sort(np.unique(keys, return_index=True)[1])
+    rows, sides = pa.array(rows[first]), np.array(sizes, np.int32).reshape(-1, 2)[which[first]]
+    columns = [
+        binary(keys[first]), pa.repeat(source, len(first)), usable.column("item").take(rows),
+        usable.column("digest").take(rows), pa.array(sides[:, 0]), pa.array(sides[:, 1]),
+    ]  # fmt: skip
+    return pa.table(columns, schema=IMAGES)
 
 
 def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
@@ -101,91 +111,108 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> list[dict[str, Any]]:
+def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
     """Rows of `CAPTIONS` for the captions of a scan's usable items, equal captions once, and the null record."""
-    work: dict[bytes, dict[str, Any]] = {}
-    usable = scan.filter(pa.compute.is_null(scan.column("reject")))
-    for listed in usable.column("captions").to_pylist():
-        for caption in listed:
-            key = layout.text_key(recipe.id, captions.normalise(caption["text"], recipe.normalisation))
-            work.setdefault(key, {"key": key, "caption": caption["text"]})
-    null = layout.null_key(recipe.id)
-    return [{"key": null, "caption": None}, *(work[key] for key in sorted(work))]
+    usable = scan.filter(pc.is_null(scan.column("reject")))
+    pieces = [
+        pc.list_flatten(chunk).field("text").cast(pa.large_string()) for chunk in usable.column("captions").chunks
+    ]
+    written = pa.chunked_array(pieces, pa.large_string()).unique()
+    normalised = (captions.normalise(text.as_py(), recipe.normalisation) for text in written)
+    keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
+    first = np.unique(keys, return_index=True)[1]
+    # In chunks: 2 GiB of text in one piece would be too much for Arrow's plain strings.
+    chunks = [written.take(pa.array(first[i : i + CHUNK])).cast(pa.string()) for i in range(0, len(first), CHUNK)]
+    null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+    rest = pa.table([binary(keys[first]), pa.chunked_array(chunks, pa.string())], schema=CAPTIONS)
+    return pa.concat_tables([null, rest])
 
 
-def plan_images(
-    cache: Cache, recipe: layout.LatentRecipe, work: list[dict[str, Any]], config: EncodeConfig
-) -> list[Plan]:
+def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
     """Adopt the image plans there are and append one for what they do not cover.
 
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
     """
 
-    def cut(missing: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    def cut(missing: pa.Table) -> Iterator[np.ndarray]:
+        height, width = (missing.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+        target = height << 32 | width
         for start in range(0, len(missing), config.window):
-            targets: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-            for row in missing[start : start + config.window]:
-                targets[row["height"], row["width"]].append(row)
-            for (height, width), rows in sorted(targets.items()):
-                record = 2 * recipe.channels * (height // recipe.compression) * (width // recipe.compression)
+            window = target[start : start + config.window]
+            for own in np.unique(window):
+                rows = start + np.flatnonzero(window == own)
+                h, w = int(own) >> 32, int(own) & 0xFFFFFFFF
+                record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
                 most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
-                for first in range(0, len(rows), most):
-                    yield rows[first : first + most]
+                yield from (rows[first : first + most] for first in range(0, len(rows), most))
 
-    return _plan(cache, recipe, work, IMAGES, config.image_batch, cut)
+    return _plan(cache, recipe, work, config.image_batch, cut)
 
 
-def plan_captions(
-    cache: Cache, recipe: layout.TextRecipe, work: list[dict[str, Any]], config: EncodeConfig
-) -> list[Plan]:
+def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
     """Adopt the text plans there are and append one for what they do not cover.
 
     Units are ranges of the sorted keys; inside a unit rows stand by caption length, so that a batch of the plan holds
     captions of similar length, which the encoder cuts into forward passes by their tokens.
     """
 
-    def cut(missing: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
-        null = [row for row in missing if row["caption"] is None]
-        if null:
-            yield null
-        rest = [row for row in missing if row["caption"] is not None]
+    def cut(missing: pa.Table) -> Iterator[np.ndarray]:
+        length = pc.fill_null(pc.binary_length(missing.column("caption")), -1).to_numpy()
+        if (length < 0).any():
+            yield np.flatnonzero(length < 0)
+        rest = np.flatnonzero(length >= 0)
         for first in range(0, len(rest), config.unit_captions):
-            yield sorted(
-                rest[first : first + config.unit_captions], key=lambda r: (len(r["caption"].encode()), r["key"])
-            )
+            rows = rest[first : first + config.unit_captions]
+            yield rows[np.argsort(length[rows], kind="stable")]
 
-    return _plan(cache, recipe, work, CAPTIONS, config.text_batch, cut)
+    return _plan(cache, recipe, work, config.text_batch, cut)
 
 
 def _plan(
-    cache: Cache, recipe: layout.Recipe, work: list[dict[str, Any]], schema: pa.Schema, batch: int, cut: Any
+    cache: Cache, recipe: layout.Recipe, work: pa.Table, batch: int, cut: Callable[[pa.Table], Iterator[np.ndarray]]
 ) -> list[Plan]:
     while True:
         plans = cache.plans(recipe.name)
-        assigned = {key for plan in plans for key in cache.table(plan.table).column("key").to_pylist()}
-        index = cache.index(recipe.name)
-        again = {bytes.fromhex(r.key) for r in index.rejects if r.retry}
-        missing = [
-            row for row in work if row["key"] not in assigned or (row["key"] in again and not index.has(row["key"]))
-        ]
-        # A retried key that a later plan already took up waits for that plan's unit.
-        if again:
-            last = _last_plans(cache, plans)
-            done = {plan.number for plan in plans if _finished(cache, plan)}
-            missing = [row for row in missing if row["key"] not in assigned or last[row["key"]] in done]
-        if not missing:
+        missing = work.filter(pa.array(_missing(cache, recipe, plans, work)))
+        if not len(missing):
             return plans
+        keys = fixed(missing.column("key"))
         units: list[Unit] = []
-        rows: list[dict[str, Any]] = []
-        for members in cut(missing):
-            unit = layout.digest("unit", recipe.name, str(len(plans)), *(row["key"] for row in members)).hex()
-            units.append(Unit(unit, len(rows), len(members), batch))
-            rows.extend(members)
-        cache.add_plan(recipe.name, len(plans), units, pa.Table.from_pylist(rows, schema=schema))
+        members: list[np.ndarray] = []
+        start = 0
+        for rows in cut(missing):
+            unit = layout.digest_of_keys(("unit", recipe.name, str(len(plans))), keys[rows]).hex()
+            units.append(Unit(unit, start, len(rows), batch))
+            members.append(rows)
+            start += len(rows)
+        cache.add_plan(recipe.name, len(plans), units, missing.take(pa.array(np.concatenate(members))))
 
 
-def _last_plans(cache: Cache, plans: list[Plan]) -> dict[bytes, int]:
-    return {key: plan.number for plan in plans for key in cache.table(plan.table).column("key").to_pylist()}
+def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Table) -> np.ndarray:
+    """Which rows no plan has assigned, or whose record failed for a cause that may pass."""
+    wanted, index = work.column("key"), cache.index(recipe.name)
+    assigned = [cache.table(plan.table).column("key") for plan in plans]
+    taken = np.zeros(len(work), bool)
+    for keys in assigned:
+        taken |= pc.is_in(wanted, value_set=keys.combine_chunks()).to_numpy()
+    again = as_keys([bytes.fromhex(r.key) for r in index.rejects if r.retry])
+    if not len(again):
+        return ~taken
+    failed = np.flatnonzero(taken & pc.is_in(wanted, value_set=binary(again)).to_numpy())
+    failed = failed[index.find(fixed(wanted)[failed]) < 0]
+    # A failed key that a later plan already took up waits for that plan's unit.
+    last = np.full(len(failed), -1)
+    for plan, keys in zip(plans, assigned, strict=True):
+        last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number
+    done = [plan.number for plan in plans if _finished(cache, plan)]
+    missing = ~taken
+    missing[failed[np.isin(last, done)]] = True
+    return missing
+
+
+def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
+    """Which rows of a work list have one of these keys (hex)."""
+    return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
 
 
 def _finished(cache: Cache, plan: Plan) -> bool:
