@@ -20,7 +20,7 @@ import stages.bucket
 import stages.encode
 import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
-from pipeline.cache.index import as_keys
+from pipeline.cache.index import as_keys, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
@@ -486,7 +486,7 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
     found = made(of)
     schedule = Loader(
         found, seed=5, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0, threads=1
-    ).schedule
+    ).planner.schedule
     shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
     assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
     assert found.head["policies"]["order"] == "largest_first"
@@ -580,8 +580,9 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     rare = {layout.text_key(found.text_recipe.id, f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
-        for member in loader.global_batch(step).members:
-            choices.setdefault(member.sample.sample_id, []).append(member.caption.key in rare)
+        plan = loader.planner.step(step)
+        for sample, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
+            choices.setdefault(sample, []).append(key_bytes(key) in rare)
     assert all(len(own) == 200 and 0 < sum(own) < 200 for own in choices.values()), "chosen once, not per visit"
     assert 0.22 < np.mean([one for own in choices.values() for one in own]) < 0.28
 
