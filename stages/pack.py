@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from pipeline import launch
+from pipeline.cache import index
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import packing
@@ -40,7 +41,8 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
     source = cache.open_snapshot(snapshot)
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     packer = packing.Packer(cache, source, plan)
-    todo = [(plan, unit) for unit in plan.units if not engine.is_done(cache, plan, unit)]
+    done = index.committed(cache.files, plan.recipe, plan.number)
+    todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
     own = claims.Claims(cache.files, config.encode.claim_timeout_s)
     try:
         with stop.signals(), Progress("samples", 0) as bar:
@@ -51,7 +53,7 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
     claims.sweep(cache, [plan])
     told: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
-    if all(engine.is_done(cache, plan, unit) for unit in plan.units):
+    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
         packed = cache.add_snapshot(head, name)
         told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
