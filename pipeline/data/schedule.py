@@ -164,10 +164,11 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
     """
     total = sum(counts)
     groups = max(1, total // group)
-    shift = [_drawn(groups, "shift", *key, own) for own in range(len(counts))]
+    shift = np.array([_drawn(groups, "shift", *key, own) for own in range(len(counts))])
+    held = np.array(counts, np.int64)
 
-    def upto(number: int) -> list[int]:
-        return [(number * count + own) // groups for count, own in zip(counts, shift, strict=True)]
+    def upto(number: int) -> np.ndarray:
+        return (number * held + shift) // groups
 
     streams, numbers = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     left = np.arange(len(slots))
@@ -176,11 +177,10 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
         low, high = 0, groups
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if sum(upto(middle)) <= slot else (low, middle)
+            low, high = (middle, high) if upto(middle).sum() <= slot else (low, middle)
         before, after = upto(low), upto(low + 1)
-        begin, size = sum(before), sum(after) - sum(before)
-        share = [b - a for a, b in zip(before, after, strict=True)]
-        labels = np.repeat(np.arange(len(counts)), share)[permute(np.arange(size), size, "order", *key, low)]
+        begin, size = int(before.sum()), int((after - before).sum())
+        labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
         order = np.argsort(labels, kind="stable")
         own = np.empty(size, np.int64)
         own[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
