@@ -142,6 +142,27 @@ def test_packing_is_a_function_of_the_content(tmp_path: Path) -> None:
     assert packing.planned(Cache(tmp_path / "c"), source, 4).recipe != one.head["folder"]
 
 
+def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    head = {name: value for name, value in cache.open_snapshot().head.items() if name != "parent"}
+    parts = [{"samples": 10, "weight": [2, 1]}, {"samples": 20, "weight": [1, 2]}]
+    head["buckets"] = [{**head["buckets"][0], "parts": parts}, *head["buckets"][1:]]
+    source = cache.open_snapshot(cache.add_snapshot(head, None))
+    packed = pack(cache)
+    assert content(packed) == content(source)
+    for rows in (range(10), range(10, 30)):
+        assert {packed.sample_id(row) for row in rows} == {source.sample_id(row) for row in rows}
+    assert not {packed.sample(r).shard for r in range(10)} & {packed.sample(r).shard for r in range(10, 30)}
+    schedule, visits = Schedule.of(packed.head, seed=5, phase=1), Counter[int]()
+    for t in range(schedule.steps_upto(40)):
+        step = schedule.step(t)
+        if step.bucket == 0:
+            visits.update(step.positions.tolist())
+    fast, slow = [visits[i] for i in range(10)], [visits[i] for i in range(10, 30)]
+    assert all(abs(n - 80) <= 2 for n in fast) and all(abs(n - 20) <= 2 for n in slow)
+    assert not list(audit.verify(cache))
+
+
 def test_what_is_packed_is_not_packed_again(both: tuple[Cache, Snapshot, Snapshot]) -> None:
     cache, source, packed = both
     with pytest.raises(UserError, match=rf"is packed already[\s\S]*{source.id}"):
