@@ -113,6 +113,19 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     assert plain.most <= size
 
 
+def test_a_mirror_that_is_too_small_is_told(
+    disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = disk.open_snapshot()
+    assert fetching.advice(packed) is None, "there is no mirror"
+    shards = [size for size in packed.shard_files().values() if size > 50_000]
+    for size, told in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
+        opened = Watched(place, tmp_path / "mirror", size, monkeypatch).cache.open_snapshot()
+        assert (fetching.advice(opened) is not None) is told
+        plain = Snapshot(opened.files, packed.head["parent"])
+        assert fetching.advice(plain) is None
+
+
 def test_epochs_that_follow_and_resumed_runs_stay_sequential(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

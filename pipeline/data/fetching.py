@@ -17,10 +17,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from pipeline.cache.files import Files
+from pipeline.cache.snapshot import Snapshot
 
 STEPS = 1024
 """Steps that are planned ahead at most; all of them, once the mirror holds everything."""
 _THREADS = 2
+
+
+def advice(snapshot: Snapshot) -> str | None:
+    """What to say of a mirror that is too small for a packed snapshot; None if it will do. Two windows of each bucket may
+    be open at a time, and half of the mirror is for what is fetched ahead."""
+    room, files = snapshot.files.room, snapshot.shard_files()
+    if room is None or not snapshot.packed:
+        return None
+    window = snapshot.head["policies"]["packed"]["window"]
+    mean = sum(files.values()) / len(files)
+    shards = sum(min(2 * window, -(-b["samples"] // b["block"])) for b in snapshot.head["buckets"])
+    wanted = min(sum(files.values()), 2 * shards * mean)
+    if room >= wanted:
+        return None
+    return (
+        f"the mirror holds {room / 2**30:.1f} GiB; with less than {wanted / 2**30:.1f} (mirror.gib) some shards of "
+        "this packed snapshot are fetched more than once per epoch"
+    )
 
 
 class Fetcher:
