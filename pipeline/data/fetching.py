@@ -25,8 +25,10 @@ _THREADS = 2
 
 
 def advice(snapshot: Snapshot) -> str | None:
-    """What to say of a mirror that is too small for a packed snapshot; None if it will do. Two windows of each bucket may
-    be open at a time, and half of the mirror is for what is fetched ahead."""
+    """What to say of a mirror that is too small for a packed snapshot; None if it will do.
+
+    Two windows of each bucket may be open at a time, and half of the mirror is for what is fetched ahead.
+    """
     room, files = snapshot.files.room, snapshot.shard_files()
     if room is None or not snapshot.packed:
         return None
