@@ -29,8 +29,9 @@ from pipeline.cli import cli
 from pipeline.config import Config, load
 from pipeline.data import buckets, selection
 from pipeline.data.loader import Loader
+from pipeline.data.planner import Planner
 from pipeline.data.schedule import Schedule
-from pipeline.encoding import plan
+from pipeline.encoding import plan as planning
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from tests import synthetic
 from tests.synthetic import Picture, add, config, pictures
@@ -484,9 +485,7 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
     of = config(root, "bucket.order=largest_first")
     add(of, "one", pictures(40))
     found = made(of)
-    schedule = Loader(
-        found, seed=5, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0, threads=1
-    ).planner.schedule
+    schedule = Planner(found, seed=5, phase=0).schedule
     shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
     assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
     assert found.head["policies"]["order"] == "largest_first"
@@ -574,15 +573,13 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     of = config(root)
     add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
     found = made(of)
-    loader = Loader(
-        found, seed=0, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0, threads=1
-    )
+    planner = Planner(found, seed=0, phase=0)
     rare = {layout.text_key(found.text_recipe.id, f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
-        plan = loader.planner.step(step)
-        for sample, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
-            choices.setdefault(sample, []).append(key_bytes(key) in rare)
+        plan = planner.step(step)
+        for own, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
+            choices.setdefault(own, []).append(key_bytes(key) in rare)
     assert all(len(own) == 200 and 0 < sum(own) < 200 for own in choices.values()), "chosen once, not per visit"
     assert 0.22 < np.mean([one for own in choices.values() for one in own]) < 0.28
 
@@ -744,7 +741,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     lists = {entry["source"]: entry for entry in told["reassign"]}
     assert told["samples"] == 60 - sum(entry["items"] for entry in lists.values())
     assert all(entry["file"].startswith(here) for entry in lists.values())
-    targets = plan.read_targets(lists["one"]["file"], 8)
+    targets = planning.read_targets(lists["one"]["file"], 8)
     assert len(targets) == lists["one"]["items"]
     assert set(targets.values()) == {(16, 24)}
     assert list(audit.verify(Cache.of(of))) == []

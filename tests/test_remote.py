@@ -270,11 +270,11 @@ def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Pat
 def test_a_request_that_fails_does_not_take_its_pictures_with_it(
     ranged_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PAUSE_S", 0.01)
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
     url = f"{ranged_server.url}/tars/s-0.tar"
     truth = {key: value[0] for key, value in content(opened(url)).items()}
     source, keys = again(url)
-    ranged_server.fail = remote.ATTEMPTS
+    ranged_server.fail = retrying.ATTEMPTS
     with source.reading(keys) as read:
         assert {key: read(key) for key in keys} == truth
     assert not ranged_server.fail
