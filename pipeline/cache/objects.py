@@ -155,9 +155,12 @@ class ObjectFiles(Files):
             return
         files = [(p, info) for p, info in sorted(found.items()) if p != self._path(folder) and info["type"] == "file"]
         with ThreadPoolExecutor(TOGETHER) as pool:  # a web server's lists say no sizes
-            asked = pool.map(lambda own: own[1] if own[1].get("size") is not None else self.fs.info(own[0]), files)
+            asked = pool.map(
+                lambda own: own[1] if own[1].get("size") is not None else self._info(self._name(own[0])), files
+            )
             for (path, _), info in zip(files, asked, strict=True):
-                yield Entry(self._name(path), int(info["size"]), _moment(info))
+                if info is not None:
+                    yield Entry(self._name(path), int(info["size"]), _moment(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)
