@@ -150,6 +150,11 @@ def encode(
 @click.option("--name", metavar="NAME", help="Name for the snapshot. Default: only its id.")
 @click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
 @click.option("--dry-run", is_flag=True, help="Report what would be in it, and write nothing.")
+@click.option(
+    "--pack", is_flag=True,
+    help="Then copy its records into joint shards in a shuffled order, for training from object storage.",
+)  # fmt: skip
+@click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; make no other one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def bucket(
     config_path: str | None,
@@ -157,20 +162,31 @@ def bucket(
     name: str | None,
     caches: tuple[str, ...],
     dry_run: bool,
+    pack: bool,
+    snapshot: str | None,
     as_json: bool,
 ) -> Any:
     """Join latents and captions into an immutable snapshot, grouped by resolution.
 
     Which samples (filters, weights, duplicates, held-out part, subset) and how they are batched: the section `bucket`
-    of the configuration.
+    of the configuration. Several processes or nodes may run it with --pack at the same time: they share the copying.
     """
+    if snapshot is not None and not pack:
+        raise click.UsageError("--snapshot is for --pack: training chooses its snapshot by `train --snapshot`")
+    if pack and (dry_run or (as_json and snapshot is None)):
+        raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = _load(config_path, overrides)
     if caches:
         own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": own})
     from stages import bucket as stage
 
-    return stage.run(config, name=name, dry_run=dry_run, as_json=as_json)
+    made = stage.run(config, name=name, dry_run=dry_run, as_json=as_json) if snapshot is None else snapshot
+    if not pack:
+        return made
+    from stages import pack as packing
+
+    return packing.run(config, snapshot=made, name=name, as_json=as_json)
 
 
 @cli.group(invoke_without_command=True)

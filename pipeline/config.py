@@ -210,6 +210,8 @@ class BucketConfig(_Section):
     heldout: share of the pictures, chosen by their digest, that goes to a snapshot of its own (NAME.heldout).
     subset: use so many pictures, those with the smallest sample ids: a larger number later keeps all of them, in the
     same order. grow: name of an earlier snapshot whose pictures are taken before all others.
+    pack_mib, pack_window: `--pack` writes shards of about so many MiB; training from them shuffles the samples of so
+    many shards of a bucket together (pipeline/data/schedule.py), so the mirror has to hold four times as many of each.
     resolutions: Sana's table at each of these, for caches that were encoded at several `data.resolution`; none: at
     `data.resolution` alone.
     """
@@ -229,6 +231,8 @@ class BucketConfig(_Section):
     subset: Positive | None = None
     grow: str | None = None
     resolutions: list[Positive] = []
+    pack_mib: Positive = 64
+    pack_window: Positive = 4
 
 
 class MirrorConfig(_Section):

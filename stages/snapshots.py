@@ -33,6 +33,7 @@ def run(config: Config, as_json: bool = False) -> int:
         click.echo(
             f"{entry['id'][:12]}  {(entry['parent'] or '-')[:12]:<12}  {entry['samples']:>9}  {entry['buckets']:>7}  "
             f"{entry['left_out']:>8}  {entry['bytes'] / 1e9:>9.3f}  {', '.join(entry['names']) or '-'}"
+            + (" (packed)" if entry["packed"] else "")
         )
     return 0
 

@@ -39,7 +39,7 @@ def run(config: Config, as_json: bool = False) -> int:
                     line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
             click.echo(line)
         for name, snapshot in told["snapshots"].items():
-            click.echo(f"snapshot {name}: {snapshot}")
+            click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in told["packed"] else ""))
         free = "" if told["free_bytes"] is None else f"{told['free_bytes'] / 1e9:.1f} GB free; "
         click.echo(free + ("complete" if told["complete"] else "not complete"))
     return 0 if told["complete"] else 1

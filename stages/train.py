@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
+from pipeline.data import fetching
 from pipeline.data.loader import Loader, State
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
@@ -42,6 +43,8 @@ def run(
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+        if (warning := fetching.advice(opened)) is not None:
+            speak(warning)
     return fit(config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak)
 
 

@@ -14,11 +14,11 @@ from pipeline.cache import audit, layout
 from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
-from pipeline.data import captions
+from pipeline.data import captions, packing
 from pipeline.data.source import Source
 from pipeline.encoding import repair, worker
 from pipeline.encoding.scan import reopen
-from pipeline.errors import IntegrityError, UserError
+from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders
 
 
@@ -87,12 +87,22 @@ def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: t
             recipe = cache.recipe(finding.recipe)
             outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
     for finding in findings:
+        if finding.path.startswith(f"shards/{layout.PACKED}"):
+            outcomes[finding.path] = _packed_again(cache, finding.path)
+    for finding in findings:
         if finding.path.startswith("snapshots/"):
             again = list(audit.verify_snapshot(cache, finding.path))
             outcomes[finding.path] = "failed: restore it from a copy of the cache" if again else "restored"
         elif finding.path not in outcomes:
             outcomes[finding.path] = "failed: restore it from a copy of the cache"
     return outcomes
+
+
+def _packed_again(cache: Cache, path: str) -> str:
+    try:
+        return "restored" if packing.restored(cache, path) else "failed: restore it from a copy of the cache"
+    except CacheError as error:
+        return f"failed: the snapshot that it was packed from cannot be read: {error}"
 
 
 class _Encoders:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import stages.pack
+from pipeline.config import Config
 
 PAGE = Path(__file__).parent.parent / "cache_layout.md"
 
@@ -16,13 +20,25 @@ def examples() -> list[str]:
 
 def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = examples()
-    assert len(found) == 3
+    assert len(found) == 4
     shards = sorted(small_cache.glob("shards/text-*/*/*.tar"))
     for text_shard in shards:
         exec(compile(found[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})
     assert "an astronaut in an orange space suit" in capsys.readouterr().out
     exec(compile(found[2], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
     assert "(16, " in capsys.readouterr().out
+
+
+def test_the_example_of_a_packed_snapshot_runs(
+    small_cache_copy: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.pack.run(make_config(small_cache_copy.parent))
+    shards = sorted(str(path) for path in small_cache_copy.glob("shards/packed-*/*/*.tar"))
+    capsys.readouterr()
+    exec(compile(examples()[3], str(PAGE), "exec"), {"joint_shards": shards})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12 and any("an astronaut in an orange space suit" in line for line in lines)
+    test_every_file_of_a_cache_is_described(small_cache_copy)
 
 
 def test_the_example_notices_damage(small_cache_copy: Path) -> None:

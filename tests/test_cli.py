@@ -150,6 +150,17 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert demo == [((Path("o"),), {"data": Path("d"), "quick": True})]
 
 
+def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
+    bucket, pack = stage("bucket", result="made"), stage("pack")
+    assert end("bucket", "--pack", "--name", "n") == 0
+    assert len(bucket) == 1 and pack[0][1] == {"snapshot": "made", "name": "n", "as_json": False}
+    assert end("bucket", "--pack", "--snapshot", "s", "--json") == 0
+    assert len(bucket) == 1 and pack[1][1] == {"snapshot": "s", "name": None, "as_json": True}
+    for wrong in (["--snapshot", "s"], ["--pack", "--dry-run"], ["--pack", "--json"]):
+        assert end("bucket", *wrong) == 2
+    assert len(bucket) == 1 and len(pack) == 2
+
+
 def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -> None:
     calls = stage("sample", function="decode")
     assert end("decode", "--latents", "l", "--out", "o") == 0

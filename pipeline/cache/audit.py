@@ -18,8 +18,8 @@ import numpy as np
 
 from pipeline.cache import index, shard
 from pipeline.cache.files import STALE_TMP_S
-from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.layout import PACKED, Paths
+from pipeline.cache.snapshot import Caption, Snapshot
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 
@@ -40,6 +40,12 @@ def recipe_names(cache: Cache) -> list[str]:
     return [n.removesuffix(".json") for n in cache.files.names("recipes") if n.endswith(".json")]
 
 
+def packs(cache: Cache) -> list[str]:
+    """Names of the packs, finished or not: folders of plans, units and joint shards."""
+    found = [name for name in cache.files.folders("plans") if name.startswith(PACKED)]
+    return [name for name in found if cache.files.numbers(Paths.plans(name))]
+
+
 # ---------------------------------------------------------------- status
 
 
@@ -51,7 +57,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     """
     moment = time.time() if now is None else now
     stores = {}
-    for name in recipe_names(cache):
+    for name in [*recipe_names(cache), *packs(cache)]:
         plans = cache.plans(name)
         units = done = planned = made = size = rejects = 0
         recent: list[tuple[float, int]] = []
@@ -85,9 +91,11 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
                 "latent": scan["latent"], "text": scan["text"],
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
+    packed = [name for name, of in names.items() if of is not None and Snapshot(cache.files, of).packed]
     return {
         "cache": cache.location, "complete": all(s["units"] == s["units_done"] for s in stores.values()),
-        "stores": stores, "sources": sources, "snapshots": names, "free_bytes": cache.files.free_bytes(),
+        "stores": stores, "sources": sources, "snapshots": names, "packed": packed,
+        "free_bytes": cache.files.free_bytes(),
     }  # fmt: skip
 
 
@@ -117,8 +125,74 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
         yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
             yield from _verify_unit(cache, name, plan, commit, progress)
+    read: set[str] = set()
     for head in cache.files.names("snapshots"):
         yield from verify_snapshot(cache, f"snapshots/{head}")
+        yield from _verify_packed(cache, f"snapshots/{head}", read, progress)
+
+
+def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
+    """What is wrong with the joint shards of a packed snapshot. read: those that were read already, and are now."""
+    try:
+        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+    except CacheError:
+        return  # the damaged head has been named already
+    for path, size in snapshot.shard_files().items() if snapshot.packed else ():
+        if path in read:
+            continue
+        read.add(path)
+        digest = PurePosixPath(path).stem
+        try:
+            intact = cache.files.digest(path) == digest
+            progress(size)
+            bad = () if intact else tuple(_bad_joint_records(snapshot, digest))
+        except FileNotFoundError:
+            yield Finding(path, "the joint shard is missing")
+        except (CacheError, OSError) as error:
+            yield Finding(path, f"cannot be read: {error}")
+        else:
+            if not intact:
+                what = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
+                yield Finding(path, what, records=bad)
+
+
+def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
+    """Hex keys of the damaged records of a joint shard."""
+    readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
+    numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
+    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+
+    def damaged(kind: str, own: Any, into: np.ndarray) -> bool:
+        try:
+            readers[kind].read(digest, own.offset, own.key, own.checksum, into, own.length)
+        except IntegrityError:
+            return True
+        return False
+
+    first = 0
+    for table in snapshot.tables():
+        mine = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
+        for row in (mine + first).tolist():
+            sample = snapshot.sample(row)
+            bucket = snapshot.buckets[sample.bucket]
+            shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
+            if damaged("latent", sample, np.empty(shape, np.uint16)):
+                yield sample.key.hex()
+            for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
+                bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))
+                try:
+                    readers["text"].caption(digest, where["offset"], where["length"], caption.key, where["checksum"])
+                except IntegrityError:
+                    bad = True
+                if bad:
+                    yield caption.key.hex()
+        first += table.num_rows
+    null = snapshot.null
+    if null["shard"] == digest:
+        own = Caption(digest, null["offset"], null["rows"], 1.0, bytes.fromhex(null["key"]),
+                      bytes.fromhex(null["checksum"]), null.get("length"))  # fmt: skip
+        if damaged("text", own, np.empty((null["rows"], width), np.uint16)):
+            yield null["key"]
 
 
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
@@ -247,9 +321,12 @@ def unneeded(
             body = cache.files.document(Paths.numbered(Paths.scans(source), number))
             kept_tables.add(body["table"])
     stale_heads = []
+    packed_from: dict[str, bool] = {}  # packs that some snapshot lies in; whether a named one does
     for head in cache.files.names("snapshots"):
         snapshot_id = head.removesuffix(".json")
         body = cache.files.document(f"snapshots/{head}")
+        if "folder" in body:
+            packed_from[body["folder"]] = packed_from.get(body["folder"], False) or snapshot_id in named
         if snapshot_id not in named:
             stale_heads.append(f"snapshots/{head}")
             continue
@@ -272,9 +349,23 @@ def unneeded(
                 kept_tables |= {commit.table} if commit.table else set()
 
     stale, stood_for = set(stale_heads), set(replaced)
+    given_up: set[str] = set()
+    for pack in packs(cache):
+        plan = cache.plan(pack, 0)
+        source = cache.table(plan.table).column("snapshot")[0].as_py()
+        # One that no snapshot was made of yet goes on, as long as what it packs is wanted.
+        if not packed_from.get(pack, source in named):
+            given_up.add(pack)
+            continue
+        kept_tables.add(plan.table)
+        for commit in index.commits(cache.files, pack, 0):
+            kept_shards |= {commit.shard} if commit.shard else set()
+            kept_tables |= {commit.table} if commit.table else set()
 
     def why(name: str) -> str | None:
         folder, stem = name.partition("/")[0], PurePosixPath(name).stem
+        if folder in ("plans", "units") and name.split("/")[1] in given_up:
+            return "no name points to the snapshot of this pack"
         if folder == "tmp":
             return "left by a writer that died"
         if folder == "shards" and stem not in kept_shards:
@@ -289,7 +380,8 @@ def unneeded(
             return "no name points to this snapshot"
         return "its plan's segment stands for it" if name in stood_for else None
 
-    for folder in ("tmp", "shards", "tables", "claims", "fragments", "snapshots", "units"):
+    # Units before plans, these before tables and shards: what is left of a pack if this is cut short is no pack.
+    for folder in ("tmp", "units", "plans", "shards", "tables", "claims", "fragments", "snapshots"):
         for entry in cache.files.walk(folder):
             reason = why(entry.name)
             if reason is not None and moment - entry.modified >= older_than_s:

@@ -33,7 +33,8 @@ class Difference:
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
-    """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `bytes` of its shards."""
+    """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`, `bytes` of its
+    shards."""
     names: dict[str, list[str]] = {}
     for name in cache.snapshot_names():
         if (pointed := cache.snapshot_of(name)) is not None:
@@ -48,7 +49,7 @@ def listed(cache: Cache) -> list[dict[str, Any]]:
             {
                 "id": opened.id, "names": sorted(names.get(opened.id, [])), "parent": head["parent"],
                 "samples": len(opened), "buckets": len(opened.buckets), "left_out": sum(head["left_out"].values()),
-                "bytes": sum(shard["bytes"] for shards in head["shards"].values() for shard in shards),
+                "bytes": sum(opened.shard_files().values()), "packed": opened.packed,
             }
         )  # fmt: skip
     return _by_age(found)

@@ -67,7 +67,10 @@ class Handle:
 
 
 class Files:
-    """A folder of published files."""
+    """A folder of published files. `room`: bytes of the copies that can be kept of it on this machine; None where the
+    files themselves are read."""
+
+    room: int | None = None
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
@@ -148,6 +151,10 @@ class Files:
             raise
         except OSError as error:
             raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
+
+    def ranged(self, name: str) -> Handle:
+        """As `open`, for reading a few places of a large file: an object store is asked for those ranges."""
+        return self.open(name)
 
     def map(self, name: str) -> mmap.mmap:
         """A content-addressed file, mapped into memory for reading. Raises as `open`."""

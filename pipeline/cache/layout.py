@@ -30,6 +30,8 @@ FORMAT = "sana-pipe-cache"
 VERSION = 1
 META = "__sana_pipe__"
 """Folder of the members that describe a shard; webdataset skips names of this form."""
+PACKED = "packed-"
+"""How the names of packs begin, which stand where those of recipes do: in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
 def digest(*parts: bytes | str) -> bytes:

@@ -6,7 +6,7 @@ Why: records are then read with preadv exactly as from a local cache, an object 
 instead of many small ones, and a broken disk heals itself from the origin.
 Price: a random order over far more shards than the mirror holds fetches shards again and again: give it the room
 (`mirror.gib`), or train from a packed snapshot, which is read in the order in which it lies there. Copies being fetched
-come on top of the bound, one per process.
+come on top of the bound, one per thread; so do those that were removed and are still open.
 
 The copies that were opened longest ago go first. A file that is removed while it is being read stays readable for who
 has it open.
@@ -64,14 +64,15 @@ class Mirror:
                     f"{name}: is larger than the whole mirror {self.root}", expected=f"at most {self.limit:,} bytes",
                     found=f"{needed:,} bytes", fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
                 )  # fmt: skip
-            self._make_room(needed, spared=copy)
             with self.temporary() as path:
                 with explained(path):
                     fetch(path)
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
-                        os.replace(path, copy)
+                        with self._locked("room"):
+                            self._make_room(needed, spared=copy)
+                            os.replace(path, copy)
             return handle
 
     def drop(self, name: str) -> None:

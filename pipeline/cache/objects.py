@@ -8,6 +8,9 @@ Files are never opened for writing there: leaving such a block by an exception c
 Price: listing, asking and putting are requests, some ten milliseconds each; a shard is written to this disk first and
 then sent (each part with a checksum that the store verifies), a document is read back. Credentials and addresses are
 those of the driver (s3fs: AWS_*, or fsspec's own configuration).
+
+A cache behind a web server (http, https) can be read, if the server lists folders as `python -m http.server` does:
+shards come whole, so it need not know ranges. Nothing can be published there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 
 import fsspec
@@ -49,6 +52,24 @@ def files_at(root: str | Path, mirror: MirrorConfig | None = None) -> Files:
     return ObjectFiles(text, mirror or MirrorConfig())
 
 
+class _Ranges(Handle):
+    """An object, read by ranges."""
+
+    def __init__(self, files: ObjectFiles, name: str):
+        self._files, self._name = files, name
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        data = self._files.read_range(self._name, offset, len(view)) if len(view) else b""
+        view[: len(data)] = data
+        return len(data)
+
+    def file(self) -> BinaryIO:
+        return self._files.open(self._name).file()
+
+    def __del__(self) -> None:
+        pass
+
+
 class ObjectFiles(Files):
     """Objects below a URL.
 
@@ -75,8 +96,10 @@ class ObjectFiles(Files):
         except Exception as error:  # drivers raise what they like: no region, no credentials, ...
             raise CacheError(f"{url}: cannot be opened: {type(error).__name__}: {error}") from None
         self._base = str(root).rstrip("/")
+        self._web = scheme in ("http", "https")
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
+        self.room = self.mirror.limit
 
     def path(self, name: str) -> Path:
         raise TypeError(f"{self.where(name)} is not on a disk")
@@ -91,6 +114,7 @@ class ObjectFiles(Files):
     def probe(self) -> None:
         """Put an object twice: the second put has to be refused."""
         name, data = f"tmp/probe-{uuid4().hex}", b"sana-pipe\n"
+        self._writable(name)
         try:
             if not self._create(name, data) or self._create(name, data + b"again"):
                 raise CacheError(
@@ -129,9 +153,14 @@ class ObjectFiles(Files):
             found = self._read(folder, lambda path: self.fs.find(path, detail=True))
         except FileNotFoundError:
             return
-        for path, info in sorted(found.items()):
-            if path != self._path(folder) and info.get("type") == "file":
-                yield Entry(self._name(path), int(info["size"]), _moment(info))
+        files = [(p, info) for p, info in sorted(found.items()) if p != self._path(folder) and info["type"] == "file"]
+        with ThreadPoolExecutor(TOGETHER) as pool:  # a web server's lists say no sizes
+            asked = pool.map(
+                lambda own: own[1] if own[1].get("size") is not None else self._info(self._name(own[0])), files
+            )
+            for (path, _), info in zip(files, asked, strict=True):
+                if info is not None:
+                    yield Entry(self._name(path), int(info["size"]), _moment(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)
@@ -143,8 +172,35 @@ class ObjectFiles(Files):
     def open(self, name: str) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
 
+    def ranged(self, name: str) -> Handle:
+        if self._web:
+            return self.open(name)
+        self._size(name)
+        return _Ranges(self, name)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of an object; fewer where it ends.
+
+        Raises:
+            CacheError: the server sent more than was asked for.
+        """
+        piece = self._read(name, partial(self.fs.cat_file, start=offset, end=offset + length))
+        if len(piece) > length:
+            raise CacheError(
+                f"{self.where(name)}: the server sent another range than was asked for",
+                expected=f"{length} bytes from {offset}", found=f"{len(piece)} bytes",
+            )  # fmt: skip
+        return piece
+
     def digest(self, name: str) -> str:
         """Of the object itself; a copy here of one that is damaged is dropped, so that its records are judged too."""
+        if self._web:  # it may not know ranges
+            with self.mirror.temporary() as path:
+                self._fetch(name, path)
+                found = file_digest(path)
+            if found != PurePosixPath(name).stem:
+                self.mirror.drop(name)
+            return found
         state, size = xxhash.xxh3_128(), self._size(name)
         for start in range(0, size, _PIECE):
             end = min(start + _PIECE, size)
@@ -195,6 +251,7 @@ class ObjectFiles(Files):
         self._write(name, lambda path: self.fs.pipe_file(path, data))
 
     def remove(self, name: str) -> None:
+        self._writable(name)
         with suppress(FileNotFoundError):
             self._asked(name, self.fs.rm_file, "removed")
 
@@ -223,6 +280,8 @@ class ObjectFiles(Files):
         except FileNotFoundError:
             return []
         base = self._path(folder)
+        # Some web servers' lists hold links that sort them.
+        found = [info for info in found if not (self._web and "?" in str(info["name"]))]
         pairs = [(str(info["name"]).rstrip("/"), str(info["type"])) for info in found]
         return [(path.rpartition("/")[2], kind) for path, kind in pairs if path != base]
 
@@ -248,7 +307,15 @@ class ObjectFiles(Files):
     def _read(self, name: str, ask: Callable[[str], T]) -> T:
         return self._asked(name, ask, "read")
 
+    def _writable(self, name: str) -> None:
+        if self._web:
+            raise CacheError(
+                f"{self.where(name)}: a cache behind a web server can only be read",
+                fix="encode and bucket into a folder or an object store; train, verify and status read it from here",
+            )
+
     def _write(self, name: str, ask: Callable[[str], T]) -> T:
+        self._writable(name)
         try:
             return self._asked(name, ask, "written")
         except FileNotFoundError as error:
@@ -261,9 +328,21 @@ class ObjectFiles(Files):
             FileNotFoundError, FileExistsError: as the driver.
             CacheError: anything else that it says.
         """
+
+        def once() -> T:
+            try:
+                return ask(self._path(name))
+            except FileNotFoundError as error:
+                cause = error.__cause__  # the driver for http says so of a server that does not answer, too
+                if not self._web or cause is None or isinstance(cause, FileNotFoundError):
+                    raise
+                if getattr(cause, "status", None) in (404, 410):
+                    raise
+                raise ConnectionError(f"no answer: {cause}") from cause
+
         try:
             return tried(
-                lambda: ask(self._path(name)),
+                once,
                 final=(FileNotFoundError, FileExistsError, PermissionError, NotImplementedError),
             )
         except (FileNotFoundError, FileExistsError):

@@ -21,7 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -75,7 +75,75 @@ def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
         raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
 
 
-class ShardWriter:
+class TarWriter:
+    """Writes one shard: a tar of members that are published together, under the digest of their bytes, or not at all.
+
+    Args:
+        files: the cache.
+        head: what the shard says of itself.
+
+    Leaving the `with` block without `close` leaves nothing behind.
+    """
+
+    def __init__(self, files: Files, head: dict[str, Any]):
+        self.files = files
+        self._stack = files.temporary()
+        self._path = self._stack.__enter__()
+        with explained(self._path):
+            self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
+        self._state = xxhash.xxh3_128()
+        self._offset = 0
+        self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # what is still buffered belongs to a shard that is given up
+            self._file.close()
+        self._stack.__exit__(None, None, None)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._offset
+
+    def close(self, folder: str, records: bytes, *, only: str | None = None) -> str:
+        """Add the record table, and publish the shard below a folder of `shards/`; returns its digest (hex).
+
+        Args:
+            only: publish if the digest is this one, else leave nothing behind (a repair that did not restore it).
+        """
+        self._member(f"{layout.META}/records.arrow", records)
+        self._write(bytes(2 * BLOCK))
+        with explained(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        digest = self._state.hexdigest()
+        if only in (None, digest):
+            self.files.publish_content(self._path, layout.Paths.shard(folder, digest), digest)
+        return digest
+
+    def _member(self, name: str, *pieces: bytes | memoryview) -> int:
+        size = sum(len(piece) for piece in pieces)
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = size, 0, 0o644
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        start = self._offset
+        for piece in pieces:
+            self._write(piece)
+        self._write(bytes(-size % BLOCK))
+        return start
+
+    def _write(self, data: bytes | memoryview) -> None:
+        with explained(self._path):
+            self._file.write(data)
+        self._state.update(data)
+        self._offset += len(data)
+
+
+class ShardWriter(TarWriter):
     """Packs the records of one unit into a shard.
 
     Args:
@@ -91,25 +159,11 @@ class ShardWriter:
     """
 
     def __init__(self, files: Files, recipe: layout.Recipe, unit: str, measured: codec.Measured | None = None):
-        self.files, self.recipe, self.measured = files, recipe, measured
+        self.recipe, self.measured = recipe, measured
         self._codec = codec.writer(files, recipe)
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
-        self._stack = files.temporary()
-        self._path = self._stack.__enter__()
-        with explained(self._path):
-            self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by finish or __exit__
-        self._state = xxhash.xxh3_128()
-        self._offset = 0
         head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
-        self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # what is still buffered belongs to a shard that is given up
-            self._file.close()
-        self._stack.__exit__(None, None, None)
+        super().__init__(files, head)
 
     def __len__(self) -> int:
         return len(self._columns["key"])
@@ -164,33 +218,8 @@ class ShardWriter:
             only: publish if the digest is this one, else leave nothing behind (a repair that did not restore it).
         """
         table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
-        self._member(f"{layout.META}/records.arrow", to_ipc(table))
-        self._write(bytes(2 * BLOCK))
-        with explained(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        digest = self._state.hexdigest()
-        if only in (None, digest):
-            self.files.publish_content(self._path, layout.Paths.shard(self.recipe.name, digest), digest)
+        digest = self.close(self.recipe.name, to_ipc(table), only=only)
         return digest, self._offset, table
-
-    def _member(self, name: str, *pieces: bytes | memoryview) -> int:
-        size = sum(len(piece) for piece in pieces)
-        info = tarfile.TarInfo(name)
-        info.size, info.mtime, info.mode = size, 0, 0o644
-        self._write(info.tobuf(tarfile.USTAR_FORMAT))
-        start = self._offset
-        for piece in pieces:
-            self._write(piece)
-        self._write(bytes(-size % BLOCK))
-        return start
-
-    def _write(self, data: bytes | memoryview) -> None:
-        with explained(self._path):
-            self._file.write(data)
-        self._state.update(data)
-        self._offset += len(data)
 
 
 def finite(bits: np.ndarray) -> bool:
@@ -238,10 +267,15 @@ class Reader:
         files: the cache.
         recipe: the recipe of the records.
         limit: how many shard files stay open at once.
+        folder: where the shards lie, below `shards/`; default: the recipe's own.
+        ranged: read an object store by ranges, without fetching shards whole: for records that are each read once.
     """
 
-    def __init__(self, files: Files, recipe: str, *, limit: int = 256):
-        self.files, self.recipe = files, recipe
+    def __init__(
+        self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False
+    ):  # fmt: skip
+        self.files, self.recipe, self.folder = files, recipe, folder or recipe
+        self._open_file = files.ranged if ranged else files.open
         self.recipe_id = recipe.partition("-")[2]
         self._codec = codec.reader(files, recipe)
         self._limit = limit
@@ -347,7 +381,7 @@ class Reader:
 
     def where(self, shard: str, offset: int, key: bytes) -> str:
         """A record's place, for messages."""
-        return f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: record {key.hex()} at byte {offset}"
+        return f"{self.files.where(layout.Paths.shard(self.folder, shard))}: record {key.hex()} at byte {offset}"
 
     def _read(
         self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
@@ -380,7 +414,7 @@ class Reader:
         found = layout.digest("caption", key, bytes(data[:got]))
         if got != length or found != expected:
             raise IntegrityError(
-                f"{self.files.where(layout.Paths.shard(self.recipe, shard))}: the caption of record {key.hex()} at "
+                f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
                 f"byte {offset} has the wrong checksum",
                 expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
             )  # fmt: skip
@@ -404,9 +438,9 @@ class Reader:
             if handle is not None:
                 self._open.move_to_end(shard)
                 return handle
-            name = layout.Paths.shard(self.recipe, shard)
+            name = layout.Paths.shard(self.folder, shard)
             try:
-                handle = self.files.open(name)
+                handle = self._open_file(name)
             except FileNotFoundError:
                 raise IntegrityError(
                     f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"

@@ -5,7 +5,8 @@ Arrow IPC chunks, mapped into memory; a chunk's digest is checked when it is fir
 Why: two runs that name the same snapshot train on the same samples in the same order, wherever the cache was copied.
 Price: about 150 bytes of disk per sample; nothing of it is resident until touched.
 
-Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket).
+Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket). A packed snapshot
+has its rows in a shuffled order inside each bucket, and its records in joint shards (`folder` in the head).
 """
 
 from __future__ import annotations
@@ -114,17 +115,18 @@ def build(files: Files, head: dict[str, Any], samples: pa.Table, names: pa.Table
         head: everything but `chunks` and `parent`; `buckets` must count the rows of `samples`, in order.
         samples, names: tables of the schemas above, in the same order.
     """
-    chunks = []
-    for start in range(0, samples.num_rows, CHUNK_ROWS):
-        part, named = samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)
-        chunks.append(
-            {
-                "rows": part.num_rows,
-                "samples": files.put_content(to_ipc(part), "tables", "arrow"),
-                "names": files.put_content(to_ipc(named), "tables", "arrow"),
-            }
-        )
+    starts = range(0, samples.num_rows, CHUNK_ROWS)
+    chunks = [chunk(files, samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)) for start in starts]
     return {**head, "chunks": chunks}
+
+
+def chunk(files: Files, samples: pa.Table, names: pa.Table) -> dict[str, Any]:
+    """Write one chunk of at most `CHUNK_ROWS` rows; returns its entry in a head."""
+    return {
+        "rows": samples.num_rows,
+        "samples": files.put_content(to_ipc(samples), "tables", "arrow"),
+        "names": files.put_content(to_ipc(names), "tables", "arrow"),
+    }
 
 
 def identity(head: dict[str, Any]) -> str:
@@ -174,23 +176,44 @@ class Snapshot:
         """Names of the shards by kind; `shard` columns count into these lists."""
         return {kind: [s["name"] for s in shards] for kind, shards in self.head["shards"].items()}
 
+    @property
+    def packed(self) -> bool:
+        """Whether its records lie in joint shards, in a shuffled order."""
+        return "folder" in self.head
+
+    def folder(self, kind: str) -> str:
+        """Where the shards of a kind lie, below `shards/`."""
+        recipe = self.latent_recipe if kind == "latent" else self.text_recipe
+        return self.head.get("folder", recipe.name)
+
+    def reader(self, kind: str, **options: Any) -> Reader:
+        """A reader of the records of a kind. options: those of `Reader`."""
+        recipe = self.latent_recipe if kind == "latent" else self.text_recipe
+        return Reader(self.files, recipe.name, folder=self.folder(kind), **options)
+
+    def shard_files(self) -> dict[str, int]:
+        """The shards as files of the cache, with their sizes in bytes."""
+        return {
+            Paths.shard(self.folder(kind), shard["name"]): shard["bytes"]
+            for kind in ("latent", "text") for shard in self.head["shards"][kind]
+        }  # fmt: skip
+
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
-        for kind, recipe in (("latent", self.latent_recipe), ("text", self.text_recipe)):
-            wanted = {Paths.shard(recipe.name, shard["name"]): shard["bytes"] for shard in self.head["shards"][kind]}
-            found = self.files.sizes(wanted)
-            for name, size in wanted.items():
-                if name not in found:
-                    raise IntegrityError(
-                        f"{self.files.where(name)}: a shard of snapshot {self.id} is missing",
-                        fix="restore it from a copy of the cache",
-                    )
-                if found[name] != size:
-                    raise IntegrityError(
-                        f"{self.files.where(name)}: has another size than snapshot {self.id} says",
-                        expected=f"{size} bytes", found=f"{found[name]} bytes",
-                        fix="restore it from a copy of the cache",
-                    )  # fmt: skip
+        wanted = self.shard_files()
+        found = self.files.sizes(wanted)
+        for name, size in wanted.items():
+            if name not in found:
+                raise IntegrityError(
+                    f"{self.files.where(name)}: a shard of snapshot {self.id} is missing",
+                    fix="restore it from a copy of the cache",
+                )
+            if found[name] != size:
+                raise IntegrityError(
+                    f"{self.files.where(name)}: has another size than snapshot {self.id} says",
+                    expected=f"{size} bytes", found=f"{found[name]} bytes",
+                    fix="restore it from a copy of the cache",
+                )  # fmt: skip
 
     def check_chunk(self, number: int) -> None:
         """Read a chunk whole and check it, samples and names."""
@@ -270,13 +293,17 @@ class Snapshot:
         table, at = self._named(row)
         return table.column("source")[at].as_py(), table.column("item")[at].as_py()
 
+    def written(self, row: int) -> list[dict[str, Any]]:
+        """Where a sample's captions stand in the text shards: `offset`, `length`, `checksum` of each."""
+        table, at = self._named(row)
+        return table.column("captions")[at].as_py()
+
     def captions(self, row: int, reader: Reader) -> list[str]:
         """A sample's captions as they were written, verified."""
-        table, at = self._named(row)
         sample = self.sample(row)
         return [
             reader.caption(caption.shard, where["offset"], where["length"], caption.key, where["checksum"])
-            for caption, where in zip(sample.captions, table.column("captions")[at].as_py(), strict=True)
+            for caption, where in zip(sample.captions, self.written(row), strict=True)
         ]
 
     def _named(self, row: int) -> tuple[pa.Table, int]:

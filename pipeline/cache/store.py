@@ -183,7 +183,8 @@ class Cache:
     def add_snapshot(self, head: dict[str, Any], name: str | None, *, latest: bool = True) -> str:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
-        Its parent is what the name pointed to before. A head that says what the parent's says is the parent.
+        Its parent is what the name pointed to before, unless the head says it already (a packed snapshot). A head that
+        says what the parent's says is the parent; so is one that says what the parent was packed from says.
 
         Args:
             latest: false for a snapshot that nobody is to train on by default (a held-out part); it needs a name.
@@ -195,10 +196,14 @@ class Cache:
         def content(of: dict[str, Any]) -> bytes:  # canonical: a head that was read back holds lists, not tuples
             return layout.canonical({**of, "parent": None})
 
-        if parent is not None and content(self.open_snapshot(parent).head) == content(head):
-            snapshot_id = parent
+        before = [] if parent is None or "parent" in head else [self.open_snapshot(parent)]
+        if before and before[0].packed and self.files.exists(Paths.snapshot(before[0].head["parent"])):
+            before.append(self.open_snapshot(before[0].head["parent"]))
+        same = [one.id for one in before if content(one.head) == content(head)]
+        if same:
+            snapshot_id = same[0]
         else:
-            head = {**head, "parent": parent}
+            head = {"parent": parent, **head}
             snapshot_id = identity(head)
             self.files.put(Paths.snapshot(snapshot_id), layout.seal(head))
         for pointer in [*(["latest"] if latest else []), *([name] if name else [])]:

@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, RecordError, Wanted
 from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
+from pipeline.data.fetching import Fetcher
 from pipeline.data.planner import Plan, Planner
 from pipeline.data.readahead import Doing, ReadAhead
 from pipeline.data.ring import Carver, Ring, room
@@ -165,8 +167,10 @@ class Loader:
         self.quarantine = None if quarantine is None else Path(quarantine)
         self.replaced = 0
         self.planner = Planner(snapshot, seed=seed, phase=phase, length_window=length_window)
-        self._latents = Reader(snapshot.files, snapshot.latent_recipe.name)
-        self._text = Reader(snapshot.files, snapshot.text_recipe.name)
+        handles = _handles(snapshot)
+        self._latents = snapshot.reader("latent", limit=handles)
+        self._text = snapshot.reader("text", limit=handles)
+        self._fetcher: Fetcher | None = None
         self._shards = snapshot.shards
         null = snapshot.null
         self._null = np.empty((null["rows"], snapshot.text_recipe.width), np.uint16)
@@ -187,9 +191,9 @@ class Loader:
         Args:
             doing: told of each read before it is done.
         """
-        whole = self.planner.step(step)
-        share = len(whole) // self.world
-        plan = whole.part(slice(self.rank * share, (self.rank + 1) * share))
+        if self._fetcher is not None:
+            self._fetcher.reached(step)
+        plan = self._part(step)
         replaced: list[Replaced] = []
         tried: dict[int, Iterator[Plan]] = {}
         while True:
@@ -207,6 +211,10 @@ class Loader:
                 self.load, step, self.stop_step, threads=self.threads, steps=self.prefetch,
                 limit=self.prefetch_mib << 20, size=lambda loaded: loaded.size, timeout_s=self.timeout_s,
             )  # fmt: skip
+            if self.snapshot.packed and self.snapshot.files.room is not None:
+                self._fetcher = Fetcher(
+                    self.snapshot.files, self.snapshot.shard_files(), self._files_of, step, self.stop_step
+                )
         try:
             while self.stop_step is None or step < self.stop_step:
                 if len(recent) == 2:
@@ -217,8 +225,25 @@ class Loader:
                 step += 1
                 yield loaded.batches, State(self.snapshot.id, self.seed, self.phase, step, self.length_window)
         finally:
+            if self._fetcher is not None:
+                self._fetcher.close()
+                self._fetcher = None
             if ahead is not None:
                 ahead.close()
+
+    def _part(self, step: int) -> Plan:
+        """What this rank reads of a step."""
+        whole = self.planner.step(step)
+        share = len(whole) // self.world
+        return whole.part(slice(self.rank * share, (self.rank + 1) * share))
+
+    def _files_of(self, step: int) -> list[str]:
+        """The shards that this rank reads in a step."""
+        plan, found = self._part(step), dict[str, None]()
+        for kind, columns in (("latent", plan.samples), ("text", plan.texts)):
+            for number in dict.fromkeys(columns["shard"].tolist()):
+                found[Paths.shard(self.snapshot.folder(kind), self._shards[kind][number])] = None
+        return list(found)
 
     def _largest(self) -> int:
         """Bytes of the largest part of a step that there can be."""
@@ -327,6 +352,13 @@ class Loader:
             raise UserError(
                 f"{self.quarantine}: cannot be written: {error.strerror}", fix="--quarantine FILE where you may write"
             ) from None
+
+
+def _handles(snapshot: Snapshot) -> int:
+    """How many shards stay open. What is open keeps its room on the disk even when the mirror lets go of it, so over a
+    mirror there are no more of them than fit into it a second time."""
+    room, shards = snapshot.files.room, snapshot.shard_files()
+    return 256 if room is None else max(4, min(256, room // (2 * max(shards.values()))))
 
 
 def _wanted(columns: dict[str, np.ndarray], shards: list[str], into: Any, which: Any) -> list[Wanted]:

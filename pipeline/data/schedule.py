@@ -21,6 +21,14 @@ weight 0.5 every other epoch; the weights of other parts do not enter.
 The order of batches within an epoch is a permutation of its own, across all buckets. `largest_first` begins the first
 epoch of a phase with one batch of each bucket that fills one in that epoch, in falling order of pixels per sample: a
 step that does not fit into memory fails among the first. The rest of that epoch, and all others, are permuted.
+
+Packed snapshots have a block order, so that storage is read in long runs. A bucket's positions lie in blocks (about one
+shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and
+permutes the samples inside each window. A bucket's batches follow one another in that order; which bucket comes next is
+permuted within groups of a few batches, in which every bucket has its share. So at any time each bucket has one window
+open, two where they meet. Buckets take turns as in the plain order, instead of staying open one after the other: fewer
+windows would be open then, but for a long time all batches would be of a few buckets, and a batch that lies on the edge
+of two windows would open both of them twice. Exactly the same laws hold; everything is found in O(batch) still.
 """
 
 from __future__ import annotations
@@ -68,7 +76,7 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
         return np.zeros_like(index)
     half = np.uint64((max(2, (size - 1).bit_length()) + 1) // 2)
     mask = np.uint64((1 << int(half)) - 1)
-    material = b"".join(k.to_bytes(8, "little") if isinstance(k, int) else k.encode() + b"\0" for k in key)
+    material = _material(*key)
     keys = [np.uint64(xxhash.xxh3_64_intdigest(material, seed=r)) for r in range(_ROUNDS)]
     value = index.astype(np.uint64)
     outside = np.ones(len(value), bool)
@@ -81,6 +89,15 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
     return value.astype(np.int64)
 
 
+def _material(*key: int | str) -> bytes:
+    return b"".join(k.to_bytes(8, "little") if isinstance(k, int) else k.encode() + b"\0" for k in key)
+
+
+def _drawn(size: int, *key: int | str) -> int:
+    """A keyed pseudo-random number below `size`."""
+    return xxhash.xxh3_64_intdigest(_material(*key)) % size
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     with np.errstate(over="ignore"):
@@ -89,11 +106,96 @@ def _mix(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """How the positions of a packed bucket lie: runs of `block` samples, `window` of which are open at a time."""
+
+    block: int
+    window: int
+
+    def permute(self, index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+        """A keyed permutation of range(size) as `permute`, of which places near one another lie in few blocks.
+
+        The last block may be short: it takes a slot of its own choice among the others, so that every block begins at
+        a place that is known without adding up the ones before it.
+        """
+        count = -(-size // self.block)
+        if count <= 1:
+            return permute(index, size, *key)
+        last, rest = count - 1, size - (count - 1) * self.block
+        at = _drawn(count, "short", *key)
+        windows = -(-count // self.window)
+
+        def begin(slot: np.ndarray | int) -> Any:
+            return slot * self.block - (slot > at) * (self.block - rest)
+
+        def slot_of(place: np.ndarray) -> np.ndarray:
+            after = place - at * self.block
+            return np.where(after < 0, place // self.block, at + (after >= rest) * ((after - rest) // self.block + 1))
+
+        place = np.asarray(index, np.int64)
+        window = ((slot_of(place) + 1) * windows - 1) // count
+        mixed = np.empty_like(place)
+        for own in np.unique(window).tolist():
+            low, high = begin(own * count // windows), begin((own + 1) * count // windows)
+            mine = window == own
+            mixed[mine] = low + permute(place[mine] - low, high - low, "window", *key, own)
+        slot = slot_of(mixed)
+        block = np.where(slot == at, last, permute(np.minimum(slot - (slot > at), last - 1), last, "blocks", *key))
+        return block * self.block + mixed - begin(slot)
+
+
+GROUP = 64
+"""Batches of all buckets, about, within which their order is permuted where it is a block order."""
+
+
+def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
+    """Several streams as one, in which each keeps its order and they are evenly mixed.
+
+    The slots are cut into groups of about `group`; each holds every stream's share of it, rounded by a keyed offset, in
+    a permuted order.
+
+    Args:
+        slots: (n,) int64 below sum(counts).
+        counts: how much each stream holds.
+
+    Returns:
+        Of each slot: the stream, and its number in the stream, (n,) int64 each.
+    """
+    total = sum(counts)
+    groups = max(1, total // group)
+    shift = np.array([_drawn(groups, "shift", *key, own) for own in range(len(counts))])
+    held = np.array(counts, np.int64)
+
+    def upto(number: int) -> np.ndarray:
+        return (number * held + shift) // groups
+
+    streams, numbers = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    left = np.arange(len(slots))
+    while len(left):
+        slot = int(slots[left[0]])
+        low, high = 0, groups
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if upto(middle).sum() <= slot else (low, middle)
+        before, after = upto(low), upto(low + 1)
+        begin, size = int(before.sum()), int((after - before).sum())
+        labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
+        order = np.argsort(labels, kind="stable")
+        own = np.empty(size, np.int64)
+        own[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
+        here = (slots[left] >= begin) & (slots[left] < begin + size)
+        at = slots[left[here]] - begin
+        streams[left[here]], numbers[left[here]] = labels[at], own[at]
+        left = left[~here]
+    return streams, numbers
+
+
 class _Plain:
     """A bucket without parts, under `carry` or `drop`."""
 
-    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int]):
-        self.count, self.batch, self.small, self.key = count, batch, small, key
+    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None = None):
+        self.count, self.batch, self.small, self.key, self.blocks = count, batch, small, key, blocks
 
     def upto(self, epochs: int) -> int:
         """Batches in the first `epochs` epochs."""
@@ -107,14 +209,17 @@ class _Plain:
         else:
             epochs = np.full(self.batch, epoch, np.int64)
             places = np.arange(self.batch, dtype=np.int64) + own * self.batch
-        return _passes("samples", self.key, self.count, epochs, places), epochs
+        return _passes("samples", self.key, self.count, epochs, places, self.blocks), epochs
 
 
 class _Mixed:
     """A bucket of weighted parts, or one under `repeat`. parts: (samples, weight)."""
 
-    def __init__(self, parts: Sequence[tuple[int, Fraction]], batch: int, small: str, key: tuple[int, int, int]):
-        self.parts, self.batch, self.small, self.key = parts, batch, small, key
+    def __init__(
+        self, parts: Sequence[tuple[int, Fraction]], batch: int, small: str, key: tuple[int, int, int],
+        blocks: Blocks | None = None,
+    ):  # fmt: skip
+        self.parts, self.batch, self.small, self.key, self.blocks = parts, batch, small, key, blocks
         self.count = sum(samples for samples, _ in parts)
         self.rate = sum((samples * weight for samples, weight in parts), Fraction(0))
         # Visits per epoch repeat with the weights' common denominator, and so do whole batches per epoch.
@@ -164,7 +269,13 @@ class _Mixed:
         """Positions and visits at some of an epoch's slots, which mix the parts and, under `repeat`, the fillers."""
         due = self.visits(epoch + 1) - self.visits(epoch)
         size = -(-due // self.batch) * self.batch if self.small == "repeat" else due
-        mixed = permute(slots, size, "mix", *self.key, epoch)
+        if self.blocks is None:
+            mixed = permute(slots, size, "mix", *self.key, epoch)
+        else:
+            counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
+            counts.append(size - due)
+            stream, number = _woven(slots, counts, self.batch, "mix", *self.key, epoch)
+            mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
         positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
         low = first = 0
         for part, (samples, _) in enumerate(self.parts):
@@ -173,7 +284,7 @@ class _Mixed:
             mine = (mixed >= low) & (mixed < high)
             if mine.any():
                 passes, places = np.divmod(mixed[mine] - low + start, samples)
-                positions[mine] = first + _passes("part", (*self.key, part), samples, passes, places)
+                positions[mine] = first + _passes("part", (*self.key, part), samples, passes, places, self.blocks)
                 visits[mine] = passes
             low, first = high, first + samples
         if self.small == "repeat":
@@ -182,17 +293,20 @@ class _Mixed:
             if mine.any():
                 filled = self.batch * self.upto(epoch) - self.visits(epoch)
                 passes, places = np.divmod(mixed[mine] - due + filled, self.count)
-                positions[mine] = _passes("fill", self.key, self.count, passes, places)
+                positions[mine] = _passes("fill", self.key, self.count, passes, places, self.blocks)
                 visits[mine] = 2 * passes + 1
         return positions, visits
 
 
-def _passes(what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _passes(
+    what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
+) -> np.ndarray:
     """Place -> position by the permutation of its pass."""
+    how = permute if blocks is None else blocks.permute
     positions = np.empty(len(places), np.int64)
     for own in np.unique(passes):
         mine = passes == own
-        positions[mine] = permute(places[mine], size, what, *key, int(own))
+        positions[mine] = how(places[mine], size, what, *key, int(own))
     return positions
 
 
@@ -206,6 +320,7 @@ class Schedule:
         small: `carry`, `drop` or `repeat` (see the module's docstring).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
         first: buckets of which the first epoch of the phase shows one batch each at its beginning, in this order.
+        blocks: of each bucket of a packed snapshot, how its positions lie; None: the plain order.
 
     Raises:
         ValueError: no bucket ever fills a batch, or the parts do not add up.
@@ -214,6 +329,7 @@ class Schedule:
     def __init__(
         self, counts: list[int], batches: list[int], *, seed: int, phase: int, small: str,
         parts: Sequence[Sequence[tuple[int, Fraction]] | None] | None = None, first: Sequence[int] = (),
+        blocks: Sequence[Blocks] | None = None,
     ):  # fmt: skip
         if small not in ("carry", "drop", "repeat"):
             raise ValueError(f"small must be 'carry', 'drop' or 'repeat', found {small!r}")
@@ -222,12 +338,14 @@ class Schedule:
         self._buckets: list[_Plain | _Mixed] = []
         for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
             own, key = parts[bucket] if parts else None, (seed, phase, bucket)
+            lie = blocks[bucket] if blocks else None
             if own is not None and (sum(n for n, _ in own) != count or any(w <= 0 for _, w in own)):
                 raise ValueError(f"bucket {bucket} has {count} samples; its parts are {own}")
             if own is None and small != "repeat":
-                self._buckets.append(_Plain(count, batch, small, key))
+                self._buckets.append(_Plain(count, batch, small, key, lie))
             else:
-                self._buckets.append(_Mixed(own or [(count, Fraction(1))], batch, small, key))
+                self._buckets.append(_Mixed(own or [(count, Fraction(1))], batch, small, key, lie))
+        self._blocks = blocks is not None
         self._first = [bucket for bucket in first if self._buckets[bucket].upto(1)]
         if not any(bucket.upto(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
@@ -240,6 +358,8 @@ class Schedule:
             [(part["samples"], Fraction(*part["weight"])) for part in bucket["parts"]] if "parts" in bucket else None
             for bucket in buckets
         ]
+        packed = policies.get("packed")
+        blocks = [Blocks(b["block"], packed["window"]) for b in buckets] if packed else None
         first: list[int] = []
         if policies.get("order") == "largest_first":
             first = sorted(
@@ -249,6 +369,7 @@ class Schedule:
         return cls(
             [b["samples"] for b in buckets], [b["batch"] for b in buckets], seed=seed, phase=phase,
             small=policies["small"], parts=parts, first=first,
+            blocks=blocks,
         )  # fmt: skip
 
     def steps_upto(self, epochs: int) -> int:
@@ -279,9 +400,18 @@ class Schedule:
         else:
             for b in shown:
                 here[b] -= 1
-            ends = np.cumsum(here).tolist()
-            slot = int(permute(np.array([at - len(shown)]), ends[-1], "order", self.seed, self.phase, epoch)[0])
-            bucket = bisect_right(ends, slot)
-            own = slot - (ends[bucket] - here[bucket]) + (bucket in shown)
+            bucket, own = self._turn(epoch, at - len(shown), here)
+            own += bucket in shown
         positions, visits = self._buckets[bucket].members(epoch, own)
         return Step(step, epoch, bucket, positions, visits)
+
+    def _turn(self, epoch: int, at: int, here: list[int]) -> tuple[int, int]:
+        """Which batch of an epoch comes at a place: its bucket and its number there. here: batches per bucket."""
+        key = ("order", self.seed, self.phase, epoch)
+        if self._blocks:
+            streams, numbers = _woven(np.array([at], np.int64), here, GROUP, *key)
+            return int(streams[0]), int(numbers[0])
+        ends = np.cumsum(here).tolist()
+        slot = int(permute(np.array([at]), ends[-1], *key)[0])
+        bucket = bisect_right(ends, slot)
+        return bucket, slot - (ends[bucket] - here[bucket])

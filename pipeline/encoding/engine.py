@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import pyarrow as pa
@@ -35,6 +35,15 @@ from pipeline.errors import CacheError, NoSpaceError
 from pipeline.models import encoders
 
 Work = list[tuple[Plan, Unit]]
+
+
+class Worker(Protocol):
+    """What makes units of a cache: `Runner`, or what packs snapshots."""
+
+    cache: Cache
+
+    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        """Make and commit one unit."""
 
 
 class Runner:
@@ -171,7 +180,7 @@ def is_done(cache: Cache, plan: Plan, unit: Unit) -> bool:
 
 
 def run_here(
-    runner: Runner, todo: Work, task: int, tasks: int, claims: Claims, stop: Stop, bar: Progress,
+    runner: Worker, todo: Work, task: int, tasks: int, claims: Claims, stop: Stop, bar: Progress,
     room: Room | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """The local engine.

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.cache.shard import Reader
 from pipeline.cache.snapshot import Sample, Snapshot
 from pipeline.config import Config
 from pipeline.data.loader import bf16
@@ -135,8 +134,8 @@ class Records:
     def __init__(self, snapshot: Snapshot):
         snapshot.check_shards()
         self.snapshot = snapshot
-        self.latents = Reader(snapshot.files, snapshot.latent_recipe.name)
-        self.texts = Reader(snapshot.files, snapshot.text_recipe.name)
+        self.latents = snapshot.reader("latent")
+        self.texts = snapshot.reader("text")
 
     def latent(self, sample: Sample) -> torch.Tensor:
         recipe, bucket = self.snapshot.latent_recipe, self.snapshot.buckets[sample.bucket]

@@ -1,0 +1,112 @@
+"""Joint shards: the latent, the text records and the captions of a sample side by side.
+
+What: `JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy`, `<id>.text.npy`, `<id>.txt`,
+and `<id>.1.text.npy`, `<id>.1.txt` for a second caption. The record table is a snapshot's rows of it.
+Why: object storage is read sequentially, and a plain webdataset client pairs what belongs together by itself (it cuts
+names at the first dot).
+Price: a caption that several samples share is stored with each of them.
+
+Records keep their payload, key and checksum, so every reader verifies them as where they were copied from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.cache.codec import PLAIN
+from pipeline.cache.files import Files
+from pipeline.cache.shard import RECORDS, TarWriter, npy_header, to_ipc
+from pipeline.cache.snapshot import NAMES, samples_schema
+
+NULL = f"{layout.META}/null.npy"
+
+
+def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
+    """Rows of `samples`, then what `names` has more of them; `shard` is 0 everywhere: this one."""
+    schema = samples_schema(latent, text)
+    for name, own in (("source", "source"), ("item", "item"), ("written", "captions")):
+        schema = schema.append(NAMES.field(own).with_name(name))
+    return schema
+
+
+@dataclass(frozen=True)
+class Record:
+    """A verified payload as it stands in a shard of its recipe; shape: of its values."""
+
+    key: bytes
+    checksum: bytes
+    payload: bytes | bytearray
+    shape: tuple[int, ...]
+
+
+class JointWriter(TarWriter):
+    """Writes one joint shard.
+
+    Args:
+        files: the cache.
+        folder: of the pack, below `shards/`.
+        unit: the unit's id, kept in the shard's head.
+        latent, text: the recipes of the records.
+    """
+
+    def __init__(
+        self, files: Files, folder: str, unit: str, latent: layout.LatentRecipe, text: layout.TextRecipe
+    ):  # fmt: skip
+        self.folder, self.latent, self.text = folder, latent, text
+        self._rows: list[dict[str, Any]] = []
+        self._null: dict[str, Any] | None = None
+        head = {
+            "format": layout.FORMAT, "version": layout.VERSION, "pack": folder, "unit": unit, "latent": latent.name,
+            "text": text.name,
+        }  # fmt: skip
+        super().__init__(files, head)
+
+    def add(
+        self, sample_id: int, latent: Record, captions: list[tuple[Record, float, str]], source: str, item: str
+    ) -> None:
+        """Add a sample. captions: the record, its weight and the caption as it was written."""
+        name = f"{sample_id:016x}"
+        row: dict[str, Any] = {
+            "sample_id": sample_id, **self._record(f"{name}.latent.npy", latent, self.latent), "source": source,
+            "item": item, "captions": [], "written": [],
+        }  # fmt: skip
+        for number, (record, weight, said) in enumerate(captions):
+            own = f"{name}.{number}" if number else name
+            place = self._record(f"{own}.text.npy", record, self.text)
+            row["captions"].append({**place, "rows": record.shape[0], "weight": weight})
+            text = said.encode("utf-8")
+            offset = self._member(f"{own}.txt", text)
+            checksum = layout.digest("caption", record.key, text)
+            row["written"].append({"offset": offset, "length": len(text), "checksum": checksum})
+        self._rows.append(row)
+
+    def add_null(self, record: Record, valid: int) -> None:
+        """Make it the shard of the null record, which holds nothing else; webdataset passes it over."""
+        place = self._record(NULL, record, self.text)
+        rows, width = record.shape
+        self._null = {
+            **place, "rows": rows, "width": width, "valid": valid, "caption_offset": place["offset"],
+            "caption_length": 0, "caption_checksum": layout.digest("caption", record.key, b""),
+        }  # fmt: skip
+
+    def finish(self) -> tuple[str, int, pa.Table]:
+        """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
+        if self._null is None:
+            table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.latent, self.text))
+        else:
+            table = pa.Table.from_pylist([self._null], schema=RECORDS["text"])
+        digest = self.close(self.folder, to_ipc(table))
+        return digest, self.size, table
+
+    def _record(self, name: str, record: Record, recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, Any]:
+        plain = recipe.storage == PLAIN
+        header = npy_header(record.shape) if plain else npy_header((len(record.payload),), "|u1")
+        start = self._member(name, header, memoryview(record.payload))
+        return {
+            "shard": 0, "offset": start + len(header), "key": record.key, "checksum": record.checksum,
+            "length": len(record.payload),
+        }  # fmt: skip

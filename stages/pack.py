@@ -1,0 +1,68 @@
+"""`sana-pipe bucket --pack`: a snapshot to a packed one, for caches that are read from object storage.
+
+Plan, copy the units that are missing (shared with other processes that run the same command), publish the snapshot when
+all are there. Running the same command again continues.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from pipeline import launch
+from pipeline.cache import index
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data import packing
+from pipeline.encoding import claims, engine
+from pipeline.encoding.progress import Progress
+from pipeline.encoding.stopping import Stop, Stopped
+
+
+def run(config: Config, snapshot: str | None = None, name: str | None = None, as_json: bool = False) -> str | None:
+    """Pack a snapshot.
+
+    Args:
+        snapshot: name or id; default: the newest.
+        name: a name that will point to the packed snapshot, beside `latest`.
+        as_json: print one JSON object instead of lines.
+
+    Returns:
+        The packed snapshot's id; None if other processes still had units in hand, or a signal ended the run.
+
+    Raises:
+        CacheError: no such snapshot, or a record of it is damaged.
+        UserError: it is packed already.
+    """
+    stop = Stop(config.encode.grace_s)
+    cache = Cache.of(config)
+    source = cache.open_snapshot(snapshot)
+    plan = packing.planned(cache, source, config.bucket.pack_mib)
+    packer = packing.Packer(cache, source, plan)
+    done = index.committed(cache.files, plan.recipe, plan.number)
+    todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
+    own = claims.Claims(cache.files, config.encode.claim_timeout_s)
+    try:
+        with stop.signals(), Progress("samples", 0) as bar:
+            made, left = engine.run_here(packer, todo, *launch.share_of_work(), own, stop, bar)
+    except Stopped:
+        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+        return None
+    claims.sweep(cache, [plan])
+    told: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
+    packed = None
+    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
+        head = packing.assembled(cache, source, plan, config.bucket.pack_window)
+        packed = cache.add_snapshot(head, name)
+        told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
+    told |= {"snapshot": packed, "name": name}
+    if as_json:
+        click.echo(json.dumps(told))
+    elif packed is None:
+        click.echo(f"{left} units are in other processes' hands: the last of them publishes the packed snapshot")
+    else:
+        click.echo(f"packed {source.id} into {told['shards']} shards, {told['bytes'] / 1e9:.3f} GB")
+        click.echo(f"snapshot {packed}" + (f" ({name})" if name else ""))
+    return packed

@@ -1,0 +1,430 @@
+"""Packed snapshots: the same records in joint shards, under the same laws, and read in long runs."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stages.bucket
+import stages.pack
+import stages.snapshots
+import stages.status
+import stages.verify
+from pipeline.cache import audit, compare, layout
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data import packing
+from pipeline.data.loader import Loader
+from pipeline.data.schedule import Schedule
+from pipeline.errors import IntegrityError, UserError
+from tests import tiny_cache
+from tests.consumed import loader, sequence
+
+SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
+
+
+def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None) -> Snapshot:
+    """Pack the newest snapshot, `block` samples to a shard, in this process."""
+    source = cache.open_snapshot()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "block_sizes", lambda s, target: [min(block, n) for n in (b.samples for b in s.buckets)])
+        plan = packing.planned(cache, source, block)
+    packer = packing.Packer(cache, source, plan)
+    for unit in plan.units:
+        packer.encode(plan, unit, lambda made, rejected: None)
+    return cache.open_snapshot(cache.add_snapshot(packing.assembled(cache, source, plan, window), name))
+
+
+def made(root: Path, **options: Any) -> tuple[Cache, Snapshot, Snapshot]:
+    cache = tiny_cache.build(root, **options)
+    return cache, cache.open_snapshot(), pack(cache)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cache, Snapshot, Snapshot]:
+    return made(tmp_path_factory.mktemp("pack") / "cache")
+
+
+@pytest.fixture
+def copy(both: tuple[Cache, Snapshot, Snapshot], tmp_path: Path) -> Cache:
+    return Cache(shutil.copytree(both[0].root, tmp_path / "copy"))
+
+
+def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
+    """Everything that is said of each sample, and every byte of its records."""
+    readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
+    recipe, found = snapshot.latent_recipe, {}
+    for row in range(len(snapshot)):
+        own = snapshot.sample(row)
+        bucket = snapshot.buckets[own.bucket]
+        latent = np.empty((recipe.channels, bucket.height // 8, bucket.width // 8), np.uint16)
+        readers["latent"].read(own.shard, own.offset, own.key, own.checksum, latent, own.length)
+        texts = []
+        for caption in own.captions:
+            text = np.empty((caption.rows, 3), np.uint16)
+            readers["text"].read(caption.shard, caption.offset, caption.key, caption.checksum, text, caption.length)
+            texts.append((caption.key, caption.checksum, caption.weight, text.tobytes()))
+        said = snapshot.captions(row, readers["text"])
+        found[own.sample_id] = (own.bucket, own.key, own.checksum, latent.tobytes(), texts, said, snapshot.origin(row))
+    return found
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) -> None:
+    cache, source, packed = made(tmp_path / "cache", storage=storage)
+    assert content(packed) == content(source)
+    assert packed.id != source.id and packed.head["parent"] == source.id and packed.packed and not source.packed
+    assert cache.snapshot_of("latest") == packed.id and packed.head["policies"]["packed"] == {"window": 2}
+    assert not compare.difference(source, packed)
+    assert packed.buckets == source.buckets
+    assert not list(audit.verify(cache))
+    for path in packed.shard_files():
+        assert path.startswith(f"shards/{packed.head['folder']}/")
+    order = [[s.sample_id(row) for row in range(len(s))] for s in (source, packed)]
+    assert order[0] != order[1]
+    sizes = Counter(packed.sample(row).shard for row in range(len(packed)))
+    assert set(sizes.values()) <= {4, 30 % 4, 26 % 4, 7 % 4}, "blocks are shards"
+
+
+def test_shards_have_about_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(512, 512): 100, (64, 64): 300}, batch=8, per_shard=100)
+    plan = packing.planned(cache, cache.open_snapshot(), 1)
+    packer = packing.Packer(cache, cache.open_snapshot(), plan)
+    sizes = [packer.encode(plan, unit, lambda made, rejected: None).bytes for unit in plan.units[:-1]]
+    assert len(sizes) > 3
+    full = [size for size, unit in zip(sizes, plan.units, strict=False) if unit.count in (plan.units[0].count,)]
+    assert all(0.6 * 2**20 < size < 1.4 * 2**20 for size in full), sizes
+
+
+def test_webdataset_pairs_latent_text_and_captions(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    cache, source, packed = both
+    paths = sorted(str(cache.root / name) for name in packed.shard_files())
+    truth = content(source)
+    found = 0
+    for sample in webdataset.WebDataset(paths, shardshuffle=False, empty_check=False):
+        own = truth[int(sample["__key__"], 16)]
+        assert np.load(io.BytesIO(sample["latent.npy"])).tobytes() == own[3]
+        names = ["", "1."][: len(own[4])]
+        assert [np.load(io.BytesIO(sample[f"{n}text.npy"])).tobytes() for n in names] == [text[3] for text in own[4]]
+        assert [sample[f"{n}txt"].decode() for n in names] == own[5]
+        assert {k for k in sample if not k.startswith("__")} == {"latent.npy"} | {
+            f"{n}{kind}" for n in names for kind in ("text.npy", "txt")
+        }
+        found += 1
+    assert found == len(truth)
+    decoded = next(iter(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()))
+    assert decoded["latent.npy"].dtype == np.uint16 and isinstance(decoded["txt"], str)
+
+
+def test_packing_is_a_function_of_the_content(tmp_path: Path) -> None:
+    (_, _, one), (_, _, other) = made(tmp_path / "a"), made(tmp_path / "b")
+    assert one.id == other.id
+    shards = [{path.name: path.read_bytes() for path in (tmp_path / n / "shards").rglob("*.tar")} for n in "ab"]
+    assert shards[0] == shards[1]
+    _, source, _ = made(tmp_path / "c", seed=1)
+    assert packing.planned(Cache(tmp_path / "c"), source, 4).recipe != one.head["folder"]
+
+
+def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    head = {name: value for name, value in cache.open_snapshot().head.items() if name != "parent"}
+    parts = [{"samples": 10, "weight": [2, 1]}, {"samples": 20, "weight": [1, 2]}]
+    head["buckets"] = [{**head["buckets"][0], "parts": parts}, *head["buckets"][1:]]
+    source = cache.open_snapshot(cache.add_snapshot(head, None))
+    packed = pack(cache)
+    assert content(packed) == content(source)
+    for rows in (range(10), range(10, 30)):
+        assert {packed.sample_id(row) for row in rows} == {source.sample_id(row) for row in rows}
+    assert not {packed.sample(r).shard for r in range(10)} & {packed.sample(r).shard for r in range(10, 30)}
+    schedule, visits = Schedule.of(packed.head, seed=5, phase=1), Counter[int]()
+    for t in range(schedule.steps_upto(40)):
+        step = schedule.step(t)
+        if step.bucket == 0:
+            visits.update(step.positions.tolist())
+    fast, slow = [visits[i] for i in range(10)], [visits[i] for i in range(10, 30)]
+    assert all(abs(n - 80) <= 2 for n in fast) and all(abs(n - 20) <= 2 for n in slow)
+    assert not list(audit.verify(cache))
+
+
+def test_what_is_packed_is_not_packed_again(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    cache, source, packed = both
+    with pytest.raises(UserError, match=rf"is packed already[\s\S]*{source.id}"):
+        packing.planned(cache, packed, 4)
+
+
+def test_bucket_again_finds_what_was_packed(copy: Cache) -> None:
+    """The same samples are the snapshot that was packed, although `latest` points to the packed one."""
+    packed = copy.open_snapshot()
+    source = Snapshot(copy.files, packed.head["parent"])
+    head = {name: value for name, value in source.head.items() if name != "parent"}
+    assert copy.add_snapshot(head, None) == source.id
+    assert pack(copy).id == packed.id
+
+
+def test_the_commands(
+    small_cache_copy: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real encoders' records: bucket, pack, status, snapshots, verify; packing again changes nothing."""
+    config = make_config(small_cache_copy.parent)
+    cache = Cache(small_cache_copy)
+    source = cache.open_snapshot()
+    packed = stages.pack.run(config, name="far", as_json=True)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    opened = cache.open_snapshot("far")
+    assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
+    assert told["shards"] == len(opened.shard_files()) and (told["made"], told["left"]) == (13, 0)
+    assert opened.id == packed == cache.open_snapshot().id and opened.head["parent"] == source.id
+    assert told["bytes"] == sum(opened.shard_files().values())
+    before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
+    again = stages.bucket.run(config)
+    assert again == source.id and stages.pack.run(config, again) == packed
+    after = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
+    assert {p for p in after if p.is_file()} == {p for p in before if p.is_file()}, "something was made again"
+    out = capsys.readouterr().out
+    assert f"packed {source.id} into {told['shards']} shards" in out and f"snapshot {packed}" in out
+    assert stages.status.run(config) == 0 and f"snapshot far: {packed} (packed)" in capsys.readouterr().out
+    assert stages.snapshots.run(config) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "(packed)" in line]
+    assert line.startswith(packed[:12]) and source.id[:12] in line
+    name = next(iter(opened.shard_files()))
+    flip(small_cache_copy / name, 4000)
+    assert stages.verify.run(config) == IntegrityError.exit_code
+    assert stages.verify.run(config, mend=True) == 0 and stages.verify.run(config) == 0
+    with pytest.raises(UserError, match="is packed already"):
+        stages.pack.run(config)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_order_law_and_exactly_once(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    cache, _, packed = both
+    truth = sequence(loader(cache))
+    for world, ahead in itertools.product((1, 2, 3, 4, 8, 12), (0, 3)):
+        ranks = [sequence(loader(cache, rank=r, world=world, prefetch=ahead, threads=2)) for r in range(world)]
+        assert [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)] == truth
+    schedule = Schedule.of(packed.head, seed=5, phase=1)
+    steps, ids = schedule.steps_upto(8), {size: Counter[int]() for size in SIZES}
+    for batches, _ in loader(cache, stop_step=steps):
+        for batch in batches:
+            ids[batch.bucket].update(batch.sample_ids)
+    assert sum(sum(own.values()) for own in ids.values()) == steps * tiny_cache.BATCH
+    for size, own in ids.items():
+        assert len(own) == SIZES[size] and max(own.values()) - min(own.values()) <= 1
+        assert 0 <= 8 * SIZES[size] - sum(own.values()) < tiny_cache.BATCH, "more than the stated remainder is missing"
+
+
+def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    """Only the order differs: what a visit of a sample shows (its records, caption, noise, times) does not."""
+    cache, source, packed = both
+    found = []
+    for snapshot in (source, packed):
+        own = Counter[tuple[int, bytes]]()
+        steps = Schedule.of(snapshot.head, seed=5, phase=1).steps_upto(24)  # 24 epochs fill batches of 24 exactly
+        settings: dict[str, Any] = {"caption_drop": 0.2, "null_mask": "caption", "prefetch": 0, "threads": 1}
+        every = Loader(
+            snapshot, seed=5, phase=1, rank=0, world=1, microbatch=24, text="packed", stop_step=steps, **settings
+        )
+        for (batch,), _ in every:
+            assert batch.cu_seqlens is not None
+            for i, identity in enumerate(batch.sample_ids):
+                text = batch.captions[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
+                own[identity, b"".join(
+                    t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                    for t in (batch.latents[i], text, batch.noise[i], batch.logit[i : i + 1])
+                )] += 1  # fmt: skip
+        found.append(own)
+    assert found[0] == found[1] and sum(found[0].values()) == 24 * sum(SIZES.values())
+
+
+def test_resume_at_any_step(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    cache, _, _ = both
+    truth = sequence(loader(cache, stop_step=12))
+    for start in range(12):
+        assert sequence(loader(cache, start_step=start, stop_step=12, prefetch=2)) == truth[start:]
+
+
+def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapshot]) -> None:
+    _, source, _ = both
+    plain = Schedule([b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1,
+                     small="carry")  # fmt: skip
+    own = Schedule.of(source.head, seed=5, phase=1)
+    for step in range(40):
+        assert own.step(step).positions.tolist() == plain.step(step).positions.tolist()
+
+
+# ---------------------------------------------------------------- integrity
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:
+    packed = copy.open_snapshot()
+    sample = packed.sample(3)
+    path = copy.root / f"shards/{packed.head['folder']}/{sample.shard[:2]}/{sample.shard}.tar"
+    flip(path, sample.offset + 1)
+    with pytest.raises(IntegrityError, match=rf"{sample.shard}[\s\S]*record {sample.key.hex()}"):
+        list(loader(copy, stop_step=40))
+    finding = next(iter(audit.verify(copy)))
+    assert (finding.path, finding.records) == (str(path.relative_to(copy.root)), (sample.key.hex(),))
+    assert packing.restored(copy, finding.path) and not list(audit.verify(copy))
+    caption = sample.captions[0]
+    flip(path, packed.written(3)[0]["offset"])
+    finding = next(iter(audit.verify(copy)))
+    assert finding.records == (caption.key.hex(),) and "1 records" in finding.problem
+    assert packing.restored(copy, finding.path)
+    flip(path, path.stat().st_size - 1)
+    assert "outside the records" in next(iter(audit.verify(copy))).problem
+    assert packing.restored(copy, finding.path) and not list(audit.verify(copy))
+    null = packed.null
+    flip(copy.root / f"shards/{packed.head['folder']}/{null['shard'][:2]}/{null['shard']}.tar", null["offset"])
+    assert next(iter(audit.verify(copy))).records == (null["key"],)
+    with pytest.raises(IntegrityError, match=null["key"]):
+        loader(copy)
+
+
+def test_no_bit_of_a_joint_shard_goes_unnoticed(copy: Cache) -> None:
+    """Every 97th byte, by reading all records (silent only outside of them) and by `verify` (never silent)."""
+    packed = copy.open_snapshot()
+    shard = packed.sample(0).shard
+    path = copy.root / f"shards/{packed.head['folder']}/{shard[:2]}/{shard}.tar"
+    right, truth = path.read_bytes(), content(packed)
+    for at in range(0, len(right), 97):
+        flip(path, at)
+        assert copy.files.digest(str(path.relative_to(copy.root))) != shard
+        with suppress(IntegrityError):
+            assert content(Snapshot(copy.files, packed.id)) == truth, "wrong bytes were handed out"
+        path.write_bytes(right)
+
+
+def test_a_missing_joint_shard_is_refused_and_made_again(copy: Cache) -> None:
+    packed = copy.open_snapshot()
+    path = sorted(packed.shard_files())[2]
+    (copy.root / path).unlink()
+    with pytest.raises(IntegrityError, match="missing"):
+        loader(copy)
+    assert {finding.path for finding in audit.verify(copy)} == {path, f"snapshots/{packed.id}.json"}
+    assert packing.restored(copy, path) and not list(audit.verify(copy))
+
+
+def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    source = cache.open_snapshot()
+    sample = source.sample(9)
+    path = cache.root / layout.Paths.shard(source.latent_recipe.name, sample.shard)
+    flip(path, sample.offset)
+    with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
+        pack(cache)
+    assert cache.open_snapshot().id == source.id
+
+
+# ---------------------------------------------------------------- publication
+
+
+def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
+    later = time.time() + 10**7
+    packed = copy.open_snapshot()
+
+    def reasons(of: str) -> dict[str, str]:
+        return {path: why for path, _, why in audit.unneeded(copy, now=later) if of in path}
+
+    assert not reasons(packed.head["folder"])
+    named = copy.add_snapshot({k: v for k, v in tiny_head(copy, packed).items() if k != "parent"}, None)
+    assert named == packed.head["parent"], "the source is the newest again"
+    found = reasons(packed.head["folder"])
+    assert len(found) == 2 * len(packed.shard_files()) + 1, "shards, units, the plan"
+    for path, _, _ in list(audit.unneeded(copy, now=later)):
+        copy.files.remove(path)
+    assert not list(audit.verify(copy)) and not list(audit.unneeded(copy, now=later))
+    source = copy.open_snapshot()
+    plan = packing.planned(copy, source, 1)
+    packing.Packer(copy, source, plan).encode(plan, plan.units[0], lambda made, rejected: None)
+    assert not reasons(plan.recipe), "a pack that is not finished goes on"
+    assert audit.status(copy)["stores"][plan.recipe]["units_done"] == 1 and not audit.status(copy)["complete"]
+
+
+def tiny_head(cache: Cache, packed: Snapshot) -> dict[str, Any]:
+    return Snapshot(cache.files, packed.head["parent"]).head
+
+
+CHILD = """
+import sys, time
+import pipeline.data.packing as packing
+from pipeline.cache.joint import JointWriter
+import stages.bucket
+import stages.pack
+import stages.snapshots
+import stages.status
+import stages.verify
+from pipeline.config import load
+real = JointWriter.finish
+def slow(self):
+    print("finish", flush=True)
+    time.sleep(float(sys.argv[2]))
+    return real(self)
+JointWriter.finish = slow
+config = load("tiny", [f"cache={sys.argv[1]}", "bucket.pack_mib=1", "encode.claim_timeout_s=2"])
+print("packed", stages.pack.run(config), flush=True)
+"""
+
+
+def start(root: Path, slow: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(root), str(slow)], stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )  # fmt: skip
+
+
+BIG = {(256, 256): 600, (128, 256): 300}
+
+
+@pytest.mark.fault
+def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
+    """SIGKILL in the middle; then two processes at once. The same bytes as without, and no unit twice."""
+    truth = tiny_cache.build(tmp_path / "truth", BIG, per_shard=300)
+    cache = tiny_cache.build(tmp_path / "cache", BIG, per_shard=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.pack.click, "echo", lambda *a, **k: None)
+        done = start(truth.root, 0)
+        assert done.wait(60) == 0
+    expected = truth.open_snapshot()
+    assert expected.packed and len(expected.shard_files()) >= 5
+    victim = start(cache.root, 0.3)
+    assert victim.stdout is not None
+    for _ in range(3):
+        assert victim.stdout.readline().strip() == "finish"
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not cache.open_snapshot().packed, "no half of a pack is to be seen"
+    folder = expected.head["folder"]
+    before = audit.status(cache)["stores"][folder]["units_done"]
+    assert before >= 2
+    helpers = [start(cache.root, 0.05) for _ in range(2)]
+    outs = [helper.communicate(timeout=90)[0] for helper in helpers]
+    assert all(helper.returncode == 0 for helper in helpers)
+    assert sum(out.count("finish") for out in outs) <= len(expected.shard_files()) - before + 1
+    assert cache.open_snapshot().id == expected.id
+    found = {p.relative_to(cache.root) for p in (cache.root / "shards" / folder).rglob("*.tar")}
+    assert found == {p.relative_to(truth.root) for p in (truth.root / "shards" / folder).rglob("*.tar")}
+    assert not list(audit.verify(cache))
