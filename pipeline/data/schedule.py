@@ -44,6 +44,11 @@ import numpy as np
 import xxhash
 
 _ROUNDS = 6
+_FEW = 20
+"""So many indexes are permuted faster one by one than as an array."""
+_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST = np.uint64(31)
+"""Shifts and factors of SplitMix64's finaliser (Steele, Lea and Flood, 2014), the round function of `permute`."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +79,51 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
     """
     if size <= 1:
         return np.zeros_like(index)
-    half = np.uint64((max(2, (size - 1).bit_length()) + 1) // 2)
-    mask = np.uint64((1 << int(half)) - 1)
+    half = (max(2, (size - 1).bit_length()) + 1) // 2
     material = _material(*key)
-    keys = [np.uint64(xxhash.xxh3_64_intdigest(material, seed=r)) for r in range(_ROUNDS)]
-    value = index.astype(np.uint64)
-    outside = np.ones(len(value), bool)
-    while outside.any():
-        left, right = value[outside] >> half, value[outside] & mask
-        for own in keys:
-            left, right = right, left ^ (_mix(right ^ own) & mask)
-        value[outside] = (left << half) | right
-        outside = value >= size
+    keys = [xxhash.xxh3_64_intdigest(material, seed=r) for r in range(_ROUNDS)]
+    if len(index) <= _FEW:
+        return np.array([_permute_one(one, size, half, keys) for one in index.tolist()], np.int64)
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    rounds = np.array(keys, np.uint64)
+    todo = index.astype(np.uint64)
+    value, outside = todo, np.arange(len(todo))
+    while len(outside) > _FEW:
+        left, right = todo >> bits, todo & mask
+        mixed, shifted = np.empty_like(left), np.empty_like(left)
+        for own in rounds:
+            np.bitwise_xor(right, own, out=mixed)
+            for shift, factor in _MIX:
+                np.right_shift(mixed, shift, out=shifted)
+                mixed ^= shifted
+                mixed *= factor
+            np.right_shift(mixed, _LAST, out=shifted)
+            mixed ^= shifted
+            mixed &= mask
+            mixed ^= left
+            left, right, mixed = right, mixed, left
+        left <<= bits
+        left |= right
+        value[outside] = left
+        outside = outside[left >= size]
+        todo = value[outside]
+    value[outside] = [_permute_one(one, size, half, keys) for one in todo.tolist()]
     return value.astype(np.int64)
+
+
+def _permute_one(value: int, size: int, half: int, keys: Sequence[int]) -> int:
+    """`permute` of one index."""
+    mask, whole = (1 << half) - 1, (1 << 64) - 1
+    while True:
+        left, right = value >> half, value & mask
+        for own in keys:
+            mixed = right ^ own
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & whole
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & whole
+            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
+        value = left << half | right
+        if value < size:
+            return value
 
 
 def _material(*key: int | str) -> bytes:
@@ -96,14 +133,6 @@ def _material(*key: int | str) -> bytes:
 def _drawn(size: int, *key: int | str) -> int:
     """A keyed pseudo-random number below `size`."""
     return xxhash.xxh3_64_intdigest(_material(*key)) % size
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True)
