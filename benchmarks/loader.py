@@ -15,7 +15,8 @@ Peers that cannot be imported are left out, and named. All of them in an environ
     peers/bin/python -m benchmarks.loader
 (pip may have to be told to ignore the upper bounds that mosaicml-streaming puts on transformers: --no-deps.)
 
-Keys: vs_best_peer (loader without verification, the better of length windows of 8 and packed text), with _verified
+Keys: vs_best_peer (loader without verification, the best of length windows of 8, packed text, and packed text read
+inline, without threads), with _verified
 the same with it; _padded is plain order, padded. of_memcpy: payload bytes/s over those of copying as many bytes,
 without verification; of_memcpy_verified with it. cpu_s_per_gb: CPU seconds per GB of payload of the loader (verified,
 as vs_best_peer_verified); cpu_s_per_gb_PEER of the others.
@@ -278,7 +279,8 @@ def main() -> None:
             for text, window in variants:
                 label = f"loader, {text}{', windows of 8' if window else ''}{', verified' if verify else ''}"
                 sides[label] = lambda v=verify, t=text, w=window: ours(cache, v, 2, t, w)  # type: ignore[misc]
-        sides["loader, padded, verified, inline"] = lambda: ours(cache, True, 0, "padded", 0)
+            end = ", verified" if verify else ""
+            sides[f"loader, packed, inline{end}"] = lambda v=verify: ours(cache, v, 0, "packed", 0)  # type: ignore[misc]
         payload = np.ones(count * 440_000 // 2, np.uint16)
         targets = [np.ones(BATCH * 440_000 // 2, np.uint16) for _ in range(4)]
         sides["memcpy"] = lambda: copying(payload, targets)
@@ -300,7 +302,7 @@ def main() -> None:
         return median([a / b for a, b in zip(getattr(found[one], what), getattr(found[other], what), strict=True)])
 
     best = max(peers, key=lambda peer: median(found[peer].rate))
-    fast = ("loader, padded, windows of 8", "loader, packed")
+    fast = ("loader, padded, windows of 8", "loader, packed", "loader, packed, inline")
     bare, verified = (max((f + end for f in fast), key=lambda n: median(found[n].rate)) for end in ("", ", verified"))
     finish(
         {
