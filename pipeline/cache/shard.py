@@ -326,12 +326,12 @@ class Reader:
             IntegrityError: not of one record: a shard is missing, or stored otherwise than its recipe says.
         """
         bad: list[tuple[int, RecordError]] = []
-        order = sorted(range(len(batch)), key=lambda i: batch[i][:2])
+        order = [i for *_, i in sorted((one.shard, one.offset, i) for i, one in enumerate(batch))]
         at = 0
         while at < len(order):
             first = batch[order[at]]
             run, end = [order[at]], first.offset + first.into.nbytes
-            views = [memoryview(first.into.data).cast("B")]
+            views: list[Any] = [first.into]
             at += 1
             while self._codec is None and at < len(order) and len(run) < RUN:
                 following = batch[order[at]]
@@ -340,7 +340,7 @@ class Reader:
                     break
                 if gap:
                     views.append(_gap(gap))
-                views.append(memoryview(following.into.data).cast("B"))
+                views.append(following.into)
                 end = following.offset + following.into.nbytes
                 run.append(order[at])
                 at += 1
@@ -363,9 +363,7 @@ class Reader:
     def _intact(self, one: Wanted, verify: bool) -> bool:
         if one.length not in (None, one.into.nbytes):
             return False
-        return (
-            not verify or layout.checksum(self.recipe_id, one.key, memoryview(one.into.data).cast("B")) == one.checksum
-        )
+        return not verify or layout.checksum(self.recipe_id, one.key, one.into.data) == one.checksum
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.
@@ -427,8 +425,9 @@ class Reader:
     def _pread(self, shard: str, offset: int, view: memoryview) -> int:
         return self._handle(shard).read_into(view, offset)
 
-    def _preadv(self, shard: str, offset: int, views: list[memoryview]) -> int:
-        """Fill views one after the other from a place in a shard; returns how many bytes came, perhaps too few."""
+    def _preadv(self, shard: str, offset: int, views: list[Any]) -> int:
+        """Fill writable buffers one after the other from a place in a shard; returns how many bytes came, perhaps too
+        few."""
         handle = self._handle(shard)  # held while it is read from: eviction may let go of it
         return os.preadv(handle.descriptor, views, offset)
 

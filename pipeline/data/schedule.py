@@ -37,6 +37,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 from typing import Any
 
@@ -44,6 +45,8 @@ import numpy as np
 import xxhash
 
 _ROUNDS = 6
+_SMALL = 1 << 15
+"""Permutations of up to this size are worked out whole and kept, 16 MiB of them at most."""
 _FEW = 20
 """So many indexes are permuted faster one by one than as an array."""
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
@@ -331,12 +334,28 @@ def _passes(
     what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
 ) -> np.ndarray:
     """Place -> position by the permutation of its pass."""
-    how = permute if blocks is None else blocks.permute
+    first, last = int(passes.min()), int(passes.max())
+    if first == last:
+        return _one_pass(what, key, size, first, places, blocks)
     positions = np.empty(len(places), np.int64)
-    for own in np.unique(passes):
+    for own in range(first, last + 1):
         mine = passes == own
-        positions[mine] = how(places[mine], size, what, *key, int(own))
+        positions[mine] = _one_pass(what, key, size, own, places[mine], blocks)
     return positions
+
+
+def _one_pass(
+    what: str, key: tuple[int, ...], size: int, own: int, places: np.ndarray, blocks: Blocks | None
+) -> np.ndarray:
+    if blocks is not None:
+        return blocks.permute(places, size, what, *key, own)
+    return _whole(size, what, *key, own)[places] if size <= _SMALL else permute(places, size, what, *key, own)
+
+
+@lru_cache(maxsize=64)
+def _whole(size: int, *key: int | str) -> np.ndarray:
+    """`permute` of all of range(size): for a small bucket it is soon asked for all the same."""
+    return permute(np.arange(size), size, *key)
 
 
 class Schedule:
