@@ -63,7 +63,8 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
     own = config.bucket
     caches = _caches(config, dry_run)
     cache = caches[0]
-    found = _sources(caches)
+    unused = {source for source, one in own.sources.items() if not one.weight}
+    found = _sources(caches, unused)
     if not found:
         raise CacheError(
             f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
@@ -72,7 +73,7 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
         raise CacheError(
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(found))
         )
-    latent, text = _recipes(config, found)
+    latent, text = _recipes(config, {source: one for source, one in found.items() if source not in unused} or found)
     tables = buckets.resolutions(own, config.data, latent.compression)
     shapes = [shape for _, table in tables for shape in table]
     batches = buckets.batches(own, shapes, latent.compression)
@@ -89,10 +90,10 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
             )  # fmt: skip
             first += len(table)
     frame = joined.frame()
-    if own.dedup == "image":
-        frame = selection.deduplicated(joined, frame, list(own.sources))
-    away = selection.heldout(frame, own.heldout)
     earlier = _sample_ids(cache.open_snapshot(own.grow)) if own.grow else np.empty(0, np.uint64)
+    if own.dedup == "image":
+        frame = selection.deduplicated(joined, frame, list(own.sources), earlier)
+    away = selection.heldout(frame, own.heldout)
 
     def make(frame: Frame, joined: Joined, small: str, policies: dict[str, Any]) -> _Made:
         moves: list[selection.Move] = []
@@ -150,8 +151,8 @@ def _caches(config: Config, dry_run: bool) -> list[Cache]:
     return [first, *others]
 
 
-def _sources(caches: list[Cache]) -> dict[str, tuple[Cache, dict[str, Any]]]:
-    """Source -> the cache that holds it, and its last scan."""
+def _sources(caches: list[Cache], unused: set[str]) -> dict[str, tuple[Cache, dict[str, Any]]]:
+    """Source -> the cache that holds it, and its last scan. Sources that are not used may contradict one another."""
     found: dict[str, tuple[Cache, dict[str, Any]]] = {}
     for cache in caches:
         for source in cache.sources():
@@ -159,7 +160,7 @@ def _sources(caches: list[Cache]) -> dict[str, tuple[Cache, dict[str, Any]]]:
             if body is None:
                 continue
             first = found.setdefault(source, (cache, body))
-            if first[1]["table"] != body["table"]:
+            if first[1]["table"] != body["table"] and source not in unused:
                 raise CacheError(
                     f"{first[0].location} and {cache.location} both have a source {source!r}, with different items",
                     fix="encode one of them with another --source-name: samples are told apart by it",

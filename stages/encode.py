@@ -25,7 +25,7 @@ from pipeline import launch
 from pipeline.cache import layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.store import Cache, Plan, Unit, check_source_name
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
 from pipeline.data.detect import open_source
@@ -72,7 +72,7 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
-                source = open_source(data, config.data, source_name, format)
+                source = _opened(config, data, source_name, format)
                 done = _run(config, source, rehash, share, engine, stop, reassign)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
@@ -101,7 +101,7 @@ def dry_run(
     """
     with _people_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
-        source = open_source(data, config.data, source_name, format)
+        source = _opened(config, data, source_name, format)
         latent, text = _recipes(config)
         table = buckets.table(config.data, latent.compression)
         cache = Cache.if_there(config)
@@ -123,6 +123,12 @@ def dry_run(
     if as_json:
         click.echo(json.dumps(told))
     return 0 if told["enough_space"] else NoSpaceError.exit_code
+
+
+def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
+    source = open_source(data, config.data, name, format)
+    check_source_name(source.name)  # before hours of reading
+    return source
 
 
 def _people_on_stderr(wanted: bool) -> AbstractContextManager[Any]:

@@ -55,7 +55,9 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
-        packed = cache.add_snapshot(head, name)
+        away = head["policies"].get("heldout", {}).get("side") == "heldout"  # nobody is to train on it by default
+        label = name or (f"{snapshot or source.id[:12]}.packed" if away else None)
+        packed = cache.add_snapshot(head, label, latest=not away)
         told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
     told |= {"snapshot": packed, "name": name}
     if as_json:

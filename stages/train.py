@@ -8,6 +8,7 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cache.snapshot import Snapshot
@@ -15,6 +16,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import fetching
 from pipeline.data.loader import Loader, State
+from pipeline.errors import CacheError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
 
@@ -39,8 +41,11 @@ def run(
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
-    opened = Cache.of(config).open_snapshot(snapshot or snapshot_of(config, resume))
+    cache = Cache.of(config)
+    opened = cache.open_snapshot(snapshot or snapshot_of(config, resume))
     if launch.is_main:
+        with suppress(CacheError):  # where the cache can only be read nothing is removed from here either
+            cache.keep(opened.id)
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
         if (warning := fetching.advice(opened)) is not None:

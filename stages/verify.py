@@ -75,17 +75,15 @@ def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: t
     for finding in findings:
         name = PurePosixPath(finding.path)
         if name.parts[0] == "tables" and name.suffix == ".arrow":
-            done = any(
-                repair.repair_table(cache, recipe, plan.number, name.stem)
-                for recipe in audit.recipe_names(cache)
-                for plan in cache.plans(recipe)
-            )
-            outcomes[finding.path] = "restored" if done else "failed: run sana-pipe bucket for a new snapshot"
+            outcomes[finding.path] = _table_again(cache, name.stem)
     tools = _Encoders(config, cache, data)
     for finding in findings:
         if finding.unit:
-            recipe = cache.recipe(finding.recipe)
-            outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
+            try:
+                recipe = cache.recipe(finding.recipe)
+                outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
+            except CacheError as error:
+                outcomes[finding.path] = f"failed: {error.what} (once that is mended, repair again)"
     for finding in findings:
         if finding.path.startswith(f"shards/{layout.PACKED}"):
             outcomes[finding.path] = _packed_again(cache, finding.path)
@@ -96,6 +94,18 @@ def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: t
         elif finding.path not in outcomes:
             outcomes[finding.path] = "failed: restore it from a copy of the cache"
     return outcomes
+
+
+def _table_again(cache: Cache, digest: str) -> str:
+    problem = "run sana-pipe bucket for a new snapshot"
+    for recipe in audit.recipe_names(cache):
+        try:
+            for plan in cache.plans(recipe):
+                if repair.repair_table(cache, recipe, plan.number, digest):
+                    return "restored"
+        except CacheError as error:  # of this recipe; the table may be another's
+            problem = error.what
+    return f"failed: {problem}"
 
 
 def _packed_again(cache: Cache, path: str) -> str:

@@ -232,3 +232,72 @@ def test_gc_removes_only_what_nothing_needs(
     assert stages.verify.run(config) == 0
     assert stages.encode.run(config, data=str(photos))["images"] == 0
     stages.bucket.run(config)
+
+
+def test_every_file_that_is_lost_is_named(
+    filled: tuple[Config, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but what a segment stands for, and advice and reports."""
+    config, _ = filled
+    root = tmp_path / "cache"
+    free = ("tmp/", "reports/", "claims/", "units/")
+    names = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*")) if p.is_file()]
+    names = [name for name in names if not name.startswith(free) and name != "format.json"]
+    assert len(names) > 20
+    silent = []
+    for name in names:
+        data = (root / name).read_bytes()
+        (root / name).unlink()
+        if stages.verify.run(config) == 0:
+            silent.append(name)
+        (root / name).write_bytes(data)
+    capsys.readouterr()
+    # The last of its kind that nothing refers to cannot be missed: a scan, a name, a recipe's segment and scales.
+    assert {name.partition("/")[0] for name in silent} <= {"sources", "names", "segments"}
+    assert stages.verify.run(config) == 0
+
+
+def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled: tuple[Config, Path]) -> None:
+    cache = Cache.of(filled[0])
+    path, row = a_record(cache, "latent")
+    commit = next(c for c in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if c.shard == path.stem)
+    flip(path, row["offset"] + 1)
+    flip(cache.files.path(layout.Paths.table(commit.table or "", "arrow")), 200)
+    text, other = a_record(cache, "text")
+    flip(text, other["offset"] + 1)
+    found = {finding.path: finding for finding in audit.verify(cache)}
+    assert "cannot be told" in found[path.relative_to(cache.root).as_posix()].problem
+    assert found[text.relative_to(cache.root).as_posix()].records == (other["key"].hex(),)
+    assert stages.verify.run(filled[0], mend=True) == 4  # the table is made again; the shard needs another run
+    assert stages.verify.run(filled[0], mend=True) == 0
+    assert stages.verify.run(filled[0]) == 0
+
+
+def test_a_cache_that_was_only_scanned_is_not_complete(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages.encode.planning, "plan_captions", killed)
+    with pytest.raises(KeyboardInterrupt):
+        stages.encode.run(config, data=str(photos))
+    assert stages.status.run(config) == 1
+    monkeypatch.undo()
+    stages.encode.run(config, data=str(photos))
+    assert stages.status.run(config) == 0
+
+
+def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Path) -> None:
+    config, _ = filled
+    cache = Cache.of(config)
+    trained = cache.open_snapshot().id
+    cache.keep(trained)
+    cache.keep(trained)
+    other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"pad_text_multiple": 3})})
+    assert stages.bucket.run(other) != trained
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    assert cache.open_snapshot(trained).id == trained
+    assert list(audit.verify(cache)) == []

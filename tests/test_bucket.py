@@ -881,5 +881,37 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(selection, "heldout", lambda frame, share: np.zeros(len(frame), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()
-    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order: frame)
+    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order, earlier: frame)
     assert items(made(config(root, "bucket.dedup=image"))) == plain
+
+
+def test_growth_keeps_its_pictures_when_copies_come_from_elsewhere(root: Path) -> None:
+    add(config(root), "one", pictures(40))
+    first = made(config(root, "bucket.dedup=image", "bucket.subset=20"), "first")
+    add(config(root), "a", [Picture(f"copy{i}.png", str(i)) for i in range(40)])
+    assert not items(first) <= items(made(config(root, "bucket.dedup=image", "bucket.subset=30"), "again"))
+    grown = made(config(root, "bucket.dedup=image", "bucket.subset=30", "bucket.grow=first"), "grown")
+    assert items(first) <= items(grown)
+
+
+def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
+    of = config(root)
+    add(of, "one", pictures(8))
+    add(of, "old", pictures(8, "old-"))
+    cache = Cache(root)
+    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": "latent-" + "0" * 32})
+    other = layout.LatentRecipe(weights="other")
+    cache.add_recipe(other)
+    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
+    with pytest.raises(CacheError, match="different latent recipes"):
+        stages.bucket.run(of)
+    assert items(made(config(root, "bucket.sources={old: {weight: 0}}"))) == {f"one/{i:05d}.png" for i in range(8)}
+
+
+@pytest.mark.parametrize("number", ["9223372036854775808", "1e999", str(10**400)])
+def test_numbers_beyond_all_bounds_are_told(root: Path, number: str) -> None:
+    add(config(root), "one", pictures(4))
+    try:
+        stages.bucket.run(config(root, f"bucket.filter=bytes < {number}"))
+    except UserError as error:
+        assert "bucket.filter" in str(error)

@@ -524,3 +524,20 @@ def test_out_of_memory_halves_the_batch_and_says_so(
         )
         assert all(float((a - b).norm() / b.norm()) < 1e-2 for a, b in zip(one, two, strict=True))
     assert not any("halved_batches" in c.provenance for c in index.commits(truth.files, recipe, 0))
+
+
+def test_a_name_that_no_source_can_have_is_refused_before_anything_is_read(
+    make_config: MakeConfig, photos: Path, tmp_path: Path
+) -> None:
+    for name in ("my pictures", "..", "a/b"):
+        with pytest.raises(UserError, match="cannot name a source"):
+            stages.encode.run(make_config(tmp_path), data=str(photos), source_name=name)
+        with pytest.raises(UserError, match="cannot name a source"):
+            stages.encode.dry_run(make_config(tmp_path), data=str(photos), source_name=name, probe=False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_is_a_file_is_told(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheError):
+        stages.encode.run(make_config(tmp_path, f"cache={tmp_path / 'file'}"), data=str(photos))

@@ -508,3 +508,44 @@ def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkey
     own = loader(cache, stop_step=4)
     monkeypatch.setattr(Reader, "_preadv", once)
     assert sequence(own) == expected
+
+
+def test_after_a_failed_step_nothing_more_is_read(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the steps behind it, which fail as well and weigh nothing, would go on without a bound."""
+    began: list[int] = []
+    real = Planner.step
+
+    def note(self: Planner, step: int) -> Any:
+        began.append(step)
+        if step >= 5:
+            raise OSError(5, "Input/output error")
+        return real(self, step)
+
+    monkeypatch.setattr(Planner, "step", note)
+    steps = iter(loader(cache, prefetch=None, threads=3, stop_step=None))
+    next(steps)
+    time.sleep(0.5)
+    assert max(began) < 5 + 3
+    with pytest.raises(OSError, match="Input/output"):
+        list(steps)
+
+
+def test_a_disk_that_refuses_is_an_error_of_the_record(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tar"):
+            raise OSError(5, "Input/output error")
+        return real(descriptor, views, offset)
+
+    reading = loader(cache, prefetch=2, threads=2)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(IntegrityError, match=r"shards/.*\.tar: record [0-9a-f]{32} .*cannot be read: Input/output"):
+        next(iter(reading))
+
+
+def test_a_quarantine_that_cannot_be_written_is_found_at_the_start(cache: Cache, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        loader(cache, prefetch=0, threads=1, quarantine=tmp_path / "none" / "q.jsonl")

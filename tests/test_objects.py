@@ -29,6 +29,7 @@ from pipeline.cache.shard import ShardWriter
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.data.loader import Loader
+from pipeline.encoding.claims import Claims
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.processes import command
 from tests.test_cache import LATENT
@@ -330,3 +331,17 @@ def test_nothing_of_a_disk_is_reached_by_mistake(objects: ObjectFiles) -> None:
         objects.path("x")
     with pytest.raises(TypeError, match="not on a disk"):
         _ = objects.root
+
+
+def test_a_driver_that_looks_first_and_writes_then_is_refused(tmp_path: Path, mirror: MirrorConfig) -> None:
+    with pytest.raises(CacheError, match="looks first and writes then"):
+        Cache(f"local://{tmp_path}/cache", create=True, mirror=mirror)
+
+
+def test_a_claim_that_is_swept_at_once_stops_nobody(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swept(name: str, data: bytes) -> bool:
+        raise IntegrityError(f"{name}: is missing")
+
+    claims = Claims(objects, 60)
+    monkeypatch.setattr(objects, "put", swept)
+    assert claims.take("latent-x", 0, "u") == "held"

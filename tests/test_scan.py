@@ -24,7 +24,7 @@ from pipeline.cache import audit
 from pipeline.cache.store import Cache
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.source import FolderSource, Part, Source
-from pipeline.data.store import Disk
+from pipeline.data.store import Disk, Unreadable
 from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.claims import Claims
@@ -284,7 +284,7 @@ def test_who_comes_too_late_takes_over_what_the_others_have_published(folder: Pa
 
 
 def rows_of(n: int) -> Rows:
-    return Rows(pa.table({"item": [str(n)]}), n)
+    return Rows(pa.table({"item": [str(n)], "reject": pa.array([None], pa.string())}), n)
 
 
 def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
@@ -429,3 +429,16 @@ def test_a_stopped_process_is_overtaken_and_changes_nothing_when_it_wakes(
     assert sleeper.wait() == 0
     assert outcome(cache) == truth
     assert sum(count - 1 for count in Counter(reads(cache, 0) + reads(cache, 1)).values()) <= RUN
+
+
+def test_what_could_not_be_read_is_read_by_the_next_run(folder: Path, cache: Cache, truth: str) -> None:
+    """Also where the run that left the fragments never came to their removal."""
+    scanned(Counted(folder, lambda count: refuse(count)), cache, publish=False)
+    table = scanned(Counted(folder), cache, publish=False)
+    assert not [r for r in table.column("reject").to_pylist() if r]
+    assert cache.put_table(table) == truth
+
+
+def refuse(count: int) -> None:
+    if count == 3:
+        raise Unreadable("the server is busy")

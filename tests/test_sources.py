@@ -536,3 +536,23 @@ def test_detection_and_force(tmp_path: Path) -> None:
         opened(folder, "zip")
     with pytest.raises(UserError, match="no kind of data"):
         opened(Path(__file__))
+
+
+def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Path) -> None:
+    """`10.json` is of `10.tar`, also where only `1.tar` is read."""
+    for number in (1, 10):
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for kind, data in (("jpg", b"picture"), ("txt", b"inside")):
+                info = tarfile.TarInfo(f"000000.{kind}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        (tmp_path / f"{number}.json").write_text(json.dumps({"000000": {"text": f"beside {number}"}}))
+    found = list(open_source(str(tmp_path / "1.tar"), DataConfig(), None, None).items())
+    said = [caption for item in found if isinstance(item, Item) for caption, _ in item.captions]
+    assert said == ["inside", "beside 1"]
+
+
+@pytest.mark.parametrize("data", ["https://host/data/a.tar?X-Amz-Signature=1", "http://host/pics?token=1"])
+def test_an_address_with_a_query_is_refused_before_anything_is_listed(data: str) -> None:
+    with pytest.raises(UserError, match="has a query"):
+        open_source(data, DataConfig(), None, None)

@@ -82,9 +82,13 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             "bytes": size, "rejects": rejects, "rate": rate, "eta_s": planned / rate if rate else None,
         }  # fmt: skip
     sources = {}
+    going_on = bool(next(cache.files.walk("fragments"), None))
     for name in cache.sources():
         scan = cache.last_scan(name)
         if scan is not None:
+            usable = cache.table(scan["table"]).column("reject").null_count
+            planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
+            going_on |= usable > 0 and not planned
             reasons = cache.table(scan["table"]).column("reject")
             sources[name] = {
                 "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
@@ -92,8 +96,9 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
     packed = [name for name, of in names.items() if of is not None and Snapshot(cache.files, of).packed]
+    complete = not going_on and all(s["units"] == s["units_done"] for s in stores.values())
     return {
-        "cache": cache.location, "complete": all(s["units"] == s["units_done"] for s in stores.values()),
+        "cache": cache.location, "complete": complete,
         "stores": stores, "sources": sources, "snapshots": names, "packed": packed,
         "free_bytes": cache.files.free_bytes(),
     }  # fmt: skip
@@ -108,27 +113,74 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
     Args:
         progress: called with the bytes of each file that was read.
     """
+    wanted: dict[str, str] = {}  # file -> the document that refers to it
+    there: set[str] = set()
     for folder in ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names"):
         for entry in cache.files.walk(folder):
             if not entry.name.endswith(".json"):
                 continue
+            there.add(entry.name)
             try:
-                cache.files.document(entry.name)
-            except CacheError as error:
-                yield Finding(entry.name, error.what)
+                for name in _needs(entry.name, cache.files.document(entry.name)):
+                    wanted.setdefault(name, entry.name)
+            except (CacheError, OSError) as error:
+                yield Finding(entry.name, _problem(error))
             progress(entry.size)
     for entry in cache.files.walk("tables"):
-        if cache.files.digest(entry.name) != PurePosixPath(entry.name).stem:
-            yield Finding(entry.name, "its bytes do not match its name")
+        there.add(entry.name)
+        try:
+            if cache.files.digest(entry.name) != PurePosixPath(entry.name).stem:
+                yield Finding(entry.name, "its bytes do not match its name")
+        except (CacheError, OSError) as error:
+            yield Finding(entry.name, _problem(error))
         progress(entry.size)
+    for name in cache.snapshot_names():
+        try:
+            wanted.setdefault(Paths.snapshot(str(cache.snapshot_of(name))), Paths.names(name))
+        except CacheError:
+            continue  # named above
+    for name in sorted(set(wanted) - there):
+        yield Finding(name, f"is missing, and {wanted[name]} refers to it")
+    for folder in [*map(Paths.scans, cache.sources()), *map(Paths.plans, cache.files.folders("plans"))]:
+        try:
+            cache.files.numbers(folder)
+        except CacheError as error:
+            yield Finding(folder, _problem(error))
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
-            yield from _verify_unit(cache, name, plan, commit, progress)
+            try:
+                yield from _verify_unit(cache, name, plan, commit, progress)
+            except (CacheError, OSError) as error:
+                where = Paths.shard(name, str(commit.shard))
+                what = f"is damaged, and which records cannot be told: {_problem(error)}"
+                yield Finding(where, what, recipe=name, plan=plan, unit=commit.unit)
     read: set[str] = set()
     for head in cache.files.names("snapshots"):
         yield from verify_snapshot(cache, f"snapshots/{head}")
         yield from _verify_packed(cache, f"snapshots/{head}", read, progress)
+
+
+def _problem(error: CacheError | OSError) -> str:
+    return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
+
+
+def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
+    """Tables and documents that a document refers to (chunks of snapshots and channel scales are looked at apart)."""
+    folder, _, rest = name.partition("/")
+    owner = rest.partition("/")[0]
+    if folder == "sources":
+        yield Paths.table(body["table"], "parquet")
+        yield from (Paths.recipe(body[kind]) for kind in ("latent", "text"))
+    elif folder in ("plans", "units", "segments"):
+        if not owner.startswith(PACKED):
+            yield Paths.recipe(owner)
+        if folder == "plans":
+            yield Paths.table(body["table"], "parquet")
+            return
+        yield Paths.numbered(Paths.plans(owner), int(PurePosixPath(rest).parts[1].removesuffix(".json")))
+        tables = [body["table"], *(commit["table"] for commit in body.get("commits", ()))]
+        yield from (Paths.table(table, "arrow") for table in tables if table)
 
 
 def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
@@ -225,26 +277,31 @@ def _verify_unit(
         intact = cache.files.digest(name) == commit.shard
         progress(commit.bytes)
     except FileNotFoundError:
-        keys = tuple(k.hex() for k in _keys(cache, commit))
-        yield Finding(name, f"the shard is missing with its {commit.records} records", records=keys, **own)
+        keys = _keys(cache, commit)
+        lost = _not_replaced(cache, recipe, commit, keys)
+        if lost or not keys:
+            yield Finding(name, f"the shard is missing with {len(lost) or commit.records} records", records=lost, **own)
         return
     except (CacheError, OSError) as error:
         yield Finding(name, f"cannot be read: {error}", **own)
         return
     if not intact:
         damaged = bad_records(cache, recipe, commit)
-        bad = tuple(key.hex() for key in damaged if not _replaced(cache, recipe, commit, key))
+        bad = _not_replaced(cache, recipe, commit, damaged)
         if damaged and not bad:
             return  # a repair made every damaged record again, or another cache's copy counts
         what = f"{len(bad)} of {commit.records} records are damaged" if bad else "bytes outside the records are damaged"
         yield Finding(name, what, records=bad, **own)
 
 
-def _replaced(cache: Cache, recipe: str, commit: index.Commit, key: bytes) -> bool:
-    """Whether the record that counts stands in another shard than this commit's."""
+def _not_replaced(cache: Cache, recipe: str, commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
+    """Hex of those keys whose record that counts stands in no other shard than this commit's."""
+    if not keys:
+        return ()
     found = cache.index(recipe)
-    row = int(found.find(index.as_keys([key]))[0])
-    return row >= 0 and found.shards[found.columns["shard"][row]] != commit.shard
+    rows = found.find(index.as_keys(keys)).tolist()
+    elsewhere = [row >= 0 and found.shards[found.columns["shard"][row]] != commit.shard for row in rows]
+    return tuple(key.hex() for key, other in zip(keys, elsewhere, strict=True) if not other)
 
 
 def _keys(cache: Cache, commit: index.Commit) -> list[bytes]:

@@ -106,13 +106,20 @@ class Files:
             return sorted(entry.name for entry in os.scandir(self.path(folder)))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
 
     def folders(self, folder: str) -> list[str]:
         return [name for name in self.names(folder) if self.path(f"{folder}/{name}").is_dir()]
 
     def walk(self, folder: str) -> Iterator[Entry]:
         """All files below a folder, in the order of their names; an absent folder is empty."""
-        for parent, folders, names in os.walk(self.path(folder)):
+
+        def unlisted(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise CacheError(f"{error.filename}: cannot be listed: {error.strerror}") from None
+
+        for parent, folders, names in os.walk(self.path(folder), onerror=unlisted):
             folders.sort()
             for name in sorted(names):
                 path = Path(parent, name)

@@ -53,7 +53,7 @@ class Mirror:
         last = PurePosixPath(name)
         copy = self.root / last.stem[:2] / last.name
         with self._locked(last.stem):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it is not there, or the disk cannot read it: it is fetched anew
                 handle = Handle(os.open(copy, os.O_RDONLY))
                 if digest_of(handle) == last.stem:
                     os.utime(copy)

@@ -15,6 +15,7 @@ shards come whole, so it need not know ranges. Nothing can be published there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -26,6 +27,8 @@ from uuid import uuid4
 
 import fsspec
 import xxhash
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
@@ -116,6 +119,12 @@ class ObjectFiles(Files):
         name, data = f"tmp/probe-{uuid4().hex}", b"sana-pipe\n"
         self._writable(name)
         try:
+            if not self._conditional():
+                raise CacheError(
+                    f"{self.url}: the fsspec driver for this scheme looks first and writes then, so that two writers "
+                    "may both believe to have been first",
+                    fix="put the cache on a disk, NFS or S3",
+                )
             if not self._create(name, data) or self._create(name, data + b"again"):
                 raise CacheError(
                     f"{self.url}: this object store does not refuse to overwrite (a conditional put, If-None-Match), "
@@ -126,6 +135,13 @@ class ObjectFiles(Files):
                 raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
         finally:
             self.remove(name)
+
+    def _conditional(self) -> bool:
+        """Whether the driver has a conditional put of its own; fsspec's general one is none."""
+        own = type(self.fs)
+        if issubclass(own, AsyncFileSystem):
+            return own._pipe_file is not AsyncFileSystem._pipe_file
+        return own.pipe_file is not AbstractFileSystem.pipe_file
 
     # ------------------------------------------------------------ reading
 
@@ -160,7 +176,8 @@ class ObjectFiles(Files):
             )
             for (path, _), info in zip(files, asked, strict=True):
                 if info is not None:
-                    yield Entry(self._name(path), int(info["size"]), _moment(info))
+                    size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])
+                    yield Entry(self._name(path), size, _moment(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)
@@ -292,7 +309,10 @@ class ObjectFiles(Files):
             return None
 
     def _size(self, name: str) -> int:
-        return int(self._read(name, self.fs.info)["size"])
+        size = self._read(name, self.fs.info).get("size")
+        if size is None:
+            raise CacheError(f"{self.where(name)}: the server does not say how large it is")
+        return int(size)
 
     def _fetch(self, name: str, path: Path) -> None:
         self._read(name, lambda remote: self.fs.get_file(remote, str(path)))
@@ -359,7 +379,10 @@ class ObjectFiles(Files):
 
 def _moment(info: dict[str, Any]) -> float:
     """When an object was written; drivers call it differently."""
-    when = next((info[key] for key in ("LastModified", "mtime", "updated", "last_modified") if info.get(key)), 0.0)
+    keys = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
+    when = next((info[key] for key in keys if info.get(key)), None)
+    if when is None:
+        return time.time()  # nobody knows: never old
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     return when.timestamp() if isinstance(when, datetime) else float(when)

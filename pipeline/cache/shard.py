@@ -384,13 +384,22 @@ class Reader:
     def _read(
         self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
     ) -> None:  # fmt: skip
-        found = b""
+        found, got, refused = b"", 0, ""
         for _ in range(attempts):
-            got = self._pread(shard, offset, view)
+            try:
+                got = self._pread(shard, offset, view)
+            except OSError as error:  # a bad sector, a stale file of NFS
+                got, refused = 0, error.strerror or str(error)
+                continue
+            refused = ""
             found = layout.checksum(self.recipe_id, key, view[:got])
             if got == len(view) and found == expected:
                 return
         where = self.where(shard, offset, key)
+        if refused:
+            raise RecordError(
+                shard, key, f"{where} cannot be read: {refused}", fix="restore this shard from a copy of the cache"
+            )
         if got != len(view):
             raise RecordError(
                 shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
@@ -408,7 +417,10 @@ class Reader:
             IntegrityError: other bytes than were written.
         """
         data = bytearray(length)
-        got = self._pread(shard, offset, memoryview(data))
+        try:
+            got = self._pread(shard, offset, memoryview(data))
+        except OSError:
+            got = 0
         found = layout.digest("caption", key, bytes(data[:got]))
         if got != length or found != expected:
             raise IntegrityError(
@@ -427,9 +439,12 @@ class Reader:
 
     def _preadv(self, shard: str, offset: int, views: list[Any]) -> int:
         """Fill writable buffers one after the other from a place in a shard; returns how many bytes came, perhaps too
-        few."""
+        few. Where the disk refuses, none: who reads each record again says what it said."""
         handle = self._handle(shard)  # held while it is read from: eviction may let go of it
-        return os.preadv(handle.descriptor, views, offset)
+        try:
+            return os.preadv(handle.descriptor, views, offset)
+        except OSError:
+            return -1
 
     def _handle(self, shard: str) -> Handle:
         with self._lock:

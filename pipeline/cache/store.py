@@ -27,6 +27,15 @@ from pipeline.errors import CacheError, IntegrityError, UserError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+def check_source_name(name: str) -> None:
+    """UserError unless a source may be called this."""
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot name a source", expected="letters, digits, '.', '_' and '-', at most 100",
+            fix="--source-name NAME",
+        )  # fmt: skip
+
+
 def _refuse_other(files: Files) -> None:
     if any(name != "tmp" for name in files.names("")):
         raise CacheError(
@@ -148,11 +157,7 @@ class Cache:
 
     def add_scan(self, source: str, body: dict[str, Any]) -> None:
         """Append a scan document unless the newest says the same."""
-        if not _NAME.fullmatch(source):
-            raise UserError(
-                f"{source!r} cannot name a source", expected="letters, digits, '.', '_' and '-', at most 100",
-                fix="--source-name NAME",
-            )  # fmt: skip
+        check_source_name(source)
         while True:
             if self.last_scan(source) == body:
                 return
@@ -214,6 +219,12 @@ class Cache:
                     layout.seal({"name": pointer, "snapshot": snapshot_id}),
                 )
         return snapshot_id
+
+    def keep(self, snapshot_id: str) -> None:
+        """Give a snapshot that is trained on a name of its own (`trained-ID`), so that `gc` spares it for good."""
+        name = f"trained-{snapshot_id[:16]}"
+        if self.snapshot_of(name) is None:
+            self.files.put(Paths.numbered(Paths.names(name), 0), layout.seal({"name": name, "snapshot": snapshot_id}))
 
     def snapshot_of(self, name: str) -> str | None:
         """The id that a name points to."""

@@ -127,6 +127,8 @@ def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
     """The store, the files that are meant (None: all of the folder), and what to call them."""
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
+    if path.startswith(("http://", "https://")) and "?" in path:
+        raise UserError(f"{data}: has a query, which cannot be part of a name", fix="give a plain address")
     pattern = _PATTERN.search(path)
     if pattern and (remote or not os.path.exists(path)):
         head, slash, rest = path[: pattern.start()].rpartition("/")
@@ -136,9 +138,7 @@ def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
         files = _expand(store, rest, data)
         return store, files, last_part(head) if remote else Path(head or ".").resolve().name
     if remote:
-        ending = extension(path.partition("?")[0])
-        if "?" in path:
-            raise UserError(f"{data}: has a query, which cannot be part of a name", fix="give a plain address")
+        ending = extension(path)
         if ending in _KINDS or path.endswith((*_PACKED, ".json")):
             head, _, file = path.rpartition("/")
             return Remote(head), [file], file.partition(".")[0]

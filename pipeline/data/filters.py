@@ -245,7 +245,7 @@ class Filter:
     def _call(self, node: ast.expr, work: Callable[..., Any], *values: Any) -> Any:
         try:
             return _array(work(*values))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
             raise self._wrong(f"cannot be computed at {ast.unparse(node)!r}", found=shown(str(error))) from None
 
     def _wrong(self, what: str, **more: Any) -> UserError:
@@ -329,7 +329,10 @@ def _typed(name: str, values: list[Any]) -> pa.Array:
     if kinds <= {bool}:
         return pa.array(values, pa.bool_())
     if kinds <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+        try:
+            return pa.array([None if value is None else float(value) for value in values], pa.float64())
+        except OverflowError:
+            raise UserError(f"the metadata field {name!r} holds a number that is too large for a filter") from None
     if kinds <= {str}:
         return pa.array(values, pa.string())
     if kinds <= {int, float, str}:  # tables of several origins: numbers here, numbers as text there

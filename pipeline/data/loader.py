@@ -165,6 +165,8 @@ class Loader:
         self.start_step, self.stop_step = start_step, stop_step
         self.packed, self.length_window, self.verify = text == "packed", length_window, verify
         self.quarantine = None if quarantine is None else Path(quarantine)
+        if self.quarantine is not None:
+            self._write_down([])  # found out now, not at the first bad record
         self.replaced = 0
         self.planner = Planner(snapshot, seed=seed, phase=phase, length_window=length_window)
         handles = _handles(snapshot)
@@ -209,7 +211,9 @@ class Loader:
         if self.prefetch != 0:
             ahead = ReadAhead(
                 self.load, step, self.stop_step, threads=self.threads, steps=self.prefetch,
-                limit=self.prefetch_mib << 20, size=lambda loaded: loaded.size, timeout_s=self.timeout_s,
+                limit=self.prefetch_mib << 20, timeout_s=self.timeout_s,
+                # Page-locked memory is taken in full, whatever of a buffer is used.
+                size=lambda loaded: self.ring.size if self.ring.pin else loaded.size,
             )  # fmt: skip
             if self.snapshot.packed and self.snapshot.files.room is not None:
                 self._fetcher = Fetcher(
@@ -342,6 +346,10 @@ class Loader:
             json.dumps({**asdict(own), "sample": f"{own.sample:016x}", "by": f"{own.by:016x}"}) + "\n"
             for own in replaced
         ]
+        self._write_down(lines)
+
+    def _write_down(self, lines: list[str]) -> None:
+        assert self.quarantine is not None
         try:
             with open(self.quarantine, "a", encoding="utf-8") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes

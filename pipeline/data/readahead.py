@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, UserError
 
 T = TypeVar("T")
 Doing = Callable[[Callable[[], str]], None]
@@ -58,6 +59,7 @@ class ReadAhead(Generic[T]):
         self._doing: dict[int, tuple[float, Callable[[], str]]] = {}
         self.bytes = self._last = 0
         self._closed = False
+        self._failed: int | None = None
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._run, name=f"loader-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -108,6 +110,8 @@ class ReadAhead(Generic[T]):
             raise RuntimeError(f"the loader's threads ended before step {step}")
 
     def _may_begin(self) -> bool:
+        if self._failed is not None and self._next > self._failed:
+            return False  # the run ends there
         ahead = self._next - self._asked
         if ahead <= 0:
             return True
@@ -131,11 +135,15 @@ class ReadAhead(Generic[T]):
             try:
                 found = self._work(step, partial(self._note, step))
             except BaseException as error:  # whatever it is, the consumer must see it at this step
-                found = _Failed(error)
+                if not isinstance(error, UserError):
+                    error.add_note("".join(traceback.format_exception(error)))
+                found = _Failed(error.with_traceback(None))  # the frames hold a buffer
             with self._changed:
                 del self._doing[step]
                 self._ready[step] = found
-                if not isinstance(found, _Failed):
+                if isinstance(found, _Failed):
+                    self._failed = step if self._failed is None else min(step, self._failed)
+                else:
                     self._last = self._size(found)
                     self.bytes += self._last
                 del found

@@ -118,11 +118,15 @@ class Remote(Store):
         return sorted(names)
 
     def names(self, folder: str) -> list[str]:
+        base = self.path(folder) if folder else self._root
         try:
-            base = self.path(folder) if folder else self._root
-            found = self.fs.ls(base, detail=True)
-        except Exception:  # many web servers list nothing; who asks can do without
-            return []
+            found = self._tried(folder or self.location, lambda: _listed(self.fs, base))
+        except Unreadable as error:
+            if self._web:  # many web servers list nothing; who asks can do without
+                return []
+            raise UserError(
+                f"{self.location}/{folder}: cannot be listed: {error}", fix="check who may list the bucket"
+            ) from None
         names = []
         for info in found:
             name = self._name(str(info["name"]))
@@ -173,7 +177,7 @@ class Remote(Store):
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         asked = list(names)
-        if all(name in self._known for name in asked):  # a listing has said it
+        if all(self._known.get(name, {}).get("size") is not None for name in asked):  # a listing has said it
             return super().stat_many(asked)
         with ThreadPoolExecutor(TOGETHER) as pool:
             return dict(zip(asked, pool.map(self._stat_one, asked), strict=True))
@@ -273,6 +277,13 @@ class _Spool:
         self._file.write(data)
         self._file.flush()
         self._have.update(range(first, after))
+
+
+def _listed(fs: Any, folder: str) -> list[dict[str, Any]]:
+    try:
+        return list(fs.ls(folder, detail=True))
+    except FileNotFoundError:
+        return []
 
 
 def last_part(url: str) -> str:

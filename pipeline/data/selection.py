@@ -108,21 +108,24 @@ def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, p
     return found, valid
 
 
-def deduplicated(joined: Joined, frame: Frame, order: Sequence[str]) -> Frame:
-    """One picture of each digest: of the source that stands first in `order`, then of the first (source, item)."""
+def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np.ndarray) -> Frame:
+    """One picture of each digest: one of an earlier snapshot (its sample ids), else of the source that stands first in
+    `order`, then of the first (source, item)."""
     _, inverse, times = np.unique(frame.digest, return_inverse=True, return_counts=True)
     suspects = np.flatnonzero(times[inverse] > 1)
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     items = frame.item.take(pa.array(suspects)).to_pylist()
-    best: dict[bytes, tuple[int, str, str, int]] = {}
+    new = places(frame, earlier) >= len(earlier) if len(earlier) else np.ones(len(frame), bool)
+    stays = np.isin(frame.picture_id, frame.picture_id[~new])
+    best: dict[bytes, tuple[bool, int, str, str, int]] = {}
     for row, item in zip(suspects.tolist(), items, strict=True):
         source = int(frame.source[row])
-        mine = (rank[source], joined.sources[source], item, int(frame.picture_id[row]))
+        mine = (not stays[row], rank[source], joined.sources[source], item, int(frame.picture_id[row]))
         digest = frame.digest[row]
         best[digest] = min(best.get(digest, mine), mine)
     keep = np.ones(len(frame), bool)
     for row in suspects.tolist():
-        keep[row] = frame.picture_id[row] == best[frame.digest[row]][3]
+        keep[row] = frame.picture_id[row] == best[frame.digest[row]][4]
     joined.leave("its picture is the same as another sample's", int((~keep).sum()), "bucket.dedup=none")
     return frame.take(keep)
 

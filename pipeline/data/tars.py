@@ -283,13 +283,17 @@ class TarSource(Source):
     def _find_sidecars(self) -> dict[str, list[str]]:
         """Tar -> the .json files beside it whose names begin like its own (the longest such tar has them)."""
         found: dict[str, list[str]] = {}
-        stems = {file.removesuffix(".tar"): file for file in self.files}
+        chosen = set(self.files)
         for folder in sorted({posixpath.dirname(file) for file in self.files}):
-            for name in self.store.names(folder):
+            names = self.store.names(folder)
+            # All tars that are there have their own, also those that were not asked for.
+            tars = [name for name in {*names, *chosen} if name.endswith(".tar") and posixpath.dirname(name) == folder]
+            stems = {file.removesuffix(".tar"): file for file in tars}
+            for name in names:
                 if not name.endswith(".json") or posixpath.basename(name) in ("wids-meta.json", "meta_data.json"):
                     continue
                 own = next((name[:n] for n in range(len(name), len(folder), -1) if name[:n] in stems), None)
-                if own is not None:
+                if own is not None and stems[own] in chosen:
                     found.setdefault(stems[own], []).append(name)
         return found
 

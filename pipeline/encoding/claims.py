@@ -27,7 +27,7 @@ from pipeline.cache import index
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, IntegrityError
 
 BEATS = 6
 """Beats in the time after which a claim is stale: five may be lost to a slow file system."""
@@ -72,8 +72,11 @@ class Claims:
         if found != "free":
             return found
         name, content = Paths.claim(*work), self._content(0)
-        if self.files.put(name, content):
-            return "mine"
+        try:
+            if self.files.put(name, content):
+                return "mine"
+        except IntegrityError:  # swept between the put and its reading back: the work is done
+            return "held"
         before = self._read(name)
         seen = self._seen.get(name)
         if before is None or seen is None or before != seen[0]:
@@ -98,7 +101,10 @@ class Claims:
             while not done.wait(self.stale_s / BEATS):
                 count += 1
                 try:
-                    if not self._owned(name):
+                    found = self._read(name)
+                    if found is None:
+                        continue  # it cannot be read just now, or the work is done and somebody swept
+                    if _parsed(found).get("owner") != self.token:
                         return  # we were thought dead and somebody took over: their claim stays
                     self.files.replace(name, self._content(count))
                 except (CacheError, OSError):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
@@ -74,6 +75,7 @@ class Fragments:
         # Every process goes through the others' fragments in an order of its own, so that two seldom meet at one.
         others = sorted((one for one in ids if one not in own), key=lambda one: layout.digest(self.claims.token, one))
         waiting = [*mine, *others]
+        self._forget_unread(ids)
         # One piece of work and one process: to publish it would cost more than to lose it.
         alone = tasks == 1 and len(ids) == 1
         while waiting:
@@ -99,6 +101,16 @@ class Fragments:
             waiting = later
             if waiting and not worked:
                 self.stop.sleep(min(LOOK_S, self.claims.stale_s / (4 * BEATS)))
+
+    def _forget_unread(self, ids: list[str]) -> None:
+        """Remove the fragments that an earlier run left with rows that could not be read: now they may be."""
+        for one in ids:
+            rows = self._published(one)
+            if rows is None:
+                continue
+            rejects = rows.table.column("reject")
+            if pc.any(pc.starts_with(rejects, "unreadable")).as_py():
+                self.cache.files.remove(Paths.fragment(self.source, one))
 
     def finish(self) -> None:
         """Remove the fragments of this source and claims to them. For when the scan document is published."""

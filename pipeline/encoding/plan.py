@@ -94,14 +94,14 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
         with fsspec.open(path, "rt", newline="", encoding="utf-8") as sheet:
             for row in csv.DictReader(sheet):
                 found[row["item"]] = (int(row["height"]), int(row["width"]))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {said(error)}", fix="sana-pipe bucket writes it") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
             expected="CSV with item,height,width",
             found=str(error),
         ) from None
+    except Exception as error:  # drivers raise what they like
+        raise UserError(f"{path}: cannot be read: {said(error)}", fix="sana-pipe bucket writes it") from None
     for item, sides in found.items():
         if any(side <= 0 or side % compression for side in sides):
             raise UserError(
