@@ -171,7 +171,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         return child(*given.child)
-    count, many, rounds, turns = (16, 128, 3, 2) if given.quick else (160, 256, 5, 5)
+    count, many, rounds, turns = (16, 96, 3, 2) if given.quick else (160, 256, 5, 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -447,6 +447,9 @@ class Reader:
             return -1
 
     def _handle(self, shard: str) -> Handle:
+        handle = self._open.get(shard)
+        if handle is not None and len(self._open) <= self._limit // 2:
+            return handle  # far from the limit nobody asks which was used last
         with self._lock:
             handle = self._open.get(shard)
             if handle is not None:

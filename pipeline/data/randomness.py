@@ -27,6 +27,7 @@ class Draws(NamedTuple):
 
 
 _own = threading.local()
+_KEY = struct.Struct("<QQQQ").pack
 
 
 def generator(purpose: str, seed: int, phase: int, visit: int, sample_id: int) -> np.random.Generator:
@@ -34,20 +35,22 @@ def generator(purpose: str, seed: int, phase: int, visit: int, sample_id: int) -
 
     The stream of a new `Philox(key=...)`; setting the state of an old one is several times faster.
     """
-    if not hasattr(_own, "bits"):
-        _own.bits = np.random.Philox(key=np.zeros(2, np.uint64))
-        _own.state = _own.bits.state
-        _own.generator = np.random.Generator(_own.bits)
-    packed = struct.pack("<QQQQ", seed, phase, visit, sample_id) + purpose.encode()
-    _own.state["state"]["key"] = np.frombuffer(xxhash.xxh3_128_digest(packed), np.uint64)
-    _own.bits.state = _own.state
-    return _own.generator
+    try:
+        bits, state, own = _own.kept
+    except AttributeError:
+        bits = np.random.Philox(key=np.zeros(2, np.uint64))
+        state, own = bits.state, np.random.Generator(bits)
+        _own.kept = bits, state, own
+    packed = _KEY(seed, phase, visit, sample_id) + purpose.encode()
+    state["state"]["key"] = np.frombuffer(xxhash.xxh3_128_digest(packed), np.uint64)
+    bits.state = state
+    return own
 
 
 def draws(seed: int, phase: int, visit: int, sample_id: int) -> Draws:
     """The scalars of a visit, in an order that never changes."""
     own = generator("draws", seed, phase, visit, sample_id)
-    return Draws(float(own.random()), float(own.random()), float(own.standard_normal()))
+    return Draws(own.random(), own.random(), own.standard_normal())
 
 
 def noise(seed: int, phase: int, visit: int, sample_id: int, out: np.ndarray) -> None:
