@@ -905,7 +905,13 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
     with pytest.raises(CacheError, match="different latent recipes"):
         stages.bucket.run(of)
-    assert items(made(config(root, "bucket.sources={old: {weight: 0}}"))) == {f"one/{i:05d}.png" for i in range(8)}
+    weightless = "bucket.sources={old: {weight: 0}}"
+    assert items(made(config(root, weightless))) == {f"one/{i:05d}.png" for i in range(8)}
+    beside = root.with_name("beside")
+    add(config(beside), "old", pictures(3, "others-"))
+    with pytest.raises(CacheError, match="with different items"):
+        stages.bucket.run(config(root, f"bucket.caches=[{beside}]"))
+    assert items(made(config(root, weightless, f"bucket.caches=[{beside}]"))) == {f"one/{i:05d}.png" for i in range(8)}
 
 
 @pytest.mark.parametrize("number", ["9223372036854775808", "1e999", str(10**400)])

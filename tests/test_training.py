@@ -33,7 +33,7 @@ from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation import checkpoint_blocks
 from pipeline.training import checkpoint, metrics, optim
 from pipeline.training.step import NonFiniteError, Step
-from pipeline.training.trainer import Report, fit
+from pipeline.training.trainer import Report, ended, fit
 from tests.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -694,3 +694,21 @@ def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> 
     assert kills > 0
     _fit(tiny_run.config(run, steps=6, save_every=1), resume="auto")
     assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
+
+
+def test_reading_ahead_ends_while_the_error_is_still_held() -> None:
+    closed: list[bool] = []
+
+    def steps() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(True)
+
+    try:
+        with ended(steps()) as own:
+            next(own)
+            raise ValueError("a step failed")
+    except ValueError as error:
+        assert error.__traceback__ is not None and closed == [True]

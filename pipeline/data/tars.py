@@ -293,7 +293,7 @@ class TarSource(Source):
                 if not name.endswith(".json") or posixpath.basename(name) in ("wids-meta.json", "meta_data.json"):
                     continue
                 own = next((name[:n] for n in range(len(name), len(folder), -1) if name[:n] in stems), None)
-                if own is not None and stems[own] in chosen:
+                if own is not None:
                     found.setdefault(stems[own], []).append(name)
         return found
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 
 Say = Callable[[str], None]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,18 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
         return None
     source = checkpoint.resolve(Path(config.train.output) / "checkpoints", resume)
     return None if source is None else checkpoint.read_document(source).state.snapshot
+
+
+@contextmanager
+def ended(steps: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Close what reads ahead as soon as the block is left: an error on its way holds on to it, and threads that still
+    run when the interpreter ends abort the process."""
+    try:
+        yield steps
+    finally:
+        close = getattr(steps, "close", None)
+        if close is not None:
+            close()
 
 
 def on_main_only(launch: Launch, function: Callable[[], Any]) -> Any:
@@ -344,23 +358,24 @@ class _Loop:
         loader = together(lambda: self.task.loader(done, self.train.steps))
         window, asked, state = _Window(), time.perf_counter(), None
         self.model.train()
-        for microbatches, state in loader:
-            waited = time.perf_counter() - asked
-            rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
-            optim.set_learning_rate(self.optimizer, rate)
-            outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
-            window.add(outcome, microbatches, waited)
-            window.replaced = getattr(loader, "replaced", 0)
-            last = state.step == self.train.steps or self.step.stop_wanted
-            if last or state.step % self.train.log_every == 0:
-                self._log(outcome, window, rate, microbatches)
-                window = _Window()
-            if last or state.step % self.train.save_every == 0:
-                saved = self._save(state)
-                window.began = time.perf_counter()
-            if last:
-                break
-            asked = time.perf_counter()
+        with ended(iter(loader)) as steps:
+            for microbatches, state in steps:
+                waited = time.perf_counter() - asked
+                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
+                optim.set_learning_rate(self.optimizer, rate)
+                outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+                window.add(outcome, microbatches, waited)
+                window.replaced = getattr(loader, "replaced", 0)
+                last = state.step == self.train.steps or self.step.stop_wanted
+                if last or state.step % self.train.log_every == 0:
+                    self._log(outcome, window, rate, microbatches)
+                    window = _Window()
+                if last or state.step % self.train.save_every == 0:
+                    saved = self._save(state)
+                    window.began = time.perf_counter()
+                if last:
+                    break
+                asked = time.perf_counter()
         if state is None or (state.step < self.train.steps and not self.step.stop_wanted):
             raise RuntimeError(f"the loader ended at step {state and state.step} of {self.train.steps}")
         names = [name for name in gather(self.wanted.name) if name] if self.step.stop_wanted else []
