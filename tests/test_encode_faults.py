@@ -22,20 +22,13 @@ import yaml
 
 from pipeline.config import Config, dump
 from pipeline.processes import command
+from tests.trees import files
 
 MakeConfig = Callable[..., Config]
 UNITS = (
     "encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2",
     "encode.claim_timeout_s=3",
 )  # fmt: skip
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(root)): p.read_bytes()
-        for p in sorted(root.rglob("*"))
-        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
-    }
 
 
 def encode(

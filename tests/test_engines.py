@@ -28,6 +28,7 @@ from pipeline.encoding.progress import Progress
 from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import UserError
 from pipeline.processes import command
+from tests.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
 MakeConfig = Callable[..., Config]
@@ -37,14 +38,6 @@ UNITS = (
     "encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2",
     f"encode.claim_timeout_s={STALE_S}",
 )  # fmt: skip
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(root)): p.read_bytes()
-        for p in sorted(root.rglob("*"))
-        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
-    }
 
 
 # ---------------------------------------------------------------- the local engine, with a runner that only commits

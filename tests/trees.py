@@ -1,0 +1,14 @@
+"""Cache folders as the tests compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Name -> bytes of every file that means something to readers."""
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
+    }
