@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
 
@@ -31,6 +31,15 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
+
+
+def _recompute(mode: str) -> str:
+    if mode not in ("none", "full", "selective") and not re.fullmatch(r"every-([2-9]|[1-9]\d+)", mode):
+        raise ValueError("must be none, full, selective, or every-K (every-2: each second block; K at least 2)")
+    return mode
+
+
+Recompute = Annotated[str, AfterValidator(_recompute)]
 
 
 class _Section(BaseModel):
@@ -334,6 +343,12 @@ class TrainConfig(_Section):
     (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes.
+    activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
+    inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
+    `every-K` (`every-2`): each K-th block in full, the others nothing.
+    activation_compression: what blocks keep is kept as `int8` or `fp8` in blocks of 128 values: the inputs of blocks that
+    recompute, what Linear and convolution layers save of the others. Not together with `selective`.
+    activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     """
@@ -344,7 +359,9 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     microbatch: Positive = 8
     precision: Literal["fp32", "bf16"] = "bf16"
-    activation_checkpointing: Literal["none", "full"] = "full"
+    activation_checkpointing: Recompute = "full"
+    activation_compression: Literal["none", "int8", "fp8"] = "none"
+    activation_offload: bool = False
     caption_drop: Share = 0.1
     null_mask: Literal["caption", "bos"] = "caption"
     flow: FlowConfig = FlowConfig()
@@ -360,6 +377,15 @@ class TrainConfig(_Section):
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _memory(self) -> TrainConfig:
+        if self.activation_compression != "none" and self.activation_checkpointing == "selective":
+            raise ValueError(
+                f"activation_compression: {self.activation_compression} does not reach what activation_checkpointing: "
+                "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
+            )
+        return self
 
 
 class SampleConfig(_Section):

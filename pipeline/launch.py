@@ -268,10 +268,13 @@ def _check_fsdp(
         "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
         "FSDP_ACTIVATION_CHECKPOINTING": (
-            {"true"} if train.activation_checkpointing == "full" else {"false"},
+            {"false"} if train.activation_checkpointing == "none" else {"true"},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "checkpointed activations stay on the device"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+            {str(train.activation_offload).lower()},
+            f"train.activation_offload is {str(train.activation_offload).lower()}",
+        ),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "no module is left out of the sharding"),
     }
     for name, (allowed, here) in known.items():

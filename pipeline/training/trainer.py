@@ -36,7 +36,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_files import load_transformer
-from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.activation import keep_activations
 from pipeline.parallel.data_parallel import shard
 from pipeline.parallel.mesh import gather, on_main, started, together
 from pipeline.training import checkpoint, optim
@@ -109,8 +109,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         else:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if train.activation_checkpointing == "full":
-            checkpoint_blocks(model.blocks)
+        keep_activations(model.blocks, train)
         shard(model, model.blocks, mesh, train)
         optimizer = optim.build(model, train.optim, device)
         done = 0
