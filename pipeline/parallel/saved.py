@@ -34,7 +34,7 @@ SMALLEST = 1024
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storage_of(tensor: Tensor) -> int:
