@@ -303,7 +303,10 @@ class FlowConfig(_Section):
 
 class OptimConfig(_Section):
     """AdamW with Sana's constants (NVlabs `Sana_1600M_img1024_AdamW.yaml`). `scale_lr: sqrt` multiplies by
-    sqrt(batch / 256), which NVlabs' trainer does without saying so."""
+    sqrt(batch / 256), which NVlabs' trainer does without saying so.
+
+    in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is given back: never
+    are there the gradients of the whole model. Needs `clip: null`: the global norm is known only afterwards."""
 
     name: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-4
@@ -313,6 +316,7 @@ class OptimConfig(_Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     clip: Annotated[float, Field(gt=0)] | None = 0.1
     warmup_steps: NotNegative = 2000
+    in_backward: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -332,6 +336,8 @@ class ParallelConfig(_Section):
     reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
     gather). prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
     older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
+    on the CPU; a block's parameters come to the device when it is their turn.
     timeout_s: bounds every wait for another process.
     """
 
@@ -342,6 +348,7 @@ class ParallelConfig(_Section):
     reshard_after_forward: bool = True
     prefetch_blocks: Positive | None = None
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    offload: Literal["none", "all"] = "none"
     timeout_s: Positive = 600
 
     @model_validator(mode="after")
@@ -364,8 +371,8 @@ class TrainConfig(_Section):
     activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
     inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
     `every-K` (`every-2`): each K-th block in full, the others nothing.
-    activation_compression: what blocks keep is kept as `int8` or `fp8` in blocks of 128 values: the inputs of blocks that
-    recompute, what Linear and convolution layers save of the others. Not together with `selective`.
+    activation_compression: what blocks keep is kept as `int8` or `fp8`, 128 values with one scale: the inputs of blocks
+    that recompute, what Linear and convolution layers save of the others. Not together with `selective`.
     activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
@@ -403,6 +410,17 @@ class TrainConfig(_Section):
                 f"activation_compression: {self.activation_compression} does not reach what activation_checkpointing: "
                 "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
+        if self.optim.in_backward:
+            if self.optim.clip is not None:
+                raise ValueError(
+                    "optim.in_backward updates parameters before the norm of the gradient is known; "
+                    f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
+                )
+            if self.parallel.pp_size > 1:
+                raise ValueError(
+                    "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
+                    f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
+                )
         return self
 
 

@@ -264,7 +264,10 @@ def _check_fsdp(
             {"true", "full_shard"} if parallel.reshard_after_forward else {"false", "shard_grad_op"},
             f"train.parallel.reshard_after_forward is {str(parallel.reshard_after_forward).lower()}",
         ),
-        "FSDP_OFFLOAD_PARAMS": ({"false"}, "parameters stay on the device"),
+        "FSDP_OFFLOAD_PARAMS": (
+            {str(parallel.offload == "all").lower()},
+            f"train.parallel.offload is {parallel.offload}",
+        ),
         "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
         "FSDP_ACTIVATION_CHECKPOINTING": (

@@ -4,8 +4,8 @@ What: `keep_activations` gives each block of a model the way of `train.activatio
 `train.activation_compression` and `train.activation_offload`.
 - full: the block's input is kept and the rest computed again. every-k: so for each k-th block.
 - selective: kept are also the results of matrix products and ungrouped convolutions whose contraction is at least as
-  long as their result is wide. What is wide or cheap per byte is computed again: the widening convolution, norms, gates,
-  attention over the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
+  long as their result is wide. What is wide or cheap per byte is computed again: the widening convolution, norms,
+  gates, attention over the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
 - compression: of a block that recomputes, its first input (what runs through the blocks; the rest is shared by all of
   them); of any other block, what its Linear layers and its groups of convolutions keep.
 - offload: every saved tensor of a block, so its inputs if it recomputes. What `selective` adds stays on the device.
@@ -131,7 +131,8 @@ def compressible(block: nn.Module) -> list[nn.Module]:
     activations and gates between them). Not norms, attention itself, modulation."""
     found: list[nn.Module] = []
     for child in block.children():
-        if isinstance(child, (nn.Linear, *_CONVOLUTIONS)) or any(isinstance(m, _CONVOLUTIONS) for m in child.children()):
+        group = any(isinstance(inner, _CONVOLUTIONS) for inner in child.children())
+        if group or isinstance(child, (nn.Linear, *_CONVOLUTIONS)):
             found.append(child)
         else:
             found.extend(compressible(child))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pipeline.config import TrainConfig
 from pipeline.parallel.mesh import REPLICATE, SHARD
@@ -39,7 +39,9 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train: TrainConfig) -> nn.Module:
     """Make `model` sharded in place, on the mesh's device, and return it.
 
-    In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device.
+    In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device. With
+    `train.parallel.offload: all` parameters stay in host memory (pinned where there is a GPU), gradients come there,
+    and so do the optimizer's states, which it makes beside its parameters.
 
     Args:
         model: fp32 parameters, the same values on every process (each keeps its own slice of its own copy).
@@ -49,15 +51,17 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         raise ValueError("master parameters must be float32")
     over = data_mesh(mesh)
-    if train.precision == "fp32" and over.size() == 1:
+    offload = train.parallel.offload == "all"
+    if train.precision == "fp32" and over.size() == 1 and not offload:
         return model.to(mesh.device_type)
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshard_after_forward
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks:
-        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner)
-    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer)
+        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner, offload_policy=where)
+    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer, offload_policy=where)
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not take hold of {missing}")

@@ -15,7 +15,6 @@ Price: a copy to the host and back per tensor over PCIe (pinned memory, on the c
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -43,14 +42,18 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class _Slot:
-    """One saved tensor, in the form in which it is kept. `parts` are its values in memory order, or codes and scales."""
+    """One saved tensor in the form in which it is kept: `parts` are its values in memory order, or codes and scales."""
 
-    __slots__ = ("__weakref__", "alive", "copied", "count", "device", "dtype", "format", "parts", "size", "spec", "stride")
+    __slots__ = (
+        "__weakref__", "alive", "copied", "count", "device", "dtype", "format", "parts", "shards", "size", "stride",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, compress: Format | None, offload: bool):
         plain = local(tensor)
-        self.alive = StorageWeakRef(plain.untyped_storage())  # the storage's address is not given to another meanwhile
-        self.spec = (tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()) if plain is not tensor else None
+        self.alive = StorageWeakRef(plain.untyped_storage())  # meanwhile no other storage gets this one's address
+        self.shards: tuple[Any, ...] | None = None
+        if isinstance(tensor, DTensor):
+            self.shards = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
         self.size, self.stride, self.dtype, self.device = plain.size(), plain.stride(), plain.dtype, plain.device
         flat = _once(plain).permute(_order(plain)).reshape(-1)
         self.count, self.format = flat.numel(), compress
@@ -69,9 +72,9 @@ class _Slot:
         parts = [part.to(self.device, non_blocking=True) for part in self.parts]
         flat = restore(parts[0], parts[1], self.count, self.dtype) if self.format else parts[0]
         plain = self._shaped(flat)
-        if self.spec is None:
+        if self.shards is None:
             return plain
-        mesh, placements, size, stride = self.spec
+        mesh, placements, size, stride = self.shards
         return DTensor.from_local(plain, mesh, placements, run_check=False, shape=size, stride=stride)
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -178,7 +181,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 def _order(tensor: Tensor) -> list[int]:
     """Dimensions from the widest stride to the closest."""
-    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
 
 
 def _to_host(tensor: Tensor, pinned: bool) -> Tensor:

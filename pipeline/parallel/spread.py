@@ -28,6 +28,9 @@ from pipeline.parallel.mesh import TP
 Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
 """Makes the model's inputs for one microbatch, and the target that its output is compared with."""
 
+_Kinds = dict[tuple[ProcessGroup, ...], list[Tensor]]
+"""Local gradients, or their lengths, by the groups over which they are sharded."""
+
 
 class Model(Protocol):
     """What a strategy must know of a model: its blocks in order, and how one of them is cut for tensor parallelism
@@ -50,6 +53,7 @@ class Spread:
 
     def __init__(self, module: nn.Module, data_world: int = 1):
         self.module, self.data_world = module, data_world
+        self._handed: _Kinds | None = None
 
     def forward_backward(
         self, parts: Sequence[Part], loss: Callable[[Tensor, Tensor], Tensor], share: int
@@ -73,12 +77,32 @@ class Spread:
             found.append(losses.detach())
         return found
 
+    def hand_over(self, update: Callable[[nn.Parameter], None]) -> None:
+        """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
+        and give the gradient back afterwards. For one microbatch a step."""
+        self._handed = {}
+
+        def complete(parameter: nn.Parameter) -> None:
+            gradient = parameter.grad
+            assert gradient is not None and self._handed is not None
+            length = torch.linalg.vector_norm(_local(gradient))
+            self._handed.setdefault(_sharded_over(gradient), []).append(length)
+            update(parameter)
+            parameter.grad = None
+
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                # FSDP2 calls the hooks of sharded parameters after it has reduced their gradients
+                parameter.register_post_accumulate_grad_hook(complete)
+
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, fp32 scalar, the same on every process."""
-        kinds: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        """L2 norm of the whole model's gradient, fp32 scalar, the same on every process. To be asked once per step."""
+        kinds: _Kinds = {}
+        if self._handed is not None:
+            kinds, self._handed = self._handed, {}
         for gradient in self.gradients():
             kinds.setdefault(_sharded_over(gradient), []).append(_local(gradient))
         squares = [_squares(own, groups) for groups, own in kinds.items()]
@@ -87,8 +111,9 @@ class Spread:
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradient to length `limit` if it is longer. The factor is computed on the device."""
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in self.gradients():
-            _local(gradient).mul_(factor)
+        factors: dict[torch.device, Tensor] = {}
+        for gradient in map(_local, self.gradients()):
+            gradient.mul_(factors.setdefault(gradient.device, factor.to(gradient.device)))
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:

@@ -154,7 +154,8 @@ class Step:
         if self.world > 1:
             dist.all_reduce(sums)
         samples = own * self.spread.data_world
-        outcome = Outcome(step, (sums[0] / sums[1]).float(), self.spread.norm(), samples, microbatches[0].bucket)
+        norm = self._here(self.spread.norm())
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, microbatches[0].bucket)
         finite = (torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)).to(sums.dtype)
         answer = torch.cat([finite[None], sums[1:]])
         ready = None

@@ -39,7 +39,7 @@ from pipeline.models.sana_files import load_transformer
 from pipeline.parallel import tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import Spread, spread
-from pipeline.training import checkpoint, optim
+from pipeline.training import checkpoint, in_backward, optim
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 
@@ -98,6 +98,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     if layout.tp > 1:
         found_config = architecture_of(config, task)
         tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
     with started(launch, train.parallel, device) as mesh, _signals() as wanted:
@@ -123,6 +124,8 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
             quiet(f"resumed from {source} after step {done}")
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, held)
         quiet(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
