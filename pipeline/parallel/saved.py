@@ -121,7 +121,7 @@ class Keeper:
             only: compress this tensor and the views of it alone.
             compress: False leaves values exact here and only moves them.
         """
-        own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        own = _own(module)
         chosen = None if only is None else storage_of(only)
 
         def pack(tensor: Tensor) -> Tensor | _Slot:
@@ -145,6 +145,11 @@ class Keeper:
                 slot = self._slots[key] = _Slot(tensor, compress, self.offload)
             self.packed += 1
         return slot
+
+
+def _own(module: nn.Module) -> set[int]:
+    """Storages of a module's parameters and buffers as they are now, under FSDP2 the gathered ones."""
+    return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _unpack(kept: Tensor | _Slot) -> Tensor:

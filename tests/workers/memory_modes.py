@@ -1,0 +1,157 @@
+"""Memory techniques under sharding, in one launch: torchrun -m tests.workers.memory_modes FOLDER.
+
+Both processes read the same batch, so the averaged gradient is that of one process, which is computed first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from pipeline.launch import Launch, detect
+from pipeline.models.objective import FlowMatching
+from pipeline.parallel import mesh, saved
+from pipeline.parallel.kept import kept_bytes
+from pipeline.parallel.spread import Spread, spread
+from pipeline.training import in_backward, optim
+from pipeline.training.step import Step
+from tests import test_activation as one
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "every-2": {"activation_checkpointing": "every-2"},
+    "int8": {"activation_compression": "int8"},
+    "full, int8": {"activation_checkpointing": "full", "activation_compression": "int8"},
+    "offload": {"activation_offload": True},
+    "full, offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "parameters on the host": {"parallel": {"offload": "all"}},
+}
+
+
+def settings(precision: str, **train: Any) -> Any:
+    return tiny_run.config(precision=precision, **train).train
+
+
+def held(found: Any, train: Any, layers: int = 4) -> Spread:
+    return spread(one.model(torch.float32, layers=layers), found, train)
+
+
+def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
+    """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
+    dtype = one.PRECISIONS[train.precision]
+    given, counts = one.inputs(dtype), []
+    for layers in (2, 4):
+        module = held(found, train, layers).module
+        total, out = kept_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
+        host = sum(keeper.host_bytes() for keeper in one.keepers(module))
+        counts.append((total - host, host))
+        out.float().square().mean().backward()
+    device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
+    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters()}  # type: ignore[union-attr]
+    return device, host, gradients
+
+
+def sharded(found: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for precision, dtype in one.PRECISIONS.items():
+        _, _, alone = one.measure(one.model(dtype), dtype)
+        plain = {name: gradient.float() for name, gradient in alone.items()}
+        for name, way in WAYS.items():
+            device, host, gradients = kept(found, settings(precision, **way))
+            result[f"{precision} {name}"] = {
+                "device": device, "host": host, "distance": tiny_run.distance(gradients, plain),
+            }  # fmt: skip
+            if name == "none":
+                reference = gradients
+            result[f"{precision} {name}"]["from none"] = tiny_run.distance(gradients, reference)
+    return result
+
+
+def parameters_left_alone(found: Any) -> dict[str, Any]:
+    """What would be kept if the gathered parameters were not recognised."""
+    result = {}
+    for name in ("int8", "offload"):
+        for sabotaged in (False, True):
+            blind = mock.patch.object(saved, "_own", lambda module: set()) if sabotaged else nullcontext()
+            with blind:
+                device, host, gradients = kept(found, settings("fp32", **WAYS[name]))
+            result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
+    block = one.model(torch.float32).blocks[0]
+    result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
+    return result
+
+
+def updates(found: Any) -> dict[str, Any]:
+    """Losses, norms and weights of five steps with the optimizer after and within the backward pass."""
+    result: dict[str, Any] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
+    plain = {"clip": None, "lr": 3e-4}
+    variants: dict[str, dict[str, Any]] = {
+        "after": {},
+        "within": {"optim": {"in_backward": True}},
+        "on the host": {"parallel": {"offload": "all"}},
+        "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
+        "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
+    }
+    rank, world = dist.get_rank(), dist.get_world_size()
+    del found  # each variant has its own layout, so its own mesh
+    for name, way in variants.items():
+        train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
+        here = dist.device_mesh.init_device_mesh(
+            "cpu", mesh.check_sizes(train.parallel, world).sizes, mesh_dim_names=mesh.DIMS
+        )
+        spreaded = spread(tiny_run.model(tiny_run.config()), here, train)
+        optimizer = optim.build(spreaded.module, train.optim, CPU)
+        alive: list[int] = []
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, spreaded)
+        parameters = list(spreaded.module.parameters())
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: alive.append(sum(p.grad is not None for p in parameters))
+            )
+        step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
+        outcomes = [
+            step(tiny_run.microbatches(tiny_run.global_batch(n), 4, rank, world), n + 1) for n in range(5)
+        ]  # fmt: skip
+        weights[name] = {n: p.full_tensor().detach() for n, p in spreaded.module.named_parameters()}  # type: ignore[attr-defined]
+        result[name] = {
+            "losses": [float(o.loss) for o in outcomes],
+            "norms": [float(o.grad_norm) for o in outcomes],
+            "gradients at once": max(alive),
+            "distance": tiny_run.distance(weights[name], weights["after"]),
+            "devices": sorted({p.to_local().device.type for p in parameters}),  # type: ignore[attr-defined]
+            "offloaded": sum(
+                group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
+                for module in spreaded.module.modules()
+                if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None
+            ),
+            "wrapped": sum(isinstance(module, FSDPModule) for module in spreaded.module.modules()),
+        }
+    return result
+
+
+def main() -> None:
+    folder, launch = Path(sys.argv[1]), detect()
+    assert isinstance(launch, Launch)
+    with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
+        result = {check.__name__: check(found) for check in (sharded, parameters_left_alone, updates)}
+        if launch.is_main:
+            (folder / "found.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
