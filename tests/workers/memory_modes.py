@@ -85,13 +85,21 @@ def parameters_left_alone(found: Any) -> dict[str, Any]:
     result = {}
     for name in ("int8", "offload"):
         for sabotaged in (False, True):
-            blind = mock.patch.object(saved, "_own", lambda module: set()) if sabotaged else nullcontext()
+            blind = mock.patch.object(saved, "_own", return_value=set()) if sabotaged else nullcontext()
             with blind:
                 device, host, gradients = kept(found, settings("fp32", **WAYS[name]))
             result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
     block = one.model(torch.float32).blocks[0]
     result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
     return result
+
+
+def count_gradients(parameters: list[Any], alive: list[int]) -> None:
+    """Note how many gradients there are whenever one is complete."""
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
 
 
 def updates(found: Any) -> dict[str, Any]:
@@ -119,10 +127,7 @@ def updates(found: Any) -> dict[str, Any]:
         if train.optim.in_backward:
             in_backward.fuse(optimizer, spreaded)
         parameters = list(spreaded.module.parameters())
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: alive.append(sum(p.grad is not None for p in parameters))
-            )
+        count_gradients(parameters, alive)
         step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
         outcomes = [
             step(tiny_run.microbatches(tiny_run.global_batch(n), 4, rank, world), n + 1) for n in range(5)
