@@ -358,12 +358,13 @@ class _Loop:
         loader = together(lambda: self.task.loader(done, self.train.steps))
         window, asked, state = _Window(), time.perf_counter(), None
         self.model.train()
-        with ended(iter(loader)) as steps:
+        with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
-                outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+                stop = self.wanted.name is not None or saver.failed
+                outcome = self.step(microbatches, state.step, stop=stop)
                 window.add(outcome, microbatches, waited)
                 window.replaced = getattr(loader, "replaced", 0)
                 last = state.step == self.train.steps or self.step.stop_wanted
@@ -371,7 +372,9 @@ class _Loop:
                     self._log(outcome, window, rate, microbatches)
                     window = _Window()
                 if last or state.step % self.train.save_every == 0:
-                    saved = self._save(state)
+                    self.step.settle()
+                    saver.save(self.model, self.optimizer, state)
+                    saved = checkpoint.folder_of(self.root, state.step)
                     window.began = time.perf_counter()
                 if last:
                     break
@@ -413,16 +416,5 @@ class _Loop:
         }
         self.journal.row(self.train.steps, values)
 
-    def _save(self, state: State) -> Path:
-        self.step.settle()
-        folder = checkpoint.save(
-            self.root,
-            self.model,
-            self.optimizer,
-            state=state,
-            architecture=self.model.config,
-            config=self.config,
-            keep=self.train.keep_checkpoints,
-        )
-        self.say(f"saved {folder}")
-        return folder
+    def _saver(self) -> checkpoint.Saver:
+        return checkpoint.Saver(self.root, self.model.config, self.config, self.say)
