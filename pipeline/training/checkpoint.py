@@ -58,6 +58,7 @@ LAYOUT = (
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
+_MEND = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -195,7 +196,9 @@ def host_copy(tree: Any) -> Any:
 def _host_copy(tensor: Tensor) -> Tensor:
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        parts = {name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names}  # a mesh may be among
+        parts = {
+            name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names
+        }  # a mesh may be among
         return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
     source = tensor.detach()
     return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
@@ -207,9 +210,7 @@ def _dcp(call: Callable[[], Any], what: str) -> None:
         call()
     except CheckpointException as error:
         reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
-        raise CheckpointError(
-            what, found="; ".join(sorted(reasons)), fix="check the disk's space and rights, then --resume auto"
-        ) from None
+        raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_MEND) from None
 
 
 def _prepare(root: Path, final: Path, work: Path) -> None:
@@ -233,13 +234,16 @@ def _publish(work: Path, final: Path, document: dict[str, Any]) -> None:
             fix="put train.output on a file system that all nodes share",
         )
     document = {**document, "digest": _digest_of(document)}
-    with (work / DOCUMENT).open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(work)
-    os.rename(work, final)
-    _sync_folder(final.parent)
+    try:
+        with (work / DOCUMENT).open("w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(work)
+        os.rename(work, final)
+        _sync_folder(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final}: could not be published: {error}", fix=_MEND) from None
 
 
 def _retire(root: Path, keep: int, every: int | None) -> None:
