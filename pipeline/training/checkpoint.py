@@ -1,8 +1,8 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
 What: `Saver` writes model and optimizer into `step-00000500.tmp`, then `checkpoint.json`, then renames the folder, all
-of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes; `load` restores on any number of processes; `load_model_state` reads the
-weights in one process without a process group.
+of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes; `load`
+restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
 folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
 the document holds the size and xxh3-128 digest of every file, so that the difference is found when it is read.
@@ -24,8 +24,7 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +55,7 @@ LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
     "...]; AdamW moments alike"
 )
+_MODEL = "model."
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
 _MEND = "check the disk's space and rights, then --resume auto"
@@ -199,7 +199,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
         parts = {
             name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names
         }  # a mesh may be among
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     source = tensor.detach()
     return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
 
@@ -402,8 +402,9 @@ def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.op
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
 
 
-def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
-    """The architecture and the fp32 weights (CPU, our layout) of a checkpoint, in one process without a group.
+class ModelTensors(Mapping[str, Tensor]):
+    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read when it is asked for, in one
+    process without a group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
@@ -411,19 +412,43 @@ def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]
     Raises:
         CheckpointError: not a complete checkpoint, or a damaged one.
     """
-    folder = Path(folder)
-    document = read_document(folder)
-    verify(folder, document)
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what no_dist asks for
-        _dcp(lambda: dcp.load(weights, checkpoint_id=str(folder), no_dist=True), f"{folder}: could not be read")
-    return document.architecture, {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        document = read_document(self.folder)
+        verify(self.folder, document)
+        self.architecture = document.architecture
+        self._reader = dcp.FileSystemReader(str(self.folder))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._entries = {
+            name.removeprefix(_MODEL): entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner({_MODEL + name: tensor}, self._metadata, is_coordinator=True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.folder}: {name} could not be read: {error}") from None
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
+    """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
+    weights = ModelTensors(folder)
+    return weights.architecture, dict(weights)
 
 
 def resolve(root: Path, resume: str | Path) -> Path | None:
