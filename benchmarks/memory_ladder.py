@@ -171,7 +171,7 @@ def main() -> None:
     print(f"{PROCESSES} processes, {size.layers} blocks {32 * size.heads} wide, {size.samples} x {size.side**2} tokens")
     table(["technique", "peak MiB", "less than plain", "of it offloaded MiB", "s/step"], rows)
     figures: dict[str, float | str] = {"ladder_reduction": 1 - found[BEFORE_OFFLOAD]["peak"] / first["peak"]}
-    for number, (name, f) in enumerate(found.items()):
+    for number, f in enumerate(found.values()):
         figures[f"rung_{number}_mib"] = f["peak"] / 2**20
         figures[f"rung_{number}_s"] = f["seconds"]
     finish(figures)

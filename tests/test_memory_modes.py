@@ -121,7 +121,7 @@ def test_each_technique_is_on_under_sharding(found: dict[str, Any], name: str, p
 
 @pytest.mark.dist
 def test_gathered_parameters_are_not_kept_alive(found: dict[str, Any]) -> None:
-    """The count sees them if they are not recognised: in 8 bits a quarter of their bytes, or all of them on the host."""
+    """The count sees them if they are not recognised: a quarter of their bytes in 8 bits, all on the host."""
     got = found["parameters_left_alone"]
     (parameters,) = got["parameters"]
     assert got["int8, blind"][0] - got["int8, as it is"][0] >= 0.2 * parameters

@@ -44,7 +44,8 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     and so do the optimizer's states, which it makes beside its parameters.
 
     Args:
-        model: fp32 parameters, the same values on every process (each keeps its own slice of its own copy).
+        model: fp32 parameters, on the meta device (then they are undefined afterwards: see `filling`) or the same
+            values on every process (each keeps its own slice of its own copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
@@ -53,7 +54,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     over = data_mesh(mesh)
     offload = train.parallel.offload == "all"
     if train.precision == "fp32" and over.size() == 1 and not offload:
-        return model.to(mesh.device_type)
+        return _here(model, mesh.device_type)
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshard_after_forward
@@ -67,7 +68,13 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
         raise RuntimeError(f"fully_shard did not take hold of {missing}")
     if train.parallel.prefetch_blocks is not None:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
-    return model
+    return _here(model, "cpu" if offload else mesh.device_type)
+
+
+def _here(model: nn.Module, device: str) -> nn.Module:
+    """On the device; a model on the meta device gets memory for the parts that are its own, with undefined values."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return model.to_empty(device=device) if on_meta else model.to(device)
 
 
 def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
