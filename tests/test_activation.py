@@ -292,3 +292,10 @@ def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, A
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "every-2", "every-12"])
 def test_possible_settings(mode: str) -> None:
     assert TrainConfig.model_validate({"activation_checkpointing": mode}).activation_checkpointing == mode
+
+
+@pytest.mark.parametrize(("checkpointing", "compression"), [("none", "int8"), ("full", "fp8"), ("every-2", "int8")])
+def test_offload_changes_nothing_that_is_compressed(checkpointing: str, compression: str) -> None:
+    _, _, here = measure(model(torch.float32, checkpointing, compression), torch.float32)
+    _, _, there = measure(model(torch.float32, checkpointing, compression, True), torch.float32)
+    assert all(torch.equal(here[name], there[name]) for name in here)

@@ -15,7 +15,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from pipeline.launch import Launch, detect
 from pipeline.models.objective import FlowMatching
@@ -45,6 +47,15 @@ def settings(precision: str, **train: Any) -> Any:
     return tiny_run.config(precision=precision, **train).train
 
 
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
+    layout = mesh.check_sizes(train.parallel, dist.get_world_size())
+    return layout, init_device_mesh("cpu", layout.sizes, mesh_dim_names=mesh.DIMS)
+
+
 def held(found: Any, train: Any, layers: int = 4) -> Spread:
     return spread(one.model(torch.float32, layers=layers), found, train)
 
@@ -60,7 +71,7 @@ def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
         counts.append((total - host, host))
         out.float().square().mean().backward()
     device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
-    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters()}  # type: ignore[union-attr]
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters()}
     return device, host, gradients
 
 
@@ -77,6 +88,17 @@ def sharded(found: Any) -> dict[str, Any]:
             if name == "none":
                 reference = gradients
             result[f"{precision} {name}"]["from none"] = tiny_run.distance(gradients, reference)
+    return result
+
+
+def cut(found: Any) -> dict[str, Any]:
+    """The same where every process has a slice of each matrix."""
+    result: dict[str, Any] = {}
+    _, _, alone = one.measure(one.model(torch.float32), torch.float32)
+    for name in ("none", "selective", "int8", "full, int8", "offload"):
+        train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
+        device, host, gradients = kept(laid_out(train)[1], train)
+        result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, alone)}
     return result
 
 
@@ -113,14 +135,11 @@ def updates(found: Any) -> dict[str, Any]:
         "on the host": {"parallel": {"offload": "all"}},
         "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
         "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
+        "cut, within": {"optim": {"in_backward": True}, "parallel": {"dp_shard": 1, "tp_size": 2}},
     }
-    rank, world = dist.get_rank(), dist.get_world_size()
-    del found  # each variant has its own layout, so its own mesh
     for name, way in variants.items():
         train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
-        here = dist.device_mesh.init_device_mesh(
-            "cpu", mesh.check_sizes(train.parallel, world).sizes, mesh_dim_names=mesh.DIMS
-        )
+        layout, here = laid_out(train)
         spreaded = spread(tiny_run.model(tiny_run.config()), here, train)
         optimizer = optim.build(spreaded.module, train.optim, CPU)
         alive: list[int] = []
@@ -129,16 +148,16 @@ def updates(found: Any) -> dict[str, Any]:
         parameters = list(spreaded.module.parameters())
         count_gradients(parameters, alive)
         step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
-        outcomes = [
-            step(tiny_run.microbatches(tiny_run.global_batch(n), 4, rank, world), n + 1) for n in range(5)
-        ]  # fmt: skip
-        weights[name] = {n: p.full_tensor().detach() for n, p in spreaded.module.named_parameters()}  # type: ignore[attr-defined]
+        own = layout.data_rank(dist.get_rank()), layout.data_world
+        batches = (tiny_run.microbatches(tiny_run.global_batch(n), 8, *own) for n in range(5))
+        outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
+        weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
         result[name] = {
             "losses": [float(o.loss) for o in outcomes],
             "norms": [float(o.grad_norm) for o in outcomes],
             "gradients at once": max(alive),
             "distance": tiny_run.distance(weights[name], weights["after"]),
-            "devices": sorted({p.to_local().device.type for p in parameters}),  # type: ignore[attr-defined]
+            "devices": sorted({saved.local(p).device.type for p in parameters}),
             "offloaded": sum(
                 group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
                 for module in spreaded.module.modules()
@@ -153,7 +172,7 @@ def main() -> None:
     folder, launch = Path(sys.argv[1]), detect()
     assert isinstance(launch, Launch)
     with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
-        result = {check.__name__: check(found) for check in (sharded, parameters_left_alone, updates)}
+        result = {check.__name__: check(found) for check in (sharded, cut, parameters_left_alone, updates)}
         if launch.is_main:
             (folder / "found.json").write_text(json.dumps(result))
 
