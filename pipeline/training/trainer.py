@@ -13,6 +13,7 @@ A run directory holds `config.yaml` (every option of the last start), `metrics.j
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Config, dump
+from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
@@ -178,6 +179,13 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
         return None
     source = checkpoint.resolve(Path(config.train.output) / "checkpoints", resume)
     return None if source is None else checkpoint.read_document(source).state.snapshot
+
+
+def generator_seed(train: TrainConfig, step: int, part: int) -> int:
+    """What torch's generators (of dropout, say) are seeded with before a step, on the processes that read this part of
+    the batch. A function of the step: a resumed run draws what an uninterrupted one does, and no state is stored."""
+    key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
@@ -352,6 +360,7 @@ class _Loop:
         self.optimizer, self.device = optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
         self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -369,6 +378,7 @@ class _Loop:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
+                self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
                 window.add(outcome, microbatches, waited)
@@ -391,6 +401,12 @@ class _Loop:
         if names and state.step < self.train.steps:
             self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
         return Report(state.step, saved, self.loss, names[0] if names else None)
+
+    def _seed(self, step: int) -> None:
+        seed = generator_seed(self.train, step, self.part)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
         self.step.settle()
