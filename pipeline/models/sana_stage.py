@@ -74,7 +74,7 @@ class SanaStage(SanaTransformer):
         if self.is_first:
             latents, captions, timesteps = inputs
             hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
-            conditions = context, modulation, embedded
+            conditions = context, modulation.clone(), embedded  # a copy, because FSDP2 warns of views
         else:
             hidden, context, modulation, embedded = (_Dense.apply(x) for x in inputs)
             conditions = inputs[1:]  # type: ignore[assignment]

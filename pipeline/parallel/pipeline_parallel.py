@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -72,7 +73,7 @@ def slices(blocks: int, stages: int) -> list[range]:
             fix="a smaller train.parallel.pp_size or train.parallel.pp_stages_per_rank",
         )
     edges = [number * blocks // stages for number in range(stages + 1)]
-    return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 def stages_of(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
