@@ -1,6 +1,6 @@
 """Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches travelling through.
 
-What: `cut` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
+What: `stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
 torch's schedules. A stage is wrapped by the other strategies as a whole model is (tensor parallel, recomputation,
 FSDP2), so products need nothing of their own.
 Why the shapes are declared: torch would otherwise run every stage once more to find them, for every new shape, and
@@ -15,16 +15,18 @@ of a step must have one size. It pays where the links between nodes are slow, or
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 
 SCHEDULES = {
@@ -40,8 +42,6 @@ _ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 _SHAPES_HELD = 4
 
 Inputs = tuple[Tensor, ...]
-Loss = Callable[[Tensor, Tensor], Tensor]
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class Stage(Protocol):
@@ -59,48 +59,46 @@ class Stage(Protocol):
 
 def slices(blocks: int, stages: int) -> list[range]:
     """The blocks of each stage, as equal as can be; the last stages get one more where they must, because the first
-    ones hold the activations of more microbatches.
-
-    Raises:
-        ConfigError: fewer blocks than stages.
-    """
-    if stages > blocks:
-        raise ConfigError(
-            f"a model of {blocks} blocks cannot be cut into {stages} stages (train.parallel.pp_size x the stages of "
-            "each process)",
-            expected=f"at most {blocks} stages, each of which needs a block",
-            found=stages,
-            fix="a smaller train.parallel.pp_size or train.parallel.pp_stages_per_rank",
-        )
+    ones hold the activations of more microbatches."""
     edges = [number * blocks // stages for number in range(stages + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-def stages_of(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
-    """Numbers of the stages of process `rank` of `size`: every `size`-th one, or first and last for a V."""
-    if schedule in _V_SHAPED:
+def stages(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
+    """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
+
+    Args:
+        model: with `blocks` and `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        mesh: one dimension, the processes of a pipeline.
+    """
+    if mesh.size() == 1:
+        return [model]
+    parts = slices(len(model.blocks), mesh.size() * parallel.stages_per_rank)  # type: ignore[arg-type]
+    mine = [parts[number] for number in _numbers(mesh.get_local_rank(), mesh.size(), parallel)]
+    return [model.stage(part.start, part.stop) for part in mine]  # type: ignore[operator]
+
+
+def _numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
+    """Which stages process `rank` of `size` has: every `size`-th one, or for a V the first and the last that remain."""
+    if parallel.pp_schedule in _V_SHAPED:
         return [rank, 2 * size - 1 - rank]
-    return [rank + size * turn for turn in range(per_rank)]
+    return [rank + size * turn for turn in range(parallel.stages_per_rank)]
 
 
-def cut(
-    model: Model, make: Callable[[Model, int, int], nn.Module], blocks: int, mine: Sequence[int], stages: int
-) -> list[nn.Module]:
-    """This process's stages of `model`: `make(model, start, stop)` for each number in `mine`."""
-    parts = slices(blocks, stages)
-    return [make(model, parts[number].start, parts[number].stop) for number in mine]
-
-
-class Parts(nn.Module):
+def joined(stages: Sequence[nn.Module]) -> nn.Module:
     """The stages of one process as one module, for the optimizer and for checkpoints: the names are those of the whole
-    model. Built after the stages were wrapped; it is never called."""
+    model. To be called after the stages were wrapped."""
+    return stages[0] if len(stages) == 1 else _Joined(stages)
 
+
+class _Joined(nn.Module):
     def __init__(self, stages: Sequence[nn.Module]):
         super().__init__()
         for stage in stages:
             for name, child in stage.named_children():
                 held = self._modules.get(name)
-                self.add_module(name, nn.ModuleDict({**held, **child}) if isinstance(held, nn.ModuleDict) else child)  # type: ignore[dict-item]
+                both = isinstance(held, nn.ModuleDict) and isinstance(child, nn.ModuleDict)
+                self.add_module(name, nn.ModuleDict({**held, **child}) if both else child)  # type: ignore[dict-item]
             if stage._parameters:
                 # One dictionary for both: FSDP2 exchanges the entries of the stage, and must not leave others here.
                 self._parameters = stage._parameters
@@ -109,33 +107,42 @@ class Parts(nn.Module):
 # ---------------------------------------------------------------------------------------------------------- running
 
 
-def check_microbatches(schedule: str, size: int, share: int, microbatch: int, where: str) -> None:
-    """Refuse a share that the schedule cannot run.
+def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: ParallelConfig) -> None:
+    """Refuse a model or batches that cannot go through the pipeline.
 
     Args:
-        size: processes of the pipeline.
-        share: samples of one step for one pipeline (the global batch over the data-parallel processes).
-        where: of what batch this is the share.
+        shares: samples of a step for one pipeline (the global batch over the data-parallel processes), by bucket.
 
     Raises:
-        ConfigError: with the values of `train.microbatch` that would work.
+        ConfigError: with the values that would work.
     """
-    if _runs(schedule, size, share, microbatch):
+    size, schedule, each = parallel.pp_size, parallel.pp_schedule, parallel.stages_per_rank
+    if size == 1:
         return
-    count = -(-share // microbatch)
-    good = [str(m) for m in range(1, share + 1) if _runs(schedule, size, share, m)]
-    others = [name for name in ("1f1b", "gpipe", "interleaved_1f1b") if _runs(name, size, share, microbatch)]
-    what = f"microbatches of {microbatch} do not divide it" if share % microbatch else f"{count} microbatches"
+    if blocks < size * each:
+        raise ConfigError(
+            f"a model of {blocks} blocks cannot be cut into {size * each} stages",
+            expected="a block for every stage",
+            found=f"train.parallel.pp_size = {size} with {each} stage(s) on each process",
+            fix=f"train.parallel.pp_size of at most {blocks // each}"
+            + (f", or fewer stages on each with pp_schedule = 1f1b (at most {blocks})" if each > 1 else ""),
+        )
+    for name, share in shares.items():
+        if not _runs(schedule, size, share, microbatch):
+            _refuse(name, share, microbatch, size, schedule)
+
+
+def _refuse(bucket: str, share: int, microbatch: int, size: int, schedule: str) -> None:
+    good = ", ".join(str(m) for m in range(1, share + 1) if _runs(schedule, size, share, m))
+    others = ", ".join(name for name in SCHEDULES if _runs(name, size, share, microbatch))
+    fixes = [f"train.microbatch = {good}"] if good else [f"batches of at least {size} samples per pipeline"]
+    rule = {"1f1b": f", at least {size} of them", "gpipe": "", "zbv": ""}
     raise ConfigError(
-        f"{where}: a share of {share} samples cannot go through a pipeline of {size} processes with "
-        f"train.parallel.pp_schedule = {schedule}",
-        expected=f"equal microbatches{_rule(schedule, size)}",
-        found=what,
-        fix=" or ".join(
-            [f"train.microbatch = {', '.join(good)}"] * bool(good)
-            + [f"train.parallel.pp_schedule = {', '.join(others)}"] * bool(others)
-            + [f"a bucket.batch of at least {size} samples per pipeline"] * (not good)
-        ),
+        f"bucket {bucket}: {share} samples per step and pipeline cannot go through {size} processes by {schedule}",
+        expected="equal microbatches" + rule.get(schedule, f", in equal rounds of {size} or a few more"),
+        found=f"train.microbatch = {microbatch}: {share // microbatch} of that size and {share % microbatch} samples "
+        "more",
+        fix=" or ".join([*fixes, *([f"train.parallel.pp_schedule = {others}"] if others else [])]),
     )
 
 
@@ -148,50 +155,41 @@ def _runs(schedule: str, size: int, share: int, microbatch: int) -> bool:
     return count % max(1, count // size) == 0 if schedule in _ROUNDS else True
 
 
-def _rule(schedule: str, size: int) -> str:
-    if schedule == "1f1b":
-        return f", at least {size} of them"
-    return f", whose number is a multiple of itself // {size}" if schedule in _ROUNDS else ""
-
-
 class Pipeline:
     """Runs the microbatches of a step through the stages of a group of processes.
 
     Args:
-        stages: this process's, wrapped, in the order of `numbers`.
-        numbers: see `stages_of`.
-        total: stages of all processes.
-        group: the processes of this pipeline, in the order of their stages.
-        schedule: a key of `SCHEDULES`.
+        stages: this process's (see `stages`), wrapped.
+        mesh: one dimension, the processes of this pipeline in the order of their stages.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        numbers: Sequence[int],
-        total: int,
-        group: dist.ProcessGroup,
-        schedule: str,
-        device: torch.device,
-    ):
-        self.stages, self.numbers, self.total = list(stages), list(numbers), total
-        self.group, self.schedule, self.device = group, schedule, device
-        self.last = 0 if schedule in _V_SHAPED else dist.get_world_size(group) - 1
+    def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
+        self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()
+        self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
+        self.total = mesh.size() * parallel.stages_per_rank
+        self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
+        self.device = next(self.stages[0].parameters()).device
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def forward_backward(self, parts: Iterable[tuple[Inputs, Tensor]], loss: Loss, share: int) -> list[Tensor]:
-        """Gradients of sum(losses) / share over all microbatches, added to the parameters of this process's stages.
+    def forward_backward(
+        self, parts: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor], share: int
+    ) -> list[Tensor]:
+        """Accumulate the gradient of sum(losses) / share over all microbatches in this process's stages.
 
         Args:
-            parts: the model's inputs and the target of each microbatch, all of the same shapes, the same on every
-                process of the pipeline.
-            loss: (prediction, target) -> (b,) losses of the samples.
+            parts: the model's inputs and the target of each microbatch, the same on every process of the pipeline.
+            loss: (prediction, target) -> (b,) fp32 losses of the samples.
 
         Returns:
-            The losses of each microbatch, (b,) fp32 without a graph, on every process.
+            The losses of each microbatch, detached, on every process.
+
+        Raises:
+            ValueError: microbatches of different shapes.
         """
         inputs, targets = zip(*parts, strict=True)
+        if len({tuple(tensor.shape for tensor in given) for given in inputs}) > 1:
+            raise ValueError("the microbatches of a step through a pipeline must have one shape")
         args, kwargs = self._stage.split(tuple(torch.cat(tensors) for tensors in zip(*inputs, strict=True)))
         found: list[Tensor] = []
 
