@@ -324,8 +324,9 @@ class ParallelConfig(_Section):
     pp_stages_per_rank: slices of the model that each group holds; null: 1, or 2 for the schedules other than 1f1b and
     gpipe, which need several.
     reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
-    gather); null: yes, but not in a pipeline, where it would be one more gather per microbatch. prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
-    older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    gather); null: yes, but not in a pipeline, where it would be one more gather per microbatch.
+    prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of older FSDP;
+    null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
     timeout_s: bounds every wait for another process.
     """
 
@@ -362,7 +363,9 @@ class ParallelConfig(_Section):
         if not simple and given == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
         if self.pp_schedule == "zbv" and given != 2:
-            raise ValueError(f"pp_schedule zbv has pp_stages_per_rank 2, not {given}; interleaved_1f1b takes any number")
+            raise ValueError(
+                f"pp_schedule zbv has pp_stages_per_rank 2, not {given}; interleaved_1f1b takes any number"
+            )
         return self
 
     @property
@@ -412,13 +415,12 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _pipeline(self) -> TrainConfig:
-        schedule = self.parallel.pp_schedule
-        if self.parallel.pp_size > 1 and schedule in ("interleaved_zero_bubble", "zbv"):
-            if self.activation_checkpointing != "none":
-                raise ValueError(
-                    f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
-                    "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
-                )
+        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
+        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
+                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+            )
         return self
 
 

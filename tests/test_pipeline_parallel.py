@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,12 +18,17 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
+from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
+from pipeline.training.trainer import fit
 from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
 
 
 def config(**changes: Any) -> SanaConfig:
@@ -32,7 +38,7 @@ def config(**changes: Any) -> SanaConfig:
 
 
 def stages_of(model: SanaTransformer, count: int) -> list[SanaStage]:
-    return pipeline_parallel.cut(model, SanaStage, len(model.blocks), range(count), count)  # type: ignore[return-value]
+    return [model.stage(part.start, part.stop) for part in pipeline_parallel.slices(len(model.blocks), count)]  # type: ignore[misc]
 
 
 def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -58,17 +64,12 @@ def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
     assert sizes[0] == min(sizes), "the first stage holds the activations of the most microbatches"
 
 
-def test_fewer_blocks_than_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)3 blocks .* 4 stages.*at most 3 stages.*pp_size"):
-        pipeline_parallel.slices(3, 4)
-
-
 @pytest.mark.parametrize("schedule", pipeline_parallel.SCHEDULES)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_stage_has_one_process(schedule: str, size: int) -> None:
-    per_rank = 1 if schedule in ("1f1b", "gpipe") else 2
-    numbers = [n for rank in range(size) for n in pipeline_parallel.stages_of(rank, size, per_rank, schedule)]
-    assert sorted(numbers) == list(range(size * per_rank))
+def test_every_stage_has_one_process(schedule: Any, size: int) -> None:
+    parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)
+    numbers = [number for rank in range(size) for number in pipeline_parallel._numbers(rank, size, parallel)]
+    assert sorted(numbers) == list(range(size * parallel.stages_per_rank))
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
@@ -143,7 +144,7 @@ def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
     first, _, third, last = stages_of(model, 4)
     for stage in (first, third, last):
         fully_shard(stage, mesh=alone)
-    parts = pipeline_parallel.Parts([first, third, last])
+    parts = pipeline_parallel.joined([first, third, last])
     expected = by_name(first, third, last)
     found = dict(parts.named_parameters())
     assert found.keys() == expected.keys() and "scale_shift_table" in found
@@ -180,13 +181,20 @@ def one_of_many() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def accepted_by_torch(schedule: str, size: int, count: int, group: dist.ProcessGroup) -> bool:
-    per_rank = 1 if schedule in ("1f1b", "gpipe") else 2
-    numbers = pipeline_parallel.stages_of(0, size, per_rank, schedule)
-    stages = [PipelineStage(nn.Identity(), n, size * per_rank, torch.device("cpu"), group=group) for n in numbers]
-    kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[schedule])
+def first_of_two(one_of_many: Any) -> pipeline_parallel.Pipeline:
+    one_of_many(2)
+    stage = stages_of(SanaTransformer.from_scratch(config(), 0), 2)[0]
+    return pipeline_parallel.Pipeline([stage], init_device_mesh("cpu", (2,)), ParallelConfig(pp_size=2))
+
+
+def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessGroup) -> bool:
+    size, several = parallel.pp_size, parallel.stages_per_rank > 1
+    numbers = pipeline_parallel._numbers(0, size, parallel)
+    total = size * parallel.stages_per_rank
+    stages = [PipelineStage(nn.Identity(), number, total, CPU, group=group) for number in numbers]
+    kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[parallel.pp_schedule])
     try:
-        kind(stages if per_rank > 1 else stages[0], count, loss_fn=nn.MSELoss())
+        kind(stages if several else stages[0], count, loss_fn=nn.MSELoss())
     except ValueError:
         return False
     return True
@@ -196,38 +204,103 @@ def accepted_by_torch(schedule: str, size: int, count: int, group: dist.ProcessG
 def test_what_is_refused_is_what_torch_refuses(one_of_many: Any, size: int) -> None:
     group = one_of_many(size)
     for schedule in pipeline_parallel.SCHEDULES:
+        parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)  # type: ignore[arg-type]
         for count in range(1, 12):
             try:
-                pipeline_parallel.check_microbatches(schedule, size, count, 1, "bucket 8x8")
+                pipeline_parallel.check(20, {"8x8": count}, 1, parallel)
                 passed = True
             except ConfigError:
                 passed = False
-            assert passed == accepted_by_torch(schedule, size, count, group), (schedule, count)
+            assert passed == accepted_by_torch(parallel, count, group), (schedule, count)
 
 
 @pytest.mark.parametrize(
     ("schedule", "share", "microbatch"),
-    [("1f1b", 12, 5), ("1f1b", 12, 4), ("gpipe", 12, 8), ("interleaved_1f1b", 18, 2)],
+    [("1f1b", 12, 5), ("1f1b", 12, 4), ("gpipe", 12, 8), ("interleaved_1f1b", 18, 2), ("zbv", 12, 7)],
 )
-def test_the_refusal_names_values_that_work(schedule: str, share: int, microbatch: int) -> None:
-    with pytest.raises(ConfigError, match="bucket 32x32: a share of") as caught:
-        pipeline_parallel.check_microbatches(schedule, 4, share, microbatch, "bucket 32x32")
-    named = re.search(r"train.microbatch = ([\d, ]+)", str(caught.value))
+def test_the_refusal_names_values_that_work(schedule: Any, share: int, microbatch: int) -> None:
+    parallel = ParallelConfig(pp_size=4, pp_schedule=schedule)
+    shares = {"16x64": 6 * microbatch, "32x32": share}  # the first one is right
+    with pytest.raises(ConfigError, match=f"bucket 32x32: {share} samples") as caught:
+        pipeline_parallel.check(20, shares, microbatch, parallel)
+    named = re.search(r"train.microbatch = ([\d, ]+) ?(or|$)", str(caught.value))
     assert named is not None
-    for value in named[1].rstrip(", ").split(", "):
-        pipeline_parallel.check_microbatches(schedule, 4, share, int(value), "bucket 32x32")
+    for value in named[1].split(", "):
+        pipeline_parallel.check(20, shares, int(value), parallel)
 
 
-def test_a_share_that_no_microbatch_saves() -> None:
-    with pytest.raises(ConfigError, match=r"at least 4 samples per pipeline") as caught:
-        pipeline_parallel.check_microbatches("1f1b", 4, 3, 1, "bucket 32x32")
-    assert "pp_schedule = gpipe" in str(caught.value)
-    assert "train.microbatch" not in str(caught.value)
+def test_shares_that_no_microbatch_saves() -> None:
+    four = ParallelConfig(pp_size=4)
+    with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe, ") as caught:
+        pipeline_parallel.check(20, {"32x32": 3}, 1, four)
+    with pytest.raises(
+        ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      bucket.batch_multiple = 4"
+    ):
+        pipeline_parallel.check(20, {"32x32": 2, "64x16": 3}, 2, four)
+    assert "train.microbatch" not in str(caught.value).partition("fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ("1f1b", r"(?s)3 blocks .* 4 stages.*pp_size = 4 with 1 stage.*pp_size of at most 3$"),
+        ("zbv", r"(?s)3 blocks .* 8 stages.*pp_size = 4 with 2 stage.*pp_size of at most 1, .*1f1b \(at most 3\)"),
+    ],
+)
+def test_fewer_blocks_than_stages_are_refused(schedule: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        pipeline_parallel.check(3, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
+    pipeline_parallel.check(8, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"layers": 1}, "1 blocks"),
+        ({"microbatch": 8}, "bucket 64x64: 8 samples"),
+    ],
+)
+def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str, Any], says: str) -> None:
+    """Nobody listens at this address: waiting for it would be an error of its own, and much later."""
+    given = tiny_run.config(parallel={"pp_size": 2}, **settings)
+    launch = Launch(world=2, local_world=2, rendezvous="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=says):
+        fit(given, tiny_run.task(given), launch)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"pp_schedule": "1f1b", "pp_stages_per_rank": 2}, "interleaved_1f1b takes several"),
+        ({"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1}, "1f1b takes 1"),
+        ({"pp_schedule": "zbv", "pp_stages_per_rank": 3}, "zbv has pp_stages_per_rank 2"),
+        ({"pp_schedule": "zbv"}, "set activation_checkpointing to none"),
+        ({"pp_schedule": "interleaved_zero_bubble"}, "set activation_checkpointing to none"),
+    ],
+)
+def test_impossible_settings(parallel: dict[str, Any], says: str) -> None:
+    recomputed = {"activation_checkpointing": "full"}
+    with pytest.raises(ValidationError, match=says):
+        tiny_run.config(parallel={"pp_size": 2, **parallel}, **recomputed)
+    tiny_run.config(parallel={"pp_size": 2, "pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 3}, **recomputed)
+    tiny_run.config(parallel={"pp_size": 2, "pp_schedule": "zbv"})
+
+
+def test_parameters_stay_gathered_in_a_pipeline() -> None:
+    assert ParallelConfig().reshards and not ParallelConfig(pp_size=2).reshards
+    assert ParallelConfig(pp_size=2, reshard_after_forward=True).reshards
+
+
+def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
+    pipeline = first_of_two(one_of_many)
+    parts = [(inputs(batch), inputs(batch)[0]) for batch in (2, 1)]
+    with pytest.raises(ValueError, match="one shape"):
+        pipeline.forward_backward(parts, lambda found, target: found, 3)
 
 
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:
-    stage = stages_of(SanaTransformer.on_meta(config()), 2)[0]
-    pipeline = pipeline_parallel.Pipeline([stage], [0], 2, one_of_many(2), "1f1b", torch.device("cpu"))
+    pipeline = first_of_two(one_of_many)
     shapes = [inputs(batch) for batch in (1, 2, 3)]
     first = [pipeline._for(2, given) for given in shapes]
     assert len({id(schedule) for schedule in first}) == 3

@@ -40,6 +40,7 @@ SCHEDULES = {
 _V_SHAPED = ("zbv",)
 _ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 _SHAPES_HELD = 4
+_SHOWN = 8
 
 Inputs = tuple[Tensor, ...]
 
@@ -127,22 +128,23 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
             fix=f"train.parallel.pp_size of at most {blocks // each}"
             + (f", or fewer stages on each with pp_schedule = 1f1b (at most {blocks})" if each > 1 else ""),
         )
-    for name, share in shares.items():
-        if not _runs(schedule, size, share, microbatch):
-            _refuse(name, share, microbatch, size, schedule)
-
-
-def _refuse(bucket: str, share: int, microbatch: int, size: int, schedule: str) -> None:
-    good = ", ".join(str(m) for m in range(1, share + 1) if _runs(schedule, size, share, m))
-    others = ", ".join(name for name in SCHEDULES if _runs(name, size, share, microbatch))
-    fixes = [f"train.microbatch = {good}"] if good else [f"batches of at least {size} samples per pipeline"]
-    rule = {"1f1b": f", at least {size} of them", "gpipe": "", "zbv": ""}
+    wrong = [name for name, share in shares.items() if not _runs(schedule, size, share, microbatch)]
+    if not wrong:
+        return
+    first = shares[wrong[0]]
+    good = [m for m in range(1, max(shares.values()) + 1) if all(_runs(schedule, size, s, m) for s in shares.values())]
+    near = sorted(sorted(good, key=lambda m: abs(m - microbatch))[:_SHOWN])
+    others = [name for name in SCHEDULES if all(_runs(name, size, share, microbatch) for share in shares.values())]
+    fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
+    fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
+    least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
+    rules = {"1f1b": f", at least {size} of them", "gpipe": "", "zbv": ""}
     raise ConfigError(
-        f"bucket {bucket}: {share} samples per step and pipeline cannot go through {size} processes by {schedule}",
-        expected="equal microbatches" + rule.get(schedule, f", in equal rounds of {size} or a few more"),
-        found=f"train.microbatch = {microbatch}: {share // microbatch} of that size and {share % microbatch} samples "
-        "more",
-        fix=" or ".join([*fixes, *([f"train.parallel.pp_schedule = {others}"] if others else [])]),
+        f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes by {schedule}"
+        + (f" (nor can those of {len(wrong) - 1} other buckets)" if wrong[1:] else ""),
+        expected="equal microbatches" + rules.get(schedule, f", as many as {size} processes take in equal rounds"),
+        found=f"train.microbatch = {microbatch}: {first // microbatch} of it and {first % microbatch} samples more",
+        fix=" or ".join(fixes or [least]),
     )
 
 
@@ -240,7 +242,7 @@ class Pipeline:
         ]
         kind = get_schedule_class(SCHEDULES[self.schedule])
         several = self.schedule not in ("1f1b", "gpipe")
-        return kind(stages if several else stages[0], count, loss_fn=self._call_loss, scale_grads=False)  # type: ignore[arg-type]
+        return kind(stages if several else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
 
     def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
