@@ -388,6 +388,10 @@ class TrainConfig(_Section):
     there: the same values, fewer bytes.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+
+    Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
+    the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
+    that of every `keep_every`th step (null: none).
     """
 
     output: str = "./runs/default"
@@ -411,6 +415,8 @@ class TrainConfig(_Section):
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    async_save: bool = True
     device: str = "auto"
 
     @model_validator(mode="after")
@@ -420,6 +426,15 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
                 "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kept(self) -> TrainConfig:
+        if self.keep_every is not None and self.keep_every % self.save_every:
+            some = f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
+            raise ValueError(
+                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
             )
         return self
 

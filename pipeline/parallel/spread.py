@@ -120,7 +120,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
     """Spread a model in place over a run's mesh.
 
     Args:
-        model: a `Model` with fp32 parameters, the same values on every process.
+        model: a `Model` with fp32 parameters, on the meta device (`filling.fill` then gives them their values) or the
+            same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
     stages = pipeline_parallel.stages(model, mesh[PP], train.parallel)
