@@ -17,7 +17,7 @@ import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import Spread, spread
@@ -59,6 +59,7 @@ class Task:
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+        batches: the global batch of each bucket, by the bucket's name.
     """
 
     origin: State
@@ -67,6 +68,7 @@ class Task:
     text_width: int
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,11 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     check_accelerate(train, launch)
     device = resolve_device(train.device, launch)
     layout = check_sizes(train.parallel, launch.world)
-    if layout.tp > 1:
-        found_config = architecture_of(config, task)
-        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    if layout.copies > 1:
+        shape = architecture_of(config, task)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
     in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
