@@ -10,7 +10,6 @@ GPU in flight is not a holder: the loader keeps a batch until the next but one i
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
@@ -76,12 +75,14 @@ class Carver:
         Raises:
             ValueError: the buffer is full.
         """
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        piece = self._buffer[self._at : self._at + size]
-        if len(piece) != size:
-            raise ValueError(f"a buffer of {len(self._buffer)} bytes has no room for {size} bytes at {self._at}")
-        self._at += room(size)
-        return piece.view(dtype).reshape(shape)
+        try:
+            piece = np.ndarray(shape, dtype, self._buffer, self._at)
+        except TypeError:
+            raise ValueError(
+                f"a buffer of {len(self._buffer)} bytes has no room for {shape} {dtype} at {self._at}"
+            ) from None
+        self._at += room(piece.nbytes)
+        return piece
 
 
 def room(size: int) -> int:
