@@ -40,8 +40,9 @@ from pipeline.errors import ConfigError, UserError
 class Batch:
     """One microbatch of one rank, on the CPU.
 
-    Its tensors lie in a buffer of the loader, which is used again once none of them is left and the next batch but one
-    has been asked for: copies to a GPU may be in flight until then, whoever lets go of the tensors.
+    Its tensors lie in a buffer of the loader, which is used again once none of them is left. If it is page-locked, the
+    next batch but one has been asked for by then too: copies to a GPU may be in flight until then, whoever lets go of
+    the tensors.
 
     Attributes:
         latents: (b, C, h, w) bf16, already multiplied by the recipe's scaling factor.
@@ -159,7 +160,7 @@ class Loader:
             raise ValueError(f"text must be 'padded' or 'packed', found {text!r}")
         snapshot.check_shards()
         self.snapshot, self.seed, self.phase = snapshot, seed, phase
-        self.rank, self.world, self.microbatch = rank, world, microbatch
+        self.rank, self.world, self.microbatch, self.pin = rank, world, microbatch, pin
         self.caption_drop, self.null_mask = caption_drop, null_mask
         self.prefetch, self.prefetch_mib, self.threads, self.timeout_s = prefetch, prefetch_mib, threads, timeout_s
         self.start_step, self.stop_step = start_step, stop_step
@@ -225,7 +226,8 @@ class Loader:
                     recent.popleft()  # its copies to a GPU are done: the next batch but one is being asked for
                 loaded = self.load(step) if ahead is None else ahead.get()
                 self._note(loaded.replaced)
-                recent.append(loaded.batches)
+                if self.pin:
+                    recent.append(loaded.batches)
                 step += 1
                 yield loaded.batches, State(self.snapshot.id, self.seed, self.phase, step, self.length_window)
         finally:
