@@ -77,10 +77,10 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
         rows = iter([(batch, i) for batch in batches for i in range(len(batch.sample_ids))])
         for position, visit in zip(plan.positions.tolist(), plan.visits.tolist(), strict=True):
             sample = snapshot.sample(snapshot.row(plan.bucket, position))
-            drawn = randomness.draws(5, 1, visit, sample.sample_id)
+            drawn = randomness.draws(5, 1, [visit], [sample.sample_id])
             weights = [c.weight for c in sample.captions]
             share = np.cumsum(weights) / sum(weights)
-            caption = sample.captions[int(np.searchsorted(share, drawn.caption, side="right"))]
+            caption = sample.captions[int(np.searchsorted(share, drawn.caption[0], side="right"))]
             batch, i = next(rows)
             latent, text = np.empty(batch.latents.shape[1:], np.uint16), np.empty((caption.rows, 3), np.uint16)
             latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latent)
@@ -90,7 +90,7 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
             found = batch.captions[i].view(torch.int16).numpy().view(np.uint16)
             assert np.array_equal(found[: caption.rows], text) and not found[caption.rows :].any()
             assert int(batch.mask[i].sum()) == caption.rows and bool(batch.mask[i, : caption.rows].all())
-            assert float(batch.logit[i]) == np.float32(drawn.logit)
+            assert float(batch.logit[i]) == np.float32(drawn.logit[0])
 
 
 def test_draws_are_those_of_a_generator_of_their_own() -> None:
@@ -103,11 +103,12 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
         packed = struct.pack("<QQQQ", 1, 2, 3, number) + b"draws"
         key = np.frombuffer(xxhash.xxh3_128_digest(packed), np.uint64)
         fresh = np.random.Generator(np.random.Philox(key=key))
-        assert randomness.draws(1, 2, 3, number) == randomness.Draws(
-            float(fresh.random()), float(fresh.random()), float(fresh.standard_normal())
-        )
+        expected = [fresh.random(), fresh.random(), fresh.standard_normal()]
+        found = randomness.draws(1, 2, [0, 3, 3], [number, number, number + 1])  # whatever it is asked for with
+        assert [own[1] for own in found] == expected
         randomness.generator("other", 0, 0, 0, 0).integers(0, 9, 3, np.uint32)  # leaves half a word behind
-    assert randomness.draws(0, 0, 0, 0).caption == 0.6314775042138685
+    assert randomness.draws(0, 0, [0], [0]).caption.tolist() == [0.6314775042138685]
+    assert [len(own) for own in randomness.draws(0, 0, [], [])] == [0, 0, 0]
 
 
 def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]) -> None:

@@ -335,7 +335,7 @@ class Reader:
         keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
         lengths = columns["length"].tolist() if "length" in columns else None
         rows, numbers, starts, sizes, gaps = (own.tolist() for own in (order, number, start, size, gap))
-        whole = memoryview(into).cast("B")
+        whole = into.data.cast("B")
         places = (begin[order] * into.strides[0]).tolist()
         views = [whole[at : at + own] for at, own in zip(places, sizes, strict=True)]
         bad: list[tuple[int, RecordError]] = []
@@ -353,9 +353,8 @@ class Reader:
                 row, at = rows[i], starts[i]
                 key, checksum = keys[row * 16 : row * 16 + 16], checksums[row * 16 : row * 16 + 16]
                 length = None if lengths is None else lengths[row]
-                if read and length in (None, sizes[i]):
-                    if not verify or layout.checksum(self.recipe_id, key, views[i]) == checksum:
-                        continue
+                if read and length in (None, sizes[i]) and (not verify or self._intact(key, checksum, views[i])):
+                    continue
                 if doing is not None:
                     doing(shard, at, key)
                 try:
@@ -364,6 +363,9 @@ class Reader:
                 except RecordError as error:
                     bad.append((row, error))
         return sorted(bad, key=lambda pair: pair[0])
+
+    def _intact(self, key: bytes, expected: bytes, payload: memoryview) -> bool:
+        return layout.checksum(self.recipe_id, key, payload) == expected
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.

@@ -272,11 +272,11 @@ class Loader:
         channels, *grid = recipe.channels, bucket.height // recipe.compression, bucket.width // recipe.compression
         every = np.arange(count)
         ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
-        draws = [randomness.draws(self.seed, self.phase, visit, own) for visit, own in zip(visits, ids, strict=True)]
-        dropped = np.array([own.drop < self.caption_drop for own in draws])
+        draws = randomness.draws(self.seed, self.phase, visits, ids)
+        dropped = draws.drop < self.caption_drop
         rows = plan.texts["rows"].astype(np.int64)
         nulls = np.minimum(rows if self.null_mask == "caption" else self._null_valid, len(self._null))
-        rows = np.where(dropped, nulls, rows)
+        rows = np.minimum(np.where(dropped, nulls, rows), plan.length)
         bounds = np.zeros(count + 1, np.int64)
         np.cumsum(rows, out=bounds[1:])
 
@@ -288,15 +288,15 @@ class Loader:
         begin = bounds[:-1] if self.packed else every * plan.length
         end = begin + rows
         np.less(np.arange(plan.length), rows[:, None], out=mask)
-        logit[:] = [own.logit for own in draws]
+        logit[:] = draws.logit
 
         bad: dict[int, RecordError] = {}
-        for reader, kind, columns, which, into, *places in (
+        for reader, kind, columns, which, into, first, last in (
             (self._latents, "latent", plan.samples, every, latents, every * channels, (every + 1) * channels),
             (self._text, "text", plan.texts, np.flatnonzero(~dropped), texts, begin, end),
         ):
             for i, error in reader.read_batch(
-                self._shards[kind], columns, which, into, *places, verify=self.verify, doing=_told(reader, doing)
+                self._shards[kind], columns, which, into, first, last, verify=self.verify, doing=_told(reader, doing)
             ):
                 bad.setdefault(i, error)
         for i in np.flatnonzero(dropped).tolist():
@@ -311,14 +311,15 @@ class Loader:
         latents = latents.reshape(count, channels, *grid)
         captions = texts if self.packed else texts.reshape(count, plan.length, width)
         batches = []
-        for first in range(0, count, self.microbatch):
-            part = slice(first, min(first + self.microbatch, count))
+        for at in range(0, count, self.microbatch):
+            part = slice(at, min(at + self.microbatch, count))
             ends = bounds[part.start : part.stop + 1]
             own = slice(*ends[[0, -1]].tolist()) if self.packed else part
-            packed = torch.from_numpy((ends - ends[0]).astype(np.int32)) if self.packed else None
-            drawn = (torch.from_numpy(array[part]) for array in (mask, noise, logit))
-            size_of = (bucket.height, bucket.width)
-            batches.append(Batch(bf16(latents[part]), bf16(captions[own]), *drawn, tuple(ids[part]), size_of, packed))
+            starts = torch.from_numpy((ends - ends[0]).astype(np.int32)) if self.packed else None
+            batches.append(Batch(
+                bf16(latents[part]), bf16(captions[own]), torch.from_numpy(mask[part]), torch.from_numpy(noise[part]),
+                torch.from_numpy(logit[part]), tuple(ids[part]), (bucket.height, bucket.width), starts,
+            ))  # fmt: skip
         size = sum(array.nbytes for array in (latents, captions, mask, noise, logit))
         return Loaded(batches, size, []), bad
 
