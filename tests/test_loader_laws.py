@@ -166,6 +166,18 @@ def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
     assert [seen(b) for b, _ in padded] == [seen(b) for b, _ in packed]
 
 
+def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: Cache) -> None:
+    own, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
+    own._null, own._null_valid = np.full((40, 3), 7, np.uint16), 40
+    for step, ((batches, _), (others, _)) in enumerate(zip(own, plain, strict=True)):
+        plan = own.planner.step(step)
+        drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.samples["sample_id"].tolist())
+        kept = torch.from_numpy(drawn.drop >= 0.5)
+        found, expected = (torch.cat([b.captions for b in own]) for own in (batches, others))
+        assert plan.length < 40 and 0 < int(kept.sum()) < len(kept)
+        assert torch.equal(found[kept], expected[kept]) and bool((found[~kept] == found[~kept][0, 0, 0]).all())
+
+
 # ---------------------------------------------------------------- length windows
 
 
