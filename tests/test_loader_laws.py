@@ -111,6 +111,29 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
     assert [len(own) for own in randomness.draws(0, 0, [], [])] == [0, 0, 0]
 
 
+def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cache.snapshot.CHUNK_ROWS", 7)
+    own = tiny_cache.build(tmp_path / "cache").open_snapshot()
+    assert len(own.head["chunks"]) > 3
+    rng = np.random.default_rng(0)
+    for rows in (
+        rng.permutation(len(own)),
+        rng.integers(0, len(own), 9),
+        np.array([8, 7, 8]),
+        np.array([6]),
+        np.arange(0),
+    ):
+        found = own.columns(rows)
+        seen, said = found.samples, found.captions
+        for i, row in enumerate(rows.tolist()):
+            sample = own.sample(row)
+            assert (seen["sample_id"][i], seen["offset"][i]) == (sample.sample_id, sample.offset)
+            at = slice(found.first[i], found.first[i + 1])
+            expected = [(c.offset, c.rows, c.key.rstrip(b"\0")) for c in sample.captions]
+            assert list(zip(*(said[name][at].tolist() for name in ("offset", "rows", "key")), strict=True)) == expected
+        assert found.first[-1] == len(said["rows"]) and len(found.first) == len(rows) + 1
+
+
 def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]) -> None:
     other = tiny_cache.build(tmp_path / "zstd", storage="bf16-zstd")
     assert [[row.split()[0] for row in step] for step in sequence(loader(other, prefetch=2))] == [
