@@ -314,16 +314,34 @@ class OptimConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is spread. `dp_shard: -1` is every process of the launch (FSDP2, sharded in full)."""
+    """How the model is spread. The four sizes multiply to the processes of the launch.
 
+    dp_replicate: copies of the model, each fed with other samples; their gradients are averaged. Alone it is what DDP
+    does. dp_shard: processes that share one copy, parameter by parameter (FSDP2); with dp_replicate it is HSDP. One of
+    the two may be -1: what the other sizes leave. tp_size: processes that share every matrix. pp_size: groups that
+    hold consecutive blocks.
+    reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
+    gather). prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
+    older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    timeout_s: bounds every wait for another process.
+    """
+
+    dp_replicate: Annotated[int, Field(ge=-1)] = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
+    tp_size: Positive = 1
+    pp_size: Positive = 1
     reshard_after_forward: bool = True
+    prefetch_blocks: Positive | None = None
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     timeout_s: Positive = 600
 
     @model_validator(mode="after")
-    def _shard(self) -> ParallelConfig:
-        if self.dp_shard == 0:
-            raise ValueError("dp_shard must be -1 (every process) or a positive number")
+    def _sizes(self) -> ParallelConfig:
+        for name in ("dp_replicate", "dp_shard"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be -1 (what remains) or a positive number")
+        if self.dp_replicate == self.dp_shard == -1:
+            raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
         return self
 
 
@@ -336,6 +354,10 @@ class TrainConfig(_Section):
     there: the same values, fewer bytes.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+
+    Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
+    the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
+    that of every `keep_every`th step (null: none).
     """
 
     output: str = "./runs/default"
@@ -359,7 +381,18 @@ class TrainConfig(_Section):
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    async_save: bool = True
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _kept(self) -> TrainConfig:
+        if self.keep_every is not None and self.keep_every % self.save_every:
+            some = f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
+            raise ValueError(
+                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
+            )
+        return self
 
 
 class SampleConfig(_Section):

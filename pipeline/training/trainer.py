@@ -6,7 +6,7 @@ Why so little in the loop: what a batch is, is decided by the loader; what a ste
 reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
 value that all of them have.
 Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
-At the start every process holds the whole model in fp32 in host memory (6.4 GB for Sana 1.6B), then its share.
+No process ever holds the whole model: it is laid out without memory, spread, and each process reads its own slices.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
 """
@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from pipeline.config import Config, dump
@@ -35,10 +34,11 @@ from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
-from pipeline.models.sana_files import load_transformer
-from pipeline.parallel.activation import checkpoint_blocks
-from pipeline.parallel.data_parallel import shard
-from pipeline.parallel.mesh import gather, on_main, started, together
+from pipeline.models.sana_start import Drawn, Start, Stored
+from pipeline.parallel import tensor_parallel
+from pipeline.parallel.filling import fill
+from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
+from pipeline.parallel.spread import Spread, spread
 from pipeline.training import checkpoint, optim
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
@@ -94,6 +94,10 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
     device = resolve_device(train.device, launch)
+    layout = check_sizes(train.parallel, launch.world)
+    if layout.tp > 1:
+        found_config = architecture_of(config, task)
+        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
     for line in launch.advice:
         quiet(f"note: {line}")
     with started(launch, train.parallel, device) as mesh, _signals() as wanted:
@@ -101,33 +105,34 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
             quiet(line)
-        model = together(lambda: build_model(config, task, fresh=found is None))
-        architecture = model.config
+        architecture = together(lambda: architecture_of(config, task))
         together(lambda: _check_fit(architecture, task))
-        if found is None:
-            _check_equal_start(model)
-        else:
+        if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+        values = together(lambda: start_values(config, architecture)) if found is None else None
+        model = SanaTransformer.on_meta(architecture)
+        model.reset_buffers()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if train.activation_checkpointing == "full":
-            checkpoint_blocks(model.blocks)
-        shard(model, model.blocks, mesh, train)
-        optimizer = optim.build(model, train.optim, device)
+        held = spread(model, mesh, train)
+        if values is not None:
+            _check_equal_start(values)
+            together(lambda: fill(held.module, values))
+        optimizer = optim.build(held.module, train.optim, device)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, model, optimizer)
+            checkpoint.load(source, document, held.module, optimizer)
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
             quiet(f"resumed from {source} after step {done}")
         quiet(
-            f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type}, {train.precision}, "
-            f"steps {done + 1} to {train.steps}, run directory {run}"
+            f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
+            f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, model, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -135,29 +140,29 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
                 journal.close()
 
 
-def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
-    """The model on the CPU, fp32. For a resumed run (`fresh` False) its values are undefined: the checkpoint has them.
-
-    On the CPU, because the start weights then do not depend on the kind of GPU, and `shard` moves one block at a time.
+def start_values(config: Config, architecture: SanaConfig) -> Start:
+    """What a new run starts from: the files of `model.weights`, or values drawn with `train.seed`.
 
     Raises:
         UserError: weights that cannot be found or read.
     """
     weights = config.model.weights
     if weights is None:
-        if config.model.arch is None:
-            raise ConfigError("neither model.weights nor model.arch is given")
-        architecture = SanaConfig.from_arch(config.model.arch, task.sample_size)
-        if fresh:
-            return SanaTransformer.from_scratch(architecture, config.train.seed)
-    else:
-        if fresh:
-            folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
-            return load_transformer(folder, variant=weights.variant)
-        architecture = read_config(hub.resolve(weights, ("config.json",)))
-    model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
-    model.reset_buffers()
-    return model
+        return Drawn(architecture, config.train.seed)
+    return Stored(hub.resolve(weights, hub.weight_patterns(weights.variant)), weights.variant)
+
+
+def architecture_of(config: Config, task: Task) -> SanaConfig:
+    """The model's shape: that of the weights, or `model.arch`.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    if config.model.weights is not None:
+        return read_config(hub.resolve(config.model.weights, ("config.json",)))
+    if config.model.arch is None:
+        raise ConfigError("neither model.weights nor model.arch is given")
+    return SanaConfig.from_arch(config.model.arch, task.sample_size)
 
 
 def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
@@ -230,15 +235,10 @@ def _check_fit(architecture: SanaConfig, task: Task) -> None:
             )
 
 
-def _check_equal_start(model: torch.nn.Module) -> None:
-    """Every process keeps a slice of its own copy: different copies would be mixed without a trace."""
-    if dist.get_world_size() == 1:
-        return
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    found = gather(digest.hexdigest())
+def _check_equal_start(values: Start) -> None:
+    """Every process takes its slices from its own files or its own generator: different ones would be mixed without a
+    trace."""
+    found = gather(together(values.fingerprint))
     if len(set(found)) > 1:
         odd = [rank for rank, value in enumerate(found) if value != found[0]]
         raise UserError(
@@ -335,17 +335,20 @@ class _Loop:
         self,
         config: Config,
         task: Task,
-        model: SanaTransformer,
+        layout: Layout,
+        architecture: SanaConfig,
+        spread: Spread,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
-        self.config, self.train, self.task = config, config.train, task
-        self.model, self.optimizer, self.device = model, optimizer, device
+        self.config, self.train, self.task, self.layout = config, config.train, task, layout
+        self.architecture, self.model = architecture, spread.module
+        self.optimizer, self.device = optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(model, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -358,12 +361,13 @@ class _Loop:
         loader = together(lambda: self.task.loader(done, self.train.steps))
         window, asked, state = _Window(), time.perf_counter(), None
         self.model.train()
-        with ended(iter(loader)) as steps:
+        with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
-                outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+                stop = self.wanted.name is not None or saver.failed
+                outcome = self.step(microbatches, state.step, stop=stop)
                 window.add(outcome, microbatches, waited)
                 window.replaced = getattr(loader, "replaced", 0)
                 last = state.step == self.train.steps or self.step.stop_wanted
@@ -371,7 +375,9 @@ class _Loop:
                     self._log(outcome, window, rate, microbatches)
                     window = _Window()
                 if last or state.step % self.train.save_every == 0:
-                    saved = self._save(state)
+                    self.step.settle()
+                    saver.save(self.model, self.optimizer, state)
+                    saved = checkpoint.folder_of(self.root, state.step)
                     window.began = time.perf_counter()
                 if last:
                     break
@@ -391,6 +397,7 @@ class _Loop:
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
         total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
+        total /= self.layout.copies
         worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -406,23 +413,12 @@ class _Loop:
             "data_wait": wait,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": int(total[0].item()),
-            "quarantined": int(total[1].item()),
+            "padded_tokens": round(total[0].item()),
+            "quarantined": round(total[1].item()),
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
         self.journal.row(self.train.steps, values)
 
-    def _save(self, state: State) -> Path:
-        self.step.settle()
-        folder = checkpoint.save(
-            self.root,
-            self.model,
-            self.optimizer,
-            state=state,
-            architecture=self.model.config,
-            config=self.config,
-            keep=self.train.keep_checkpoints,
-        )
-        self.say(f"saved {folder}")
-        return folder
+    def _saver(self) -> checkpoint.Saver:
+        return checkpoint.Saver(self.root, self.architecture, self.config, self.say)
