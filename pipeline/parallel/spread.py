@@ -84,9 +84,15 @@ class Spread:
         squares = [_squares(own, groups) for groups, own in kinds.items()]
         return torch.stack(squares).sum().sqrt()
 
-    def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradient to length `limit` if it is longer. The factor is computed on the device."""
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    def rescale(self, norm: Tensor, limit: float | None, divisor: float = 1.0) -> None:
+        """Divide the gradient by `divisor` and scale it to length `limit` if it is longer, in one pass.
+
+        Args:
+            norm: of the divided gradient. The factor is computed on the device.
+        """
+        if limit is None and divisor == 1:
+            return
+        factor = 1.0 / divisor if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0) / divisor
         for gradient in self.gradients():
             _local(gradient).mul_(factor)
 
@@ -95,9 +101,10 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
     """Spread a model in place over a run's mesh.
 
     Args:
-        model: a `Model` with fp32 parameters, the same values on every process.
+        model: a `Model` with fp32 parameters, the same values on every process; they become bf16 for `bf16_pure`.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
+    model.to(data_parallel.STORED.get(train.precision, torch.float32))
     blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]
     tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     if train.activation_checkpointing == "full":
@@ -119,7 +126,11 @@ def _sharded_over(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 def _squares(own: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
     """Sum of squares over this process's parts of some tensors and those of the groups' other processes."""
-    total = torch.nn.utils.get_total_norm(own, foreach=own[0].device.type == "cuda").square()
+    if own[0].device.type == "cuda":
+        norms = list(torch._foreach_norm(own, dtype=torch.float32))  # of bf16 gradients, too
+    else:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in own]
+    total = torch.linalg.vector_norm(torch.stack(norms)).square()
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(total, group=group)

@@ -300,9 +300,7 @@ def _zeros(parameter: Tensor, side: int) -> Tensor:
     whole = cut(parameter.shape)
     placements = [_moved(p, side) for p in parameter.placements]
     stride = torch.empty(whole, device="meta").stride()
-    made = DTensor.from_local(
-        own, parameter.device_mesh, placements, run_check=False, shape=whole, stride=stride
-    )
+    made = DTensor.from_local(own, parameter.device_mesh, placements, run_check=False, shape=whole, stride=stride)
     return made.to(parameter.device)  # an offloaded parameter is on the CPU, its mesh on the GPU
 
 

@@ -10,7 +10,8 @@ Only tensors are stored: the optimizer's settings come from the configuration of
 rate from the step, and no random state exists outside the keys in `State`.
 Price: every file is read back once after writing; all processes must see the same file system.
 
-Layout of the tensors: `model.<parameter>` and `optim.state.<parameter>.<moment>`, fp32, with GLUMBConv's channels
+Layout of the tensors: `model.<parameter>`, `optim.state.<parameter>.<moment>` and, where the run has them,
+`ema.<parameter>` and `loss_scale.<number>`; fp32 (bf16 weights and moments for `bf16_pure`), with GLUMBConv's channels
 interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use the export stage for that.
 """
 
@@ -21,7 +22,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,12 @@ VERSION = 1
 DOCUMENT = "checkpoint.json"
 LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
-    "...]; AdamW moments alike"
+    "...]; moments and averages alike"
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class CheckpointError(UserError):
@@ -82,6 +84,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    more: Sections | None = None,
     state: State,
     architecture: SanaConfig,
     config: Config,
@@ -89,13 +92,16 @@ def save(
 ) -> Path:
     """Publish a checkpoint and remove all but the newest `keep`. Called by every process of the run.
 
+    Args:
+        more: what else the run needs: section -> name -> tensor, plain or sharded.
+
     Raises:
         CheckpointError: writing failed, or the processes do not see one file system. What was published before stays.
     """
     final = folder_of(root, state.step)
     work = final.with_name(final.name + ".tmp")
     on_main(lambda: _prepare(root, final, work))
-    _dcp(lambda: dcp.save(_tensors(model, optimizer), checkpoint_id=str(work)), f"{work}: could not be written")
+    _dcp(lambda: dcp.save(_tensors(model, optimizer, more), checkpoint_id=str(work)), f"{work}: could not be written")
     rank = dist.get_rank()
     try:
         own = {p.name: _fingerprint(p) for p in sorted(work.iterdir()) if _owner(p.name, dist.get_world_size()) == rank}
@@ -120,11 +126,12 @@ def save(
     return final
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
     """The tensors of both, by flat names; DTensors where the model is sharded. They share memory with the model."""
     optimizer.zero_grad(set_to_none=True)  # with gradients present, torch would not create missing moments
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
+    own = {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
+    return {**own, **(more or {})}
 
 
 def _dcp(call: Callable[[], Any], what: str) -> None:
@@ -299,8 +306,20 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(
+    folder: Path,
+    document: Document,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: Sections | None = None,
+) -> set[str]:
     """Restore model and optimizer in place, on any number of processes. The optimizer's settings stay as they are.
+
+    Args:
+        more: as given to `save`; its tensors are overwritten.
+
+    Returns:
+        The sections of `more` that the checkpoint does not have; their tensors stay as they are.
 
     Raises:
         CheckpointError: damaged bytes, or tensors that do not fit.
@@ -312,35 +331,47 @@ def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.op
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
     agree(error)
-    tensors = _tensors(model, optimizer)
+    held = {name.partition(".")[0] for name in _entries(folder)}
+    tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
     _dcp(lambda: dcp.load(tensors, checkpoint_id=str(folder)), f"{folder}: could not be read into this model")
     moments = {**settings, **tensors["optim"]}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
+    return set(more or {}) - held
 
 
-def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
+def _entries(folder: Path) -> dict[str, Any]:
+    return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+
+
+def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[SanaConfig, dict[str, Tensor]]:
     """The architecture and the fp32 weights (CPU, our layout) of a checkpoint, in one process without a group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
+        ema: the running averages instead of the last weights.
 
     Raises:
-        CheckpointError: not a complete checkpoint, or a damaged one.
+        CheckpointError: not a complete checkpoint, a damaged one, or one without averages.
     """
     folder = Path(folder)
     document = read_document(folder)
     verify(folder, document)
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    section = "ema." if ema else "model."
     weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        name: torch.empty(entry.size, dtype=torch.float32)
+        for name, entry in _entries(folder).items()
+        if name.startswith(section) and isinstance(entry, TensorStorageMetadata)
     }
+    if ema and not weights:
+        raise CheckpointError(
+            f"{folder}: holds no running average of the weights",
+            fix="leave --ema out; for averages set train.ema: {decay: 0.9999} in training",
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what no_dist asks for
         _dcp(lambda: dcp.load(weights, checkpoint_id=str(folder), no_dist=True), f"{folder}: could not be read")
-    return document.architecture, {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    return document.architecture, {name.removeprefix(section): tensor for name, tensor in weights.items()}
 
 
 def resolve(root: Path, resume: str | Path) -> Path | None:

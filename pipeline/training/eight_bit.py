@@ -1,7 +1,7 @@
 """AdamW with moments in 8 bits, on torchao's quantised tensors.
 
-What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.03 bytes
-of state per parameter. Tensors whose shard has less than 4096 values or no multiple of 256 keep fp32 moments.
+What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.03
+bytes of state per parameter. Tensors whose shard has less than 4096 values or no multiple of 256 keep fp32 moments.
 Why not torchao's own class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then mixes up
 the kinds of tensors inside (another kind's code is loaded for the same shapes). Here its kernel gets this process's
 plain shards. For bf16 parameters the rounding by chance is ours too: torchao draws from each process's random state,
@@ -9,7 +9,8 @@ and replicas of a shard would part.
 The state dict holds the moments dequantised, as AdamW's: a checkpoint fits any number of processes, and a run may go
 from `adamw` to `adamw8bit` and back.
 Price: a save holds both moments in fp32 in host memory, 8 bytes per parameter of this process; values that are
-quantised again for another sharding lose up to half a code. On a GPU the kernel is compiled once per shape at the start.
+quantised again for another sharding lose up to half a code. On a GPU the kernel is compiled once per shape, at the
+start.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class AdamW8bit(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.noise = Noise(seed)
-        self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
+        compiler = torch.compile(fullgraph=True, dynamic=False) if compiled else lambda function: function
+        self._update = compiler(single_param_adam)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -72,12 +74,15 @@ class AdamW8bit(torch.optim.Optimizer):
                         continue
                     state = self.state[parameter]
                     if not state:
-                        state.update({"step": torch.tensor(0.0)}, **{n: _zeros(parameter, s) for n, s in _MOMENTS.items()})
+                        state["step"] = torch.tensor(0.0)
+                        state |= {name: _zeros(parameter, signed) for name, signed in _MOMENTS.items()}
                     state["step"] += 1
                     if local(parameter).numel():
                         self._one(parameter, state, rate, group, index)
 
-    def _one(self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor, group: dict[str, Any], index: int) -> None:
+    def _one(
+        self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor, group: dict[str, Any], index: int
+    ) -> None:
         stored, gradient = local(parameter.detach()), parameter.grad
         assert gradient is not None
         value = stored.float()
@@ -91,7 +96,8 @@ class AdamW8bit(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's form with fp32 moments on the CPU, DTensors where the parameters are."""
         found = super().state_dict()
-        parameters = dict(zip(_identities(found), chain.from_iterable(g["params"] for g in self.param_groups), strict=True))
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        parameters = dict(zip(_identities(found), ours, strict=True))
         found["state"] = {
             identity: {
                 name: _unpacked(value, parameters[identity]) if name in _MOMENTS else value
@@ -135,7 +141,7 @@ def _unpacked(moment: Tensor, parameter: Tensor) -> Tensor:
         return whole
     # By `to` of an empty tensor on the right mesh: from_local would move the values to the mesh's device.
     like = torch.empty_like(parameter, dtype=torch.float32).to("cpu")
-    like.to_local().copy_(whole)
+    local(like).copy_(whole)
     return like
 
 

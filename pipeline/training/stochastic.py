@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-
 def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Round fp32 to bf16, up with the probability of the part that is cut off: the mean is `value`.
 

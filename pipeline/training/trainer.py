@@ -38,8 +38,9 @@ from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_files import load_transformer
 from pipeline.parallel import tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
-from pipeline.parallel.spread import Spread, spread
+from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, optim
+from pipeline.training.ema import Average
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 
@@ -93,6 +94,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     train = config.train
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
+    optim.check(train.optim)
     device = resolve_device(train.device, launch)
     layout = check_sizes(train.parallel, launch.world)
     if layout.tp > 1:
@@ -112,16 +114,24 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             _check_equal_start(model)
         else:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         held = spread(model, mesh, train)
-        optimizer = optim.build(held.module, train.optim, device)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        averages = [Average(held.module, train.ema)] if train.ema is not None else []
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
+        more = _sections(averages, step)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, held.module, optimizer)
+            absent = checkpoint.load(source, document, held.module, optimizer, more)
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
+            if "ema" in absent:
+                for average in averages:
+                    average.restart()
+                quiet(f"note: {source} holds no running average: it starts from the weights of step {done}")
             quiet(f"resumed from {source} after step {done}")
         quiet(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
@@ -129,7 +139,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -334,10 +344,17 @@ class _Window:
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
         self.losses.append(outcome.loss)
-        self.norms.append(outcome.grad_norm)
+        if not outcome.skipped:
+            self.norms.append(outcome.grad_norm)
         self.samples += outcome.samples
         self.waited += waited
         self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
+
+
+def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds beside model and optimizer."""
+    found = {"ema": averages[0].values} if averages else {}
+    return {**found, **({"loss_scale": step.scale.state} if step.scale.dynamic else {})}
 
 
 class _Loop:
@@ -347,18 +364,18 @@ class _Loop:
         task: Task,
         layout: Layout,
         architecture: SanaConfig,
-        spread: Spread,
-        optimizer: torch.optim.Optimizer,
+        step: Step,
+        averages: list[Average],
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
         self.config, self.train, self.task, self.layout = config, config.train, task, layout
-        self.architecture, self.model = architecture, spread.module
-        self.optimizer, self.device = optimizer, device
+        self.architecture, self.model = architecture, step.spread.module
+        self.step, self.averages, self.more = step, averages, _sections(averages, step)
+        self.optimizer, self.device = step.optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -377,6 +394,8 @@ class _Loop:
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
                 outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+                for average in self.averages:
+                    average.update(state.step)
                 window.add(outcome, microbatches, waited)
                 window.replaced = getattr(loader, "replaced", 0)
                 last = state.step == self.train.steps or self.step.stop_wanted
@@ -399,7 +418,7 @@ class _Loop:
     def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
         self.step.settle()
         self.loss = float(torch.stack(window.losses).double().mean())
-        norm = float(torch.stack(window.norms).double().mean())
+        norm = float(torch.stack(window.norms).double().mean()) if window.norms else None
         elapsed = time.perf_counter() - window.began
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
@@ -425,6 +444,8 @@ class _Loop:
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
+        if self.step.scale.dynamic:
+            values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
 
     def _save(self, state: State) -> Path:
@@ -433,6 +454,7 @@ class _Loop:
             self.root,
             self.model,
             self.optimizer,
+            more=self.more,
             state=state,
             architecture=self.architecture,
             config=self.config,
