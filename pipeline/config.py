@@ -389,6 +389,10 @@ class TrainConfig(_Section):
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
     `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
+
+    Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
+    the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
+    that of every `keep_every`th step (null: none).
     """
 
     output: str = "./runs/default"
@@ -413,7 +417,18 @@ class TrainConfig(_Section):
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    async_save: bool = True
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _kept(self) -> TrainConfig:
+        if self.keep_every is not None and self.keep_every % self.save_every:
+            some = f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
+            raise ValueError(
+                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
+            )
+        return self
 
 
 class SampleConfig(_Section):

@@ -101,7 +101,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
     """Spread a model in place over a run's mesh.
 
     Args:
-        model: a `Model` with fp32 parameters, the same values on every process; they become bf16 for `bf16_pure`.
+        model: a `Model` with fp32 parameters, on the meta device (`filling.fill` then gives them their values) or the
+            same values on every process; they become bf16 for `bf16_pure`.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
     model.to(data_parallel.STORED.get(train.precision, torch.float32))
