@@ -302,17 +302,22 @@ class FlowConfig(_Section):
 
 
 class OptimConfig(_Section):
-    """AdamW with Sana's constants (NVlabs `Sana_1600M_img1024_AdamW.yaml`). `scale_lr: sqrt` multiplies by
-    sqrt(batch / 256), which NVlabs' trainer does without saying so.
+    """The optimizer. NVlabs: CAME, or AdamW with these numbers for `Sana_1600M_img1024_AdamW`; scale_lr `sqrt`
+    multiplies lr by sqrt(batch / 256), as their trainer does.
 
+    name: `adamw`; `adamw8bit` (torchao: moments in 8 bits, 2 bytes of state per parameter instead of 8); `came` (4
+    bytes; NVlabs use it with weight_decay 0). Adafactor is not offered: torch's cannot be sharded.
+    betas, eps: `null` takes the optimizer's own: (0.9, 0.999) and 1e-8 for AdamW, (0.9, 0.999, 0.9999) for CAME, whose
+    eps is fixed.
     in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is given back: never
-    are there the gradients of the whole model. Needs `clip: null`: the global norm is known only afterwards."""
+    are there the gradients of the whole model. Needs `clip: null`: the global norm is known only afterwards.
+    """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "came"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     scale_lr: Literal["none", "sqrt"] = "none"
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] | None = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     clip: Annotated[float, Field(gt=0)] | None = 0.1
     warmup_steps: NotNegative = 2000
@@ -320,10 +325,37 @@ class OptimConfig(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _pairs(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("betas"), list):
-            data = {**data, "betas": tuple(data["betas"])}
-        return data
+    def _own(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        came = data.get("name") == "came"
+        betas, eps = data.get("betas"), data.get("eps")
+        if betas is None:
+            betas = (0.9, 0.999, 0.9999) if came else (0.9, 0.999)
+        if eps is None and not came:
+            eps = 1e-8
+        return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
+
+    @model_validator(mode="after")
+    def _fit(self) -> OptimConfig:
+        wanted = 3 if self.name == "came" else 2
+        if len(self.betas) != wanted:
+            raise ValueError(f"{self.name} has {wanted} betas, not {len(self.betas)}; betas: null takes its own")
+        if self.name == "came" and self.eps is not None:
+            raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
+        return self
+
+
+class EmaConfig(_Section):
+    """A running average of the weights, in fp32, for `export --ema` and `sample --ema`.
+
+    decay: per step, at most; an average begins with (1 + step) / (10 + step). device `cpu` keeps it in host memory.
+    every: steps between updates; the decay per step stays the same.
+    """
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    device: Literal["same", "cpu"] = "same"
+    every: Positive = 1
 
 
 class ParallelConfig(_Section):
@@ -410,6 +442,8 @@ class TrainConfig(_Section):
     activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+    precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
+    `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
 
     Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
     the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
@@ -421,7 +455,7 @@ class TrainConfig(_Section):
     seed: NotNegative = 0
     phase: NotNegative = 0
     microbatch: Positive = 8
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     activation_checkpointing: Recompute = "full"
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     activation_offload: bool = False
@@ -429,6 +463,7 @@ class TrainConfig(_Section):
     null_mask: Literal["caption", "bos"] = "caption"
     flow: FlowConfig = FlowConfig()
     optim: OptimConfig = OptimConfig()
+    ema: EmaConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     text: Literal["padded", "packed"] = "padded"
     length_window: NotNegative = 0
@@ -455,6 +490,12 @@ class TrainConfig(_Section):
                 raise ValueError(
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
                     f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
+                )
+            if self.optim.name != "adamw" or self.precision not in ("fp32", "bf16"):
+                raise ValueError(
+                    "optim.in_backward updates one parameter at a time, which is offered for optim.name: adamw with "
+                    f"precision fp32 or bf16 (they are {self.optim.name} and {self.precision}); change these or set "
+                    "optim.in_backward: false"
                 )
             if self.parallel.pp_size > 1:
                 raise ValueError(

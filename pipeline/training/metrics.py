@@ -11,7 +11,9 @@ batch, before clipping), lr, images_per_s (of all processes together), data_wait
 slowest process waited for data), bucket ([height, width] of the row's last step), text_rows (its padded caption
 length), padded_tokens (caption rows since the last row that are padding, all processes), quarantined (samples that
 stood in for unreadable ones since this attempt began, all processes), memory_gib (peak allocated on a GPU, maximum over
-processes; null on the CPU), seconds (since this attempt began) and time (UTC).
+processes; null on the CPU), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and
+skipped_steps (steps of the whole run that were left out because the gradient overflowed); such steps do not count in
+grad_norm, which is null if no other is in the row.
 """
 
 from __future__ import annotations
@@ -92,12 +94,14 @@ def _line(row: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
-        f"grad {row['grad_norm']:.3f}",
+        "grad overflow" if row["grad_norm"] is None else f"grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['images_per_s']:.1f} images/s",
         f"data {100 * row['data_wait']:.0f}%",
         f"{height}x{width}",
     ]
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']} skipped")
     if row.get("quarantined"):
         parts.append(f"{row['quarantined']} quarantined")
     if row["memory_gib"] is not None:

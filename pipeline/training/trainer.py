@@ -39,8 +39,9 @@ from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
-from pipeline.parallel.spread import Spread, spread
+from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, in_backward, optim
+from pipeline.training.ema import Average
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 
@@ -96,6 +97,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     train = config.train
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
+    optim.check(train.optim)
     device = resolve_device(train.device, launch)
     layout = check_sizes(train.parallel, launch.world)
     if layout.copies > 1:
@@ -115,6 +117,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture)
         model.reset_buffers()
@@ -123,14 +126,20 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         if values is not None:
             _check_equal_start(values)
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        averages = [Average(held.module, train.ema)] if train.ema is not None else []
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, held.module, optimizer)
+            absent = checkpoint.load(source, document, held.module, optimizer, _sections(averages, step))
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
+            if "ema" in absent:
+                for average in averages:
+                    average.restart()
+                quiet(f"note: {source} holds no running average: it starts from the weights of step {done}")
             quiet(f"resumed from {source} after step {done}")
         if train.optim.in_backward:
             in_backward.fuse(optimizer, held)
@@ -140,7 +149,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -339,10 +348,17 @@ class _Window:
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
         self.losses.append(outcome.loss)
-        self.norms.append(outcome.grad_norm)
+        if not outcome.skipped:
+            self.norms.append(outcome.grad_norm)
         self.samples += outcome.samples
         self.waited += waited
         self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
+
+
+def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds beside model and optimizer."""
+    found = {"ema": averages[0].values} if averages else {}
+    return {**found, **({"loss_scale": step.scale.state} if step.scale.dynamic else {})}
 
 
 class _Loop:
@@ -352,18 +368,18 @@ class _Loop:
         task: Task,
         layout: Layout,
         architecture: SanaConfig,
-        spread: Spread,
-        optimizer: torch.optim.Optimizer,
+        step: Step,
+        averages: list[Average],
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
         self.config, self.train, self.task, self.layout = config, config.train, task, layout
-        self.architecture, self.model = architecture, spread.module
-        self.optimizer, self.device = optimizer, device
+        self.architecture, self.model = architecture, step.spread.module
+        self.step, self.averages, self.more = step, averages, _sections(averages, step)
+        self.optimizer, self.device = step.optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
         self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
@@ -385,6 +401,8 @@ class _Loop:
                 self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
+                for average in self.averages:
+                    average.update(state.step)
                 window.add(outcome, microbatches, waited)
                 window.replaced = getattr(loader, "replaced", 0)
                 last = state.step == self.train.steps or self.step.stop_wanted
@@ -393,7 +411,7 @@ class _Loop:
                     window = _Window()
                 if last or state.step % self.train.save_every == 0:
                     self.step.settle()
-                    saver.save(self.model, self.optimizer, state)
+                    saver.save(self.model, self.optimizer, state, self.more)
                     saved = checkpoint.folder_of(self.root, state.step)
                     window.began = time.perf_counter()
                 if last:
@@ -415,7 +433,7 @@ class _Loop:
     def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
         self.step.settle()
         self.loss = float(torch.stack(window.losses).double().mean())
-        norm = float(torch.stack(window.norms).double().mean())
+        norm = float(torch.stack(window.norms).double().mean()) if window.norms else None
         elapsed = time.perf_counter() - window.began
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
@@ -441,6 +459,8 @@ class _Loop:
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
+        if self.step.scale.dynamic:
+            values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
 
     def _saver(self) -> checkpoint.Saver:
