@@ -314,16 +314,34 @@ class OptimConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is spread. `dp_shard: -1` is every process of the launch (FSDP2, sharded in full)."""
+    """How the model is spread. The four sizes multiply to the processes of the launch.
 
+    dp_replicate: copies of the model, each fed with other samples; their gradients are averaged. Alone it is what DDP
+    does. dp_shard: processes that share one copy, parameter by parameter (FSDP2); with dp_replicate it is HSDP. One of
+    the two may be -1: what the other sizes leave. tp_size: processes that share every matrix. pp_size: groups that
+    hold consecutive blocks.
+    reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
+    gather). prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
+    older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    timeout_s: bounds every wait for another process.
+    """
+
+    dp_replicate: Annotated[int, Field(ge=-1)] = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
+    tp_size: Positive = 1
+    pp_size: Positive = 1
     reshard_after_forward: bool = True
+    prefetch_blocks: Positive | None = None
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     timeout_s: Positive = 600
 
     @model_validator(mode="after")
-    def _shard(self) -> ParallelConfig:
-        if self.dp_shard == 0:
-            raise ValueError("dp_shard must be -1 (every process) or a positive number")
+    def _sizes(self) -> ParallelConfig:
+        for name in ("dp_replicate", "dp_shard"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be -1 (what remains) or a positive number")
+        if self.dp_replicate == self.dp_shard == -1:
+            raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
         return self
 
 

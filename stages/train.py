@@ -18,6 +18,7 @@ from pipeline.data import fetching
 from pipeline.data.loader import Loader, State
 from pipeline.errors import CacheError
 from pipeline.launch import Launch, detect, resolve_device
+from pipeline.parallel.mesh import check_sizes
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
 
 
@@ -56,14 +57,15 @@ def run(
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:
     """What the trainer needs to know of a snapshot."""
     train = config.train
+    layout = check_sizes(train.parallel, launch.world)
 
     def loader(start: int, stop: int) -> Loader:
         return Loader(
             snapshot,
             seed=train.seed,
             phase=train.phase,
-            rank=launch.rank,
-            world=launch.world,
+            rank=layout.data_rank(launch.rank),
+            world=layout.data_world,
             microbatch=train.microbatch,
             caption_drop=train.caption_drop,
             null_mask=train.null_mask,

@@ -166,10 +166,12 @@ def test_devices() -> None:
 def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: bool) -> None:
     parallel = ParallelConfig(dp_shard=size)
     if fits:
-        assert mesh.check_sizes(parallel, world) == world
+        assert mesh.check_sizes(parallel, world) == mesh.Layout(1, 1, world, 1)
         return
     launch = Launch(world=world, local_world=world, rendezvous="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=f"(?s)dp_shard = {size}.*-1 \\(every process\\) or {world}"):
+    with pytest.raises(
+        ConfigError, match=f"(?s)dp_shard = {size}.*launch of {world} process.*{size} process.*dp_shard = -1"
+    ):
         with mesh.started(launch, parallel, torch.device("cpu")):
             pass
     assert not dist.is_initialized()
@@ -178,7 +180,7 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
 def test_one_process_needs_no_port() -> None:
     with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as found:
         assert found.size() == 1
-        assert found.mesh_dim_names == (mesh.SHARD,)
+        assert found.mesh_dim_names == mesh.DIMS
         assert mesh.on_main(lambda: 3) == 3
         assert mesh.gather("x") == ["x"]
         with pytest.raises(ConfigError, match="no"):

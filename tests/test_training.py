@@ -31,6 +31,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.spread import Spread
 from pipeline.training import checkpoint, metrics, optim
 from pipeline.training.step import NonFiniteError, Step
 from pipeline.training.trainer import Report, ended, fit
@@ -104,9 +105,9 @@ def test_a_mean_of_means_would_be_noticed() -> None:
     _, _, expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     model = tiny_run.model(settings)
     pieces = tiny_run.microbatches(batch, 3)
-    step = Step(model, FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     for piece in pieces:
-        (step.losses(piece).mean() / len(pieces)).backward()
+        (tiny_run.losses(step, piece).mean() / len(pieces)).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert tiny_run.distance(found, expected) > 1e-3  # type: ignore[arg-type]
 
@@ -118,7 +119,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
     assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)
     model = tiny_run.model(settings)
     recorder = tiny_run.Recorder(model)
-    outcome = Step(model, FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
+    outcome = Step(Spread(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
     assert float(outcome.grad_norm) == pytest.approx(norm)
     assert tiny_run.distance(recorder.gradients, {name: g * (0.1 / norm) for name, g in whole.items()}) < 1e-5
 
@@ -131,7 +132,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     model = tiny_run.model(settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optim.build(model, settings.train.optim, CPU)
-    step = Step(model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
     text = str(caught.value)
@@ -148,7 +149,9 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     before = model.proj_out.weight.clone()
     optimizer = optim.build(model, settings.train.optim, CPU)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
-        Step(model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)([tiny_run.global_batch(0)], 3)
+        Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
+            [tiny_run.global_batch(0)], 3
+        )
     assert torch.equal(model.proj_out.weight, before)
 
 
@@ -166,9 +169,9 @@ def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tupl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    step = Step(model, FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = step.losses(batch).mean()
+        loss = tiny_run.losses(step, batch).mean()
     loss.backward()
     return sum(kept.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

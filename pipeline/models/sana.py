@@ -441,6 +441,17 @@ class SanaTransformer(nn.Module):
         """The transformer blocks in order."""
         return list(self.transformer_blocks)
 
+    @property
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How a block is cut over processes: role of each submodule (`pipeline.parallel.tensor_parallel`)."""
+        plan = {"attn1": "region", "attn2": "region", "ff": "region"}
+        for attention in ("attn1", "attn2"):
+            plan |= {f"{attention}.{name}": "column" for name in ("to_q", "to_k", "to_v")}
+            plan[f"{attention}.to_out.0"] = "row"
+            if self.config.qk_norm is not None:
+                plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
+        return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
+
     def embed(
         self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:

@@ -102,6 +102,15 @@ class SanaConfig:
         """H, the hidden channels of GLUMBConv; conv_inverted and conv_depth carry 2H (value and gate)."""
         return int(self.mlp_ratio * self.inner_dim)
 
+    @property
+    def tensor_parallel_parts(self) -> dict[str, int]:
+        """How many equal parts there are of what tensor parallelism cuts, by name."""
+        return {
+            "self-attention heads": self.num_attention_heads,
+            "cross-attention heads": self.num_cross_attention_heads,
+            "GLUMBConv channels": self.glu_channels,
+        }
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> SanaConfig:
         """Read the contents of a diffusers `config.json`. Keys that start with `_` are diffusers' own bookkeeping.

@@ -1,14 +1,19 @@
-"""Shard a model over processes: FSDP2, each block and then the rest.
+"""Data parallelism: FSDP2 on each block and then the rest, over any number of copies.
 
 What: `shard` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, bf16 compute where the
-configuration says bf16, and fp32 gradient reduction.
+configuration says bf16, and the reduction dtype it says. A mesh of one dimension is FSDP2; of two, (copies, shards),
+HSDP; with one shard per copy it keeps whole parameters on every process and averages gradients, as DDP does.
+Why the same call for DDP: mixed precision, checkpoints and clipping are then one thing in every strategy, and torch's
+`DistributedDataParallel` would have to run under autocast, of which the next paragraph tells.
 Why per block: one block's parameters are gathered at a time. Why also for one process in bf16: the fp32 master
 parameters are cast block by block, where autocast would keep bf16 copies of all of them (about 3 GiB for Sana 1.6B)
 and would run the linear attention's fp32 products in bf16.
 The root is told not to cast its inputs. FSDP2's default would cast every floating tensor given to `forward`, also the
 timestep, and bf16 has 8 bits for a number up to 1000: 873 becomes 872 before the sinusoid, which made the gradient
 error 9 times that of the bf16 model itself. So the caller casts what is to be cast and keeps the timestep in fp32.
-Price: with microbatches whose gradients are not reduced each time, every process holds one full fp32 gradient.
+The policy has no dtype for buffers: Sana's model registers none, so there is none to cast.
+Price: with microbatches whose gradients are not reduced each time, every process holds one full fp32 gradient. In DDP's
+place FSDP2 copies a block's parameters before use even when there is nothing to gather.
 """
 
 from __future__ import annotations
@@ -21,8 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config import TrainConfig
+from pipeline.parallel.mesh import REPLICATE, SHARD
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a run's mesh over which parameters are sharded and gradients averaged."""
+    return mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train: TrainConfig) -> nn.Module:
@@ -33,23 +44,32 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     Args:
         model: fp32 parameters, the same values on every process (each keeps its own slice of its own copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
-        mesh: one dimension, the sharding one.
+        mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         raise ValueError("master parameters must be float32")
-    if train.precision == "fp32" and mesh.size() == 1:
+    over = data_mesh(mesh)
+    if train.precision == "fp32" and over.size() == 1:
         return model.to(mesh.device_type)
-    compute = COMPUTE[train.precision]
+    compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshard_after_forward
-    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=outer)
+        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner)
+    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer)
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not take hold of {missing}")
+    if train.parallel.prefetch_blocks is not None:
+        _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
     return model
+
+
+def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 
 
 def sync_gradients(model: nn.Module, wanted: bool) -> None:

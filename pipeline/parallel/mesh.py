@@ -10,8 +10,10 @@ Price: a group of one process costs some milliseconds at the start.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,30 +25,75 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 
-SHARD = "dp_shard"
+PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
+"""The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
 Value = TypeVar("Value")
 
 
-def check_sizes(parallel: ParallelConfig, world: int) -> int:
-    """The size of the sharding dimension: `dp_shard`, or every process for -1.
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh's dimensions, all positive."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data_world(self) -> int:
+        """How many parts a global batch has."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def copies(self) -> int:
+        """How many processes read the same part of a batch."""
+        return self.pp * self.tp
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of a global batch a process reads."""
+        return rank // self.tp % self.data_world
+
+    def __str__(self) -> str:
+        named = [f"{size} {name}" for name, size in zip(DIMS, self.sizes, strict=True) if size > 1]
+        return " x ".join(named) or "one process"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """In the order of `DIMS`."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+
+def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
+    """The layout of a launch of `world` processes.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of processes.
     """
-    size = world if parallel.dp_shard == -1 else parallel.dp_shard
-    if size != world:
+    given = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    fixed = {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
+    free = next((name for name, size in given.items() if size == -1), None)
+    known = math.prod([*fixed.values(), *(size for name, size in given.items() if name != free)])
+    sizes = {**given, **({free: world // known} if free else {})}
+    layout = Layout(fixed["pp_size"], sizes["dp_replicate"], sizes["dp_shard"], fixed["tp_size"])
+    if layout.world != world:
+        named = ", ".join(f"{name} = {size}" for name, size in {**given, **fixed}.items() if size != 1)
         raise ConfigError(
-            f"train.parallel.dp_shard = {parallel.dp_shard} does not fit a launch of {world} process(es)",
-            expected=f"-1 (every process) or {world}",
-            found=parallel.dp_shard,
-            fix=f"--set train.parallel.dp_shard=-1, or launch {parallel.dp_shard} process(es)",
+            f"train.parallel ({named}) does not fit a launch of {world} process(es)",
+            expected=f"a multiple of {known} process(es)" if free else f"{known} process(es), or dp_shard = -1",
+            found=f"{world} process(es)",
+            fix=f"launch {known if not free else known * max(1, round(world / known))} process(es), or --set "
+            "train.parallel.dp_shard=-1 and sizes whose product divides the number of processes",
         )
-    return size
+    return layout
 
 
 @contextmanager
 def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> Iterator[DeviceMesh]:
-    """Open the process group, yield a mesh with the dimension `dp_shard`, close the group.
+    """Open the process group, yield a mesh with the dimensions `DIMS`, close the group.
 
     gloo for CPU tensors and NCCL for CUDA tensors in one group, so that checkpoints and small agreements of Python
     objects need no GPU. `parallel.timeout_s` bounds every wait for another process.
@@ -55,7 +102,7 @@ def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> I
         ConfigError: sizes that do not factor (before anything is started).
         UserError: the processes do not find each other, or a group is open already.
     """
-    size = check_sizes(parallel, launch.world)
+    layout = check_sizes(parallel, launch.world)
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", fix="start the training in its own process")
     backend = "gloo"
@@ -79,7 +126,7 @@ def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> I
             fix="check that every process was started and that the port is reachable",
         ) from None
     try:
-        yield init_device_mesh(device.type, (size,), mesh_dim_names=(SHARD,))
+        yield init_device_mesh(device.type, layout.sizes, mesh_dim_names=DIMS)
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,8 @@ What: `Step` takes this process's microbatches of one global batch, and does: no
 clip, update. Loss and gradient are the means over the whole global batch for any split into processes and
 microbatches, also when the last microbatch is smaller.
 Why the division by the global batch and not by the microbatch: a mean of means is wrong as soon as two parts differ
-in size. FSDP2 averages gradients over the processes, so each process multiplies its share by their number.
+in size. Gradients are averaged over the parts of the batch, so each process divides by the size of its own part.
+How the model is spread is not known here: `Spread` runs it and knows the norm of its gradients.
 A loss or gradient that is not a number stops the run with the step, the bucket and the samples. On a GPU the host
 reads that verdict one step later, so that it need not wait for the device in every step; no later step is reported
 and no checkpoint is written before the verdict is in (`Step.settle`).
@@ -15,18 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.data.loader import Batch, unpack
 from pipeline.errors import UserError
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel.data_parallel import COMPUTE, sync_gradients
+from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.parallel.mesh import gather
+from pipeline.parallel.spread import Spread
 
 _SHOWN = 64
 
@@ -65,7 +67,7 @@ class Step:
     """Callable that does one optimizer step. Build it once per run.
 
     Args:
-        model: sharded or plain, fp32 parameters; called as model(latents, captions, mask, timesteps).
+        spread: the model, called as model(latents, captions, mask, timesteps).
 
     Attributes:
         stop_wanted: a process asked to stop in a step whose verdict is in; the same on every process.
@@ -73,13 +75,13 @@ class Step:
 
     def __init__(
         self,
-        model: nn.Module,
+        spread: Spread,
         objective: FlowMatching,
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         device: torch.device,
     ):
-        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.spread, self.objective, self.optimizer = spread, objective, optimizer
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
@@ -96,24 +98,20 @@ class Step:
             NonFiniteError: on the CPU for this step, on a GPU for the step before it.
         """
         own = sum(len(batch.sample_ids) for batch in microbatches)
-        per_sample = []
-        for number, batch in enumerate(microbatches, start=1):
-            sync_gradients(self.model, number == len(microbatches))
-            losses = self.losses(batch)
-            # A share of 1/own of this process; FSDP2 then takes the mean over the processes, which have equal shares.
-            (losses.sum() / own).backward()
-            per_sample.append(losses.detach())
+        parts = [partial(self.part, batch) for batch in microbatches]
+        per_sample = self.spread.forward_backward(parts, self.objective.loss, own)
         self.settle()
         outcome = self._ask(microbatches, per_sample, own, step, stop)
         if self.device.type == "cpu":
             self.settle()
-        self._clip(outcome)
+        if self.clip is not None:
+            self.spread.clip(self.clip, outcome.grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return outcome
 
-    def losses(self, batch: Batch) -> Tensor:
-        """Per-sample mean squared error (b,) fp32 of one microbatch, with its graph.
+    def part(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The model's inputs for one microbatch, and the target (b, C, H, W) fp32, on the device.
 
         Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep is
         not cast at all.
@@ -124,8 +122,7 @@ class Step:
         captions, mask = self._here(batch.captions), self._here(batch.mask)
         if batch.cu_seqlens is not None:
             captions = unpack(captions, self._here(batch.cu_seqlens), mask)
-        prediction = self.model(noised, captions.to(self.dtype), mask, timesteps)
-        return self.objective.loss(prediction, self.objective.target(latents, noise))
+        return (noised, captions.to(self.dtype), mask, timesteps), self.objective.target(latents, noise)
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -149,22 +146,6 @@ class Step:
         if not finite:
             self._refuse(pending)
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def _norm(self) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=self.device.type == "cuda")
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def _clip(self, outcome: Outcome) -> None:
-        """Scale the gradient to norm `clip` if it is longer. The factor is computed on the device."""
-        if self.clip is None:
-            return
-        factor = (self.clip / (outcome.grad_norm + 1e-6)).clamp(max=1.0)
-        for gradient in self._gradients():
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(factor)
-
     def _ask(self, microbatches: Sequence[Batch], per_sample: list[Tensor], own: int, step: int, stop: bool) -> Outcome:
         """Sum up the step over the processes and start the copy of its verdict to the host."""
         total = torch.cat(per_sample).sum(dtype=torch.float64)
@@ -172,7 +153,8 @@ class Step:
         sums = torch.cat([total[None], facts])
         if self.world > 1:
             dist.all_reduce(sums)
-        outcome = Outcome(step, (sums[0] / sums[1]).float(), self._norm(), own * self.world, microbatches[0].bucket)
+        samples = own * self.spread.data_world
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), self.spread.norm(), samples, microbatches[0].bucket)
         finite = (torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)).to(sums.dtype)
         answer = torch.cat([finite[None], sums[1:]])
         ready = None
@@ -189,7 +171,7 @@ class Step:
     def _refuse(self, pending: _Pending) -> None:
         losses = torch.cat(pending.per_sample).cpu().tolist()
         mine = list(zip(pending.sample_ids, losses, strict=True))
-        everyone = [item for part in gather(mine) for item in part]
+        everyone = list(dict.fromkeys(item for part in gather(mine) for item in part))
         bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
         what = "loss" if bad else "gradient norm"
         named = bad or [identity for identity, _ in everyone]

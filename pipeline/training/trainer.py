@@ -36,9 +36,9 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_files import load_transformer
-from pipeline.parallel.activation import checkpoint_blocks
-from pipeline.parallel.data_parallel import shard
-from pipeline.parallel.mesh import gather, on_main, started, together
+from pipeline.parallel import tensor_parallel
+from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
+from pipeline.parallel.spread import Spread, spread
 from pipeline.training import checkpoint, optim
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
@@ -94,6 +94,10 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
     device = resolve_device(train.device, launch)
+    layout = check_sizes(train.parallel, launch.world)
+    if layout.tp > 1:
+        found_config = architecture_of(config, task)
+        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
     for line in launch.advice:
         quiet(f"note: {line}")
     with started(launch, train.parallel, device) as mesh, _signals() as wanted:
@@ -109,25 +113,23 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         else:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if train.activation_checkpointing == "full":
-            checkpoint_blocks(model.blocks)
-        shard(model, model.blocks, mesh, train)
-        optimizer = optim.build(model, train.optim, device)
+        held = spread(model, mesh, train)
+        optimizer = optim.build(held.module, train.optim, device)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, model, optimizer)
+            checkpoint.load(source, document, held.module, optimizer)
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
             quiet(f"resumed from {source} after step {done}")
         quiet(
-            f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type}, {train.precision}, "
-            f"steps {done + 1} to {train.steps}, run directory {run}"
+            f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
+            f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, model, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -144,20 +146,28 @@ def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
         UserError: weights that cannot be found or read.
     """
     weights = config.model.weights
-    if weights is None:
-        if config.model.arch is None:
-            raise ConfigError("neither model.weights nor model.arch is given")
-        architecture = SanaConfig.from_arch(config.model.arch, task.sample_size)
-        if fresh:
-            return SanaTransformer.from_scratch(architecture, config.train.seed)
-    else:
-        if fresh:
-            folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
-            return load_transformer(folder, variant=weights.variant)
-        architecture = read_config(hub.resolve(weights, ("config.json",)))
+    if fresh and weights is not None:
+        folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
+        return load_transformer(folder, variant=weights.variant)
+    architecture = architecture_of(config, task)
+    if fresh:
+        return SanaTransformer.from_scratch(architecture, config.train.seed)
     model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
     model.reset_buffers()
     return model
+
+
+def architecture_of(config: Config, task: Task) -> SanaConfig:
+    """The model's shape: that of the weights, or `model.arch`.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    if config.model.weights is not None:
+        return read_config(hub.resolve(config.model.weights, ("config.json",)))
+    if config.model.arch is None:
+        raise ConfigError("neither model.weights nor model.arch is given")
+    return SanaConfig.from_arch(config.model.arch, task.sample_size)
 
 
 def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
@@ -335,17 +345,20 @@ class _Loop:
         self,
         config: Config,
         task: Task,
-        model: SanaTransformer,
+        layout: Layout,
+        architecture: SanaConfig,
+        spread: Spread,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
-        self.config, self.train, self.task = config, config.train, task
-        self.model, self.optimizer, self.device = model, optimizer, device
+        self.config, self.train, self.task, self.layout = config, config.train, task, layout
+        self.architecture, self.model = architecture, spread.module
+        self.optimizer, self.device = optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(model, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -391,6 +404,7 @@ class _Loop:
         on_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
         total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
+        total /= self.layout.copies
         worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -406,8 +420,8 @@ class _Loop:
             "data_wait": wait,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": int(total[0].item()),
-            "quarantined": int(total[1].item()),
+            "padded_tokens": round(total[0].item()),
+            "quarantined": round(total[1].item()),
             "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
@@ -420,7 +434,7 @@ class _Loop:
             self.model,
             self.optimizer,
             state=state,
-            architecture=self.model.config,
+            architecture=self.architecture,
             config=self.config,
             keep=self.train.keep_checkpoints,
         )

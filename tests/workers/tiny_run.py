@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,16 +17,25 @@ from pipeline.data.loader import Batch, State
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel.spread import Spread
 from pipeline.training import optim
 from pipeline.training.step import Step
 from pipeline.training.trainer import Task
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
 SHAPES = ((8, 8, 12), (6, 10, 16))
 """(latent height, latent width, text rows) of the buckets, taken in turn."""
 
 
-def config(output: Path | str = "unused", *, layers: int = 3, **train: Any) -> Config:
+def environ() -> dict[str, str]:
+    """Of processes that tests start."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def config(
+    output: Path | str = "unused", *, layers: int = 3, arch: dict[str, Any] | None = None, **train: Any
+) -> Config:
     """A valid configuration; `train` overrides fields of the train section, nested ones as dictionaries."""
     base: dict[str, Any] = {
         "output": str(output),
@@ -41,7 +51,7 @@ def config(output: Path | str = "unused", *, layers: int = 3, **train: Any) -> C
     }
     for name, value in train.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) and name in base else value
-    arch = {
+    shape = {
         "in_channels": CHANNELS,
         "num_layers": layers,
         "num_attention_heads": 4,
@@ -50,7 +60,12 @@ def config(output: Path | str = "unused", *, layers: int = 3, **train: Any) -> C
         "cross_attention_head_dim": 16,
         "caption_channels": TEXT_WIDTH,
     }
-    sections = {"vae": {"id": "none"}, "text": {"id": "none"}, "model": {"arch": arch}, "train": base}
+    sections = {
+        "vae": {"id": "none"},
+        "text": {"id": "none"},
+        "model": {"arch": {**shape, **(arch or {})}},
+        "train": base,
+    }
     return Config.model_validate(sections)
 
 
@@ -136,20 +151,31 @@ class Recorder:
         self.module.zero_grad(set_to_none)
 
 
-def gradients(module: torch.nn.Module, settings: Config, pieces: list[Batch]) -> tuple[float, float, dict[str, Tensor]]:
+def losses(step: Step, batch: Batch) -> Tensor:
+    """Losses of the samples of one microbatch, with their graph."""
+    inputs, target = step.part(batch)
+    return step.objective.loss(step.spread.module(*inputs), target)
+
+
+def gradients(
+    model: torch.nn.Module | Spread, settings: Config, pieces: list[Batch]
+) -> tuple[float, float, dict[str, Tensor]]:
     """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
     free = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
-    recorder = Recorder(module)
-    step = Step(module, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
+    held = model if isinstance(model, Spread) else Spread(model)
+    recorder = Recorder(held.module)
+    step = Step(held, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
     outcome = step(pieces, 1)
     return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
 
 
-def train_losses(module: torch.nn.Module, settings: Config, steps: int, rank: int = 0, world: int = 1) -> list[float]:
+def train_losses(
+    model: torch.nn.Module | Spread, settings: Config, steps: int, rank: int = 0, world: int = 1
+) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
-    train = settings.train
-    optimizer = optim.build(module, train.optim, torch.device("cpu"))
-    step = Step(module, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
+    train, held = settings.train, model if isinstance(model, Spread) else Spread(model)
+    optimizer = optim.build(held.module, train.optim, torch.device("cpu"))
+    step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
     found = []
     for number in range(steps):
         optim.set_learning_rate(optimizer, optim.learning_rate(train.optim, GLOBAL_BATCH, number))

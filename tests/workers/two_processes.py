@@ -25,7 +25,7 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch, detect
 from pipeline.models import sana
 from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.spread import Spread, spread
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import Report, fit
 from tests.workers import tiny_run
@@ -50,12 +50,8 @@ def group(launch: Launch, settings: Config) -> Iterator[DeviceMesh]:
         yield found
 
 
-def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> sana.SanaTransformer:
-    model = tiny_run.model(settings, seed)
-    if settings.train.activation_checkpointing == "full":
-        checkpoint_blocks(model.blocks)
-    data_parallel.shard(model, model.blocks, found, settings.train)
-    return model
+def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> Spread:
+    return spread(tiny_run.model(settings, seed), found, settings.train)
 
 
 def late() -> Batch:
@@ -104,12 +100,13 @@ def wrapped(launch: Launch) -> dict[str, Any]:
     """Every block and the root are FSDP modules, a process holds its share, and only the last microbatch reduces."""
     settings = tiny_run.config(microbatch=1)
     with group(launch, settings) as found:
-        model = sharded(settings, found)
-        own = sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+        held = sharded(settings, found)
+        model: Any = held.module
+        own = sum(parameter.to_local().numel() for parameter in model.parameters())
         total = sum(parameter.numel() for parameter in model.parameters())
         pieces = tiny_run.microbatches(tiny_run.global_batch(0), 1, launch.rank, launch.world)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            tiny_run.gradients(model, settings, pieces)
+            tiny_run.gradients(held, settings, pieces)
         reductions = sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::") and "_scatter" in e.key)
         return {
             "wrapped": sum(isinstance(module, FSDPModule) for module in model.modules()),

@@ -1,0 +1,126 @@
+"""A model spread over the processes of a run, and the few things that a training step asks of it.
+
+What: `spread` cuts, recomputes and shards a model as the configuration says and returns a `Spread`, which runs the
+forward and backward passes of a step's microbatches and knows the norm of its gradients.
+Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
+Order matters and is written once, here: tensor parallelism first (it exchanges parameters), then recomputation (it
+exchanges the blocks' classes), then sharding (it takes hold of what it finds).
+Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import TrainConfig
+from pipeline.parallel import data_parallel, tensor_parallel
+from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.mesh import TP
+
+Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
+"""Makes the model's inputs for one microbatch, and the target that its output is compared with."""
+
+
+class Model(Protocol):
+    """What a strategy must know of a model: its blocks in order, and how one of them is cut for tensor parallelism
+    (see `pipeline.parallel.tensor_parallel`)."""
+
+    @property
+    def blocks(self) -> list[nn.Module]: ...
+
+    @property
+    def tensor_parallel_plan(self) -> Mapping[str, str]: ...
+
+
+class Spread:
+    """A model of which every process holds all layers, perhaps cut and sharded; also a model alone in one process.
+
+    Attributes:
+        module: what this process holds, with the whole model's parameter names.
+        data_world: how many parts a global batch has.
+    """
+
+    def __init__(self, module: nn.Module, data_world: int = 1):
+        self.module, self.data_world = module, data_world
+
+    def forward_backward(
+        self, parts: Sequence[Part], loss: Callable[[Tensor, Tensor], Tensor], share: int
+    ) -> list[Tensor]:
+        """Accumulate the gradient of the mean loss over this process's `share` samples of the global batch; averaged
+        over the parts of the batch as soon as the last microbatch is done.
+
+        Args:
+            parts: the microbatches, all of one shape but for the last, which may be smaller.
+            loss: (output, target) -> (b,) fp32 losses of the samples.
+
+        Returns:
+            The losses of each microbatch, detached; the same on every process that has this part of the batch.
+        """
+        found = []
+        for number, part in enumerate(parts, start=1):
+            inputs, target = part()
+            data_parallel.sync_gradients(self.module, number == len(parts))
+            losses = loss(self.module(*inputs), target)
+            (losses.sum() / share).backward()
+            found.append(losses.detach())
+        return found
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def norm(self) -> Tensor:
+        """L2 norm of the whole model's gradient, fp32 scalar, the same on every process."""
+        kinds: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        for gradient in self.gradients():
+            kinds.setdefault(_sharded_over(gradient), []).append(_local(gradient))
+        squares = [_squares(own, groups) for groups, own in kinds.items()]
+        return torch.stack(squares).sum().sqrt()
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scale the gradient to length `limit` if it is longer. The factor is computed on the device."""
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in self.gradients():
+            _local(gradient).mul_(factor)
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
+    """Spread a model in place over a run's mesh.
+
+    Args:
+        model: a `Model` with fp32 parameters, the same values on every process.
+        mesh: with the dimensions of `pipeline.parallel.mesh`.
+    """
+    blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]
+    tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
+    if train.activation_checkpointing == "full":
+        checkpoint_blocks(blocks)
+    data_parallel.shard(model, blocks, mesh, train)
+    return Spread(model, data_parallel.data_mesh(mesh).size())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_over(tensor: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups whose processes hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(tensor.device_mesh.get_group(i) for i, kind in enumerate(tensor.placements) if not kind.is_replicate())
+
+
+def _squares(own: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
+    """Sum of squares over this process's parts of some tensors and those of the groups' other processes."""
+    total = torch.nn.utils.get_total_norm(own, foreach=own[0].device.type == "cuda").square()
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    return total

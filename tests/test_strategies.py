@@ -1,0 +1,98 @@
+"""Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
+
+One launch (`tests/workers/strategies.py`) runs all of them; the tests below judge what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pipeline.config import ParallelConfig
+from pipeline.errors import ConfigError
+from pipeline.parallel import mesh, tensor_parallel
+from tests.test_dist_training import ROOT
+from tests.workers import strategies, tiny_run
+
+PARTS = {"self-attention heads": 70, "cross-attention heads": 20, "GLUMBConv channels": 5600}
+ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("strategies")
+    command = [sys.executable, "-m", "tests.workers.strategies", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {world: json.loads((folder / f"found-{world}.json").read_text()) for world in strategies.CASES}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "name"), ROWS)
+def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row = found[world][name]
+    if row["precision"] == "bf16":
+        assert row["gradient"] <= 1.25 * row["plain_bf16"]
+        assert row["losses"] <= 3e-2
+        return
+    assert row["gradient"] <= (1e-5 if row["qk_norm"] else 2e-6)
+    assert row["loss"] <= 2e-6
+    assert row["norm"] <= 2e-6
+    assert row["losses"] <= 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "name"), ROWS)
+def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row, settings = found[world][name], strategies.settings_of(strategies.CASES[world][name])
+    layout, there = mesh.check_sizes(settings.train.parallel, world), row["wrapping"]
+    sharded = layout.data_world > 1 or settings.train.precision == "bf16"
+    assert there["data_world"] == layout.data_world
+    assert there["fsdp_blocks"] == (there["blocks"] if sharded else 0)
+    per_block = 20 if row["qk_norm"] else 16
+    assert there["over_tp"] == (per_block * there["blocks"] if layout.tp > 1 else 0)
+    data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
+    assert there["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
+    whole = 0.63 if layout.tp > 1 else 1.0  # of the tiny model; the rest stays whole on every process
+    assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
+
+
+def test_sizes_that_remain() -> None:
+    assert mesh.check_sizes(ParallelConfig(tp_size=2), 8) == mesh.Layout(1, 1, 4, 2)
+    assert mesh.check_sizes(ParallelConfig(dp_replicate=-1, dp_shard=2), 8) == mesh.Layout(1, 4, 2, 1)
+    assert str(mesh.Layout(2, 1, 4, 1)) == "2 pp x 4 dp_shard"
+    assert str(mesh.Layout(1, 1, 1, 1)) == "one process"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "says"),
+    [
+        ({"tp_size": 3}, 8, "(?s)tp_size = 3.*launch of 8.*a multiple of 3.*launch 9"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, "(?s)dp_replicate = 2, dp_shard = 2.*launch of 8.*4 process.*launch 4"),
+        ({"tp_size": 2, "pp_size": 2}, 2, "(?s)launch of 2.*a multiple of 4.*launch 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], world: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        mesh.check_sizes(ParallelConfig(**sizes), world)
+
+
+def test_who_reads_which_part_of_a_batch() -> None:
+    layout = mesh.Layout(2, 2, 2, 2)
+    assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert (layout.data_world, layout.copies) == (4, 4)
+
+
+def test_a_tp_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
+    tensor_parallel.check(PARTS, 10, 0.0)
+    tensor_parallel.check(PARTS, 1, 0.1)
+    with pytest.raises(ConfigError, match=r"(?s)tp_size = 4.*one of \[1, 2, 5, 10\].*70 self-attention heads"):
+        tensor_parallel.check(PARTS, 4, 0.0)
+    with pytest.raises(ConfigError, match=r"dropout = 0\.1"):
+        tensor_parallel.check(PARTS, 2, 0.1)
