@@ -31,6 +31,7 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
 
 
 class _Section(BaseModel):
@@ -351,7 +352,11 @@ class TrainConfig(_Section):
     Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
     (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
-    there: the same values, fewer bytes.
+    there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
+    them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
+    compile: `block` compiles each block with torch.compile, for at most `compile_max_shapes` shapes of a batch.
+    peak_tflops: of one GPU in the run's precision, for the model FLOPs utilisation; null: its data sheet's, if known.
+    trackers: where metrics go beside `metrics.jsonl`, by accelerate's names.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     """
@@ -377,7 +382,23 @@ class TrainConfig(_Section):
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
+    trackers: list[Tracker] = ["tensorboard"]
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    packed_attention: bool = False
+    compile: Literal["none", "block"] = "none"
+    compile_backend: str = "inductor"
+    compile_max_shapes: Positive = 8
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _packed(self) -> TrainConfig:
+        if self.packed_attention:
+            for key, needed in (("text", "packed"), ("compile", "none")):
+                if getattr(self, key) != needed:
+                    raise ValueError(f"packed_attention: true needs {key}: {needed} (found {getattr(self, key)!r})")
+            if self.parallel.pp_size > 1:
+                raise ValueError("packed_attention: true cannot be had with parallel.pp_size > 1")
+        return self
 
 
 class SampleConfig(_Section):

@@ -4,7 +4,8 @@ What: `spread` cuts, recomputes and shards a model as the configuration says and
 forward and backward passes of a step's microbatches and knows the norm of its gradients.
 Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
 Order matters and is written once, here: tensor parallelism first (it exchanges parameters), then recomputation (it
-exchanges the blocks' classes), then sharding (it takes hold of what it finds).
+exchanges the blocks' classes), then compilation (of what the class then does), then sharding (it takes hold of what it
+finds).
 Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
 """
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, tensor_parallel
 from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.compiled import compile_blocks
 from pipeline.parallel.mesh import TP
 
 Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
@@ -102,6 +104,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
     tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     if train.activation_checkpointing == "full":
         checkpoint_blocks(blocks)
+    if train.compile == "block":
+        compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
     data_parallel.shard(model, blocks, mesh, train)
     return Spread(model, data_parallel.data_mesh(mesh).size())
 

@@ -18,16 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
 
-from pipeline.config import Config, dump
+from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
@@ -39,9 +38,10 @@ from pipeline.models.sana_files import load_transformer
 from pipeline.parallel import tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import Spread, spread
-from pipeline.training import checkpoint, optim
+from pipeline.training import checkpoint, optim, trackers
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
+from pipeline.training.watch import Watch, memory_errors
 
 Say = Callable[[str], None]
 
@@ -93,14 +93,16 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     train = config.train
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
+    trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
+    _check_packed(train, device)
     layout = check_sizes(train.parallel, launch.world)
     if layout.tp > 1:
         found_config = architecture_of(config, task)
         tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
     for line in launch.advice:
         quiet(f"note: {line}")
-    with started(launch, train.parallel, device) as mesh, _signals() as wanted:
+    with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
         run = Path(train.output)
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
@@ -227,6 +229,18 @@ def _choose(run: Path, resume: str | Path | None) -> tuple[tuple[Path, checkpoin
     return (source, checkpoint.read_document(source)), notes
 
 
+def _check_packed(train: TrainConfig, device: torch.device) -> None:
+    if train.packed_attention and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= (8, 0)
+        if train.precision == "fp32" or not able:
+            raise ConfigError(
+                "train.packed_attention: true has no kernel here",
+                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+                fix="--set train.packed_attention=false",
+            )
+
+
 def _check_fit(architecture: SanaConfig, task: Task) -> None:
     pairs = (
         ("in_channels", architecture.in_channels, "the latents have", task.channels),
@@ -270,7 +284,8 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
         fresh.replace(path)
     except OSError as error:
         raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
-    journal = Metrics(run / "metrics.jsonl", say)
+    followers = trackers.Trackers(config.train.trackers, run, done, config.model_dump(mode="json"), say)
+    journal = Metrics(run / "metrics.jsonl", say, followers)
     journal.start(**facts)
     return journal
 
@@ -320,26 +335,6 @@ def _signals() -> Iterator[_Wanted]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
-@dataclass
-class _Window:
-    """What happened since the last row."""
-
-    began: float = field(default_factory=time.perf_counter)
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    samples: int = 0
-    waited: float = 0.0
-    padded: int = 0
-    replaced: int = 0  # since the start
-
-    def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
-        self.losses.append(outcome.loss)
-        self.norms.append(outcome.grad_norm)
-        self.samples += outcome.samples
-        self.waited += waited
-        self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
-
-
 class _Loop:
     def __init__(
         self,
@@ -354,11 +349,12 @@ class _Loop:
         wanted: _Wanted,
         say: Say,
     ):
-        self.config, self.train, self.task, self.layout = config, config.train, task, layout
+        self.config, self.train, self.task = config, config.train, task
         self.architecture, self.model = architecture, spread.module
         self.optimizer, self.device = optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
         self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.watch = Watch(config.train, architecture, layout, device, say)
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -369,7 +365,7 @@ class _Loop:
             self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
             return Report(done, saved, None, None)
         loader = together(lambda: self.task.loader(done, self.train.steps))
-        window, asked, state = _Window(), time.perf_counter(), None
+        asked, state = time.perf_counter(), None
         self.model.train()
         with ended(iter(loader)) as steps:
             for microbatches, state in steps:
@@ -377,15 +373,13 @@ class _Loop:
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
                 outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
-                window.add(outcome, microbatches, waited)
-                window.replaced = getattr(loader, "replaced", 0)
+                self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
-                    self._log(outcome, window, rate, microbatches)
-                    window = _Window()
+                    self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0))
                 if last or state.step % self.train.save_every == 0:
-                    saved = self._save(state)
-                    window.began = time.perf_counter()
+                    with self.watch.aside():
+                        saved = self._save(state)
                 if last:
                     break
                 asked = time.perf_counter()
@@ -396,36 +390,16 @@ class _Loop:
             self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
         return Report(state.step, saved, self.loss, names[0] if names else None)
 
-    def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
+    def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int) -> None:
         self.step.settle()
-        self.loss = float(torch.stack(window.losses).double().mean())
-        norm = float(torch.stack(window.norms).double().mean())
-        elapsed = time.perf_counter() - window.began
-        on_gpu = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
-        total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
-        total /= self.layout.copies
-        worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        if self.journal is None:
-            return
-        wait, memory = worst.tolist()
-        values = {
-            "step": outcome.step,
-            "loss": self.loss,
-            "grad_norm": norm,
-            "lr": rate,
-            "images_per_s": window.samples / elapsed,
-            "data_wait": wait,
-            "bucket": list(outcome.bucket),
-            "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": round(total[0].item()),
-            "quarantined": round(total[1].item()),
-            "memory_gib": memory / 2**30 if on_gpu else None,
-            "seconds": time.perf_counter() - self.began,
-        }
-        self.journal.row(self.train.steps, values)
+        counted = self.watch.values(replaced)
+        self.loss = counted["loss"]
+        if self.journal is not None:
+            shape = {"bucket": list(outcome.bucket), "text_rows": microbatches[0].mask.shape[1]}
+            seconds = time.perf_counter() - self.began
+            self.journal.row(
+                self.train.steps, {"step": outcome.step, "lr": rate, **counted, **shape, "seconds": seconds}
+            )
 
     def _save(self, state: State) -> Path:
         self.step.settle()
