@@ -13,7 +13,8 @@ bucket ([height, width] of the row's last step), text_rows (its padded caption l
 since the last row that are padding, all processes), quarantined (samples that stood in for unreadable ones since this
 attempt began, all processes), memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the
 largest of any process, whose number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for
-main memory, since the process began), seconds (since this attempt began) and time (UTC). Rows of older versions have fewer.
+main memory, since the process began), seconds (since this attempt began) and time (UTC). Rows of older versions
+have fewer.
 """
 
 from __future__ import annotations
