@@ -359,6 +359,10 @@ class TrainConfig(_Section):
     trackers: where metrics go beside `metrics.jsonl`, by accelerate's names.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+
+    Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
+    the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
+    that of every `keep_every`th step (null: none).
     """
 
     output: str = "./runs/default"
@@ -382,6 +386,8 @@ class TrainConfig(_Section):
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    async_save: bool = True
     trackers: list[Tracker] = ["tensorboard"]
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     packed_attention: bool = False
@@ -389,6 +395,15 @@ class TrainConfig(_Section):
     compile_backend: str = "inductor"
     compile_max_shapes: Positive = 8
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _kept(self) -> TrainConfig:
+        if self.keep_every is not None and self.keep_every % self.save_every:
+            some = f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
+            raise ValueError(
+                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _packed(self) -> TrainConfig:

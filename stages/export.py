@@ -5,7 +5,8 @@ encoder and tokenizer copied file by file, `model_index.json`, and a README that
 Why copied: the folder then stands alone, and a model is exported with the encoders whose records it was trained on.
 Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
 those of the checkpoint, not of whatever configuration is at hand.
-Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename.
+Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename. The weights pass
+through memory one parameter at a time, whatever the processes that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def run(config: Config, checkpoint: str, out: Path) -> Path:
     parts = _parts(config)
     architecture = with_sample_size(document.architecture, config.data.resolution // parts.compression)
     _check_fit(config, architecture, parts)
-    _, weights = checkpoints.load_model_state(folder)
+    weights = checkpoints.ModelTensors(folder)
 
     work = out.with_name(f".{out.name}.partial")
     try:
@@ -180,7 +182,7 @@ def _write(
     config: Config,
     document: checkpoints.Document,
     architecture: SanaConfig,
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     parts: Parts,
     work: Path,
 ) -> None:

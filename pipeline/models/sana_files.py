@@ -1,22 +1,24 @@
 """Sana's weights in and out of a diffusers folder.
 
-What: `load_weights`, `load_transformer` and `save_weights` for safetensors in one file or in shards with an index;
-`interleave` and `deinterleave` between diffusers' channel order, which exists only in files, and ours.
+What: `WeightFiles` reads any slice of a parameter out of safetensors in one file or in shards with an index,
+`load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. Between diffusers'
+channel order, which exists only in files, and ours stand `interleave` and `deinterleave`.
 Why: a folder is refused by the file, parameter or key that is wrong with it, not by a tensor's shape deep in a load.
-Price: a whole set of weights is in host memory while it is read.
+Why a writer of our own: safetensors' takes a whole file's tensors at once (5 GB by default); the format is a length, a
+JSON header and the bytes.
+Price: the header has to follow that format; the tests read it back with safetensors and diffusers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import UserError
@@ -27,6 +29,9 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 MAX_SHARD_BYTES = 5_000_000_000  # diffusers' own default, "5GB"
 
 _GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
+
+
+_STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def interleave(name: str, tensor: Tensor) -> Tensor:
@@ -51,37 +56,68 @@ def expected_shapes(config: SanaConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in SanaTransformer.on_meta(config).named_parameters()}
 
 
-def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
-    """Read a diffusers transformer folder: `config.json` and safetensors, in one file or in shards with an index.
+class WeightFiles:
+    """A diffusers transformer folder, opened: `config.json` and safetensors, in one file or in shards with an index.
 
     Args:
         folder: local folder.
         variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`.
 
-    Returns:
-        The configuration, and every parameter on the CPU in the file's dtype and our layout.
+    Attributes:
+        config: what `config.json` says.
+        shapes: name and shape of every parameter.
 
     Raises:
         UserError: no such folder or files, a damaged file, parameters missing, unexpected or of another shape (named).
     """
-    folder = Path(folder)
-    config = read_config(folder)
-    weights: dict[str, Tensor] = {}
-    source: dict[str, str] = {}
-    for path in _weight_files(folder, variant):
-        try:
-            part = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read as safetensors: {error}", fix="download or export it again"
-            ) from None
-        for name, tensor in part.items():
-            if name in source:
-                raise UserError(f"{folder}: parameter {name} is in two files", found=f"{source[name]}, {path.name}")
-            source[name] = path.name
-            weights[name] = interleave(name, tensor)
-    _check_names(config, weights, str(folder))
-    return config, weights
+
+    def __init__(self, folder: Path, variant: str | None = None):
+        folder = Path(folder)
+        self.config = read_config(folder)
+        self._slices: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        for path in _weight_files(folder, variant):
+            try:
+                handle = safe_open(path, framework="pt")
+                part = {name: handle.get_slice(name) for name in handle.keys()}
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{path} cannot be read as safetensors: {error}", fix="download or export it again"
+                ) from None
+            for name in part:
+                if name in source:
+                    raise UserError(f"{folder}: parameter {name} is in two files", found=f"{source[name]}, {path.name}")
+                source[name] = path.name
+            self._slices |= part
+        self.shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+        expected = expected_shapes(self.config)
+        _check_names(expected, self.shapes, str(folder))
+        for name, shape in expected.items():
+            _check_shape(name, shape, self.shapes[name], str(folder))
+
+    def dtype(self, name: str) -> str:
+        """The file's dtype of a parameter, in safetensors' words (`F32`, `BF16`)."""
+        return str(self._slices[name].get_dtype())
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """A box of a parameter, in the file's dtype and our layout, on the CPU. Only its bytes are read.
+
+        The result may be a mapping of the file, which may change or shrink later: copy it.
+        """
+        stored, rest = self._slices[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
+        begin, end = offsets[0], offsets[0] + lengths[0]
+        if not name.endswith(_GLU_PARAMETERS):
+            return stored[(slice(begin, end), *rest)]
+        half, first, last = self.shapes[name][0] // 2, begin // 2, (end + 1) // 2  # the pairs of value and gate
+        values, gates = stored[(slice(first, last), *rest)], stored[(slice(half + first, half + last), *rest)]
+        return interleave(name, torch.cat([values, gates]))[begin - 2 * first : end - 2 * first]
+
+
+def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
+    """The configuration, and every parameter on the CPU in the file's dtype and our layout. Arguments and errors as in
+    `WeightFiles`."""
+    files = WeightFiles(folder, variant)
+    return files.config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
 
 
 def load_transformer(
@@ -115,7 +151,8 @@ def save_weights(
     earlier export in the same folder are removed at the end.
 
     Args:
-        state_dict: every parameter in full, in our layout, on any device; converted one shard at a time.
+        state_dict: every parameter in full, in our layout, on any device; taken out and converted one at a time, so a
+            mapping that reads them from a file holds no more than one.
         config: written as `config.json`.
         folder: created if absent.
         dtype: of the files.
@@ -125,11 +162,12 @@ def save_weights(
         UserError: parameters missing, unexpected or of another shape (named); the folder cannot be written.
     """
     folder = Path(folder)
-    _check_names(config, state_dict, "the model to be saved")
+    shapes = expected_shapes(config)
+    _check_names(shapes, state_dict, "the model to be saved")
     shards: list[list[str]] = [[]]
     room, total = max_shard_bytes, 0
-    for name in expected_shapes(config):
-        size = state_dict[name].numel() * dtype.itemsize
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
         if shards[-1] and size > room:
             shards.append([])
             room = max_shard_bytes
@@ -144,12 +182,14 @@ def save_weights(
         for number, names in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             file = f"{WEIGHTS_STEM}{suffix}.safetensors"
-            part = {
-                name: deinterleave(name, state_dict[name].detach()).to(device="cpu", dtype=dtype).contiguous()
-                for name in names
-            }
             temporary = folder / f"{file}.tmp"
-            save_file(part, temporary, metadata={"format": "pt"})
+            with temporary.open("wb") as out:
+                out.write(_header({name: shapes[name] for name in names}, dtype))
+                for name in names:
+                    whole = state_dict[name].detach()
+                    _check_shape(name, shapes[name], tuple(whole.shape), "the model to be saved")
+                    stored = deinterleave(name, whole).to(device="cpu", dtype=dtype).contiguous()
+                    stored.flatten().view(torch.uint8).numpy().tofile(out)
             os.replace(temporary, folder / file)
             written.append(file)
             place.update(dict.fromkeys(names, file))
@@ -197,24 +237,40 @@ def _weight_files(folder: Path, variant: str | None) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check_names(config: SanaConfig, weights: Mapping[str, Tensor], where: str) -> None:
-    shapes = expected_shapes(config)
-    missing = [name for name in shapes if name not in weights]
-    unexpected = [name for name in weights if name not in shapes]
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    """What precedes the bytes of a safetensors file with these tensors, one after the other
+    (https://github.com/huggingface/safetensors#format)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {"dtype": _STORED_AS[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the bytes begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], where: str) -> None:
+    there = set(names)
+    missing = [name for name in shapes if name not in there]
+    unexpected = sorted(there - shapes.keys())
     if missing or unexpected:
         parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unexpected {_some(unexpected)}"] * bool(unexpected)
         raise UserError(
             f"{where} does not hold the parameters of its configuration: {'; '.join(parts)}",
             expected=f"{len(shapes)} parameters",
-            found=f"{len(weights)}",
+            found=f"{len(there)}",
         )
-    for name, shape in shapes.items():
-        if tuple(weights[name].shape) != shape:
-            raise UserError(
-                f"{where}: parameter {name} has another shape than its configuration says",
-                expected=list(shape),
-                found=list(weights[name].shape),
-            )
+
+
+def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], where: str) -> None:
+    if found != expected:
+        raise UserError(
+            f"{where}: parameter {name} has another shape than its configuration says",
+            expected=list(expected),
+            found=list(found),
+        )
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

@@ -42,7 +42,8 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device.
 
     Args:
-        model: fp32 parameters, the same values on every process (each keeps its own slice of its own copy).
+        model: fp32 parameters, on the meta device (then they are undefined afterwards: see `filling`) or the same
+            values on every process (each keeps its own slice of its own copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
@@ -50,7 +51,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
         raise ValueError("master parameters must be float32")
     over = data_mesh(mesh)
     if train.precision == "fp32" and over.size() == 1:
-        return model.to(mesh.device_type)
+        return _here(model, mesh.device_type)
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshard_after_forward
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -63,7 +64,13 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
         raise RuntimeError(f"fully_shard did not take hold of {missing}")
     if train.parallel.prefetch_blocks is not None:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
-    return model
+    return _here(model, mesh.device_type)
+
+
+def _here(model: nn.Module, device: str) -> nn.Module:
+    """On the device; a model on the meta device gets memory for the parts that are its own, with undefined values."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return model.to_empty(device=device) if on_meta else model.to(device)
 
 
 def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:

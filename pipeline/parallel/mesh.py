@@ -131,10 +131,11 @@ def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> I
         dist.destroy_process_group()
 
 
-def on_main(function: Callable[[], Value]) -> Value:
+def on_main(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `function` on rank 0 and return its result everywhere; an error of rank 0 is raised everywhere.
 
-    The result travels pickled between processes of one launch: paths, numbers, dataclasses.
+    The result travels pickled between processes of one launch: paths, numbers, dataclasses. A thread beside the main
+    one needs a `group` of its own (all processes), since two threads of a process meet others in no fixed order.
     """
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -142,19 +143,19 @@ def on_main(function: Callable[[], Value]) -> Value:
             box[0] = function()
         except Exception as error:  # handed to the other processes, then raised on all of them
             box[1] = error
-    failure = _broadcast(box)
+    failure = _broadcast(box, group)
     if failure is not None:
         raise failure
     return box[0]
 
 
-def agree(error: Exception | None) -> None:
+def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Called by every process with its own error or None: the first error in rank order is raised on all of them."""
     errors: list[Any] = [None] * dist.get_world_size()
     if dist.get_world_size() == 1:
         errors = [error]
     else:
-        dist.all_gather_object(errors, _portable(error))
+        dist.all_gather_object(errors, _portable(error), group)
     for found in errors:
         if found is not None:
             raise found
@@ -172,19 +173,19 @@ def together(function: Callable[[], Value]) -> Value:
     return value
 
 
-def gather(value: Value) -> list[Value]:
+def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Every process's value, in rank order, on every process. Without a group there is one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def _broadcast(box: list[Any]) -> Exception | None:
+def _broadcast(box: list[Any], group: dist.ProcessGroup | None) -> Exception | None:
     if dist.get_world_size() > 1:
         box[1] = _portable(box[1])
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[1]
 
 

@@ -97,7 +97,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
     """Spread a model in place over a run's mesh.
 
     Args:
-        model: a `Model` with fp32 parameters, the same values on every process.
+        model: a `Model` with fp32 parameters, on the meta device (`filling.fill` then gives them their values) or the
+            same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
     blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]

@@ -1,14 +1,17 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-What: `save` writes model and optimizer into `step-00000500.tmp`, then `checkpoint.json`, then renames the folder;
-`newest` finds what `--resume auto` takes; `load` restores on any number of processes; `load_model_state` reads the
-weights in one process without a process group.
+What: `Saver` writes model and optimizer into `step-00000500.tmp`, then `checkpoint.json`, then renames the folder, all
+of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes; `load`
+restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
 folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
 the document holds the size and xxh3-128 digest of every file, so that the difference is found when it is read.
+Why a thread and no process: the copy in host memory is all it needs, and a child process would have to be started
+(7 s) or forked with the training's threads and sockets in it.
 Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
-rate from the step, and no random state exists outside the keys in `State`.
-Price: every file is read back once after writing; all processes must see the same file system.
+rate and the seed of torch's generators from the step.
+Price: a copy of this process's share in host memory while a save is in flight; every file is read back once after
+writing; all processes must see the same file system.
 
 Layout of the tensors: `model.<parameter>` and `optim.state.<parameter>.<moment>`, fp32, with GLUMBConv's channels
 interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use the export stage for that.
@@ -16,13 +19,15 @@ interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from pipeline.config import Config
 from pipeline.data.loader import State
@@ -48,8 +55,10 @@ LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
     "...]; AdamW moments alike"
 )
+_MODEL = "model."
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
+_MEND = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -77,47 +86,91 @@ def folder_of(root: Path, step: int) -> Path:
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def save(
-    root: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    state: State,
-    architecture: SanaConfig,
-    config: Config,
-    keep: int,
-) -> Path:
-    """Publish a checkpoint and remove all but the newest `keep`. Called by every process of the run.
+class Saver:
+    """Writes the checkpoints of one run, one at a time. Made, called and left (`with`) by all processes together.
 
-    Raises:
-        CheckpointError: writing failed, or the processes do not see one file system. What was published before stays.
+    Args:
+        root: the run's `checkpoints` folder.
+        config: kept in every checkpoint; `train.async_save`, `keep_checkpoints`, `keep_every` rule this class.
+        say: told of every published checkpoint, on the first process, perhaps from another thread.
     """
-    final = folder_of(root, state.step)
-    work = final.with_name(final.name + ".tmp")
-    on_main(lambda: _prepare(root, final, work))
-    _dcp(lambda: dcp.save(_tensors(model, optimizer), checkpoint_id=str(work)), f"{work}: could not be written")
-    rank = dist.get_rank()
-    try:
-        own = {p.name: _fingerprint(p) for p in sorted(work.iterdir()) if _owner(p.name, dist.get_world_size()) == rank}
+
+    def __init__(self, root: Path, architecture: SanaConfig, config: Config, say: Callable[[str], None]):
+        self._root, self._architecture, self._config, self._say = root, architecture, config, say
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if config.train.async_save else None
+        # What the thread agrees on must not meet what the training reduces at the same time: a group of its own.
+        timeout = timedelta(seconds=config.train.parallel.timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self._thread else None
+        self._flight: Future[Path] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this process. To be told to the others; `wait` has the reason."""
+        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Publish a checkpoint and remove old ones; in the background, only after a copy of all tensors is taken.
+
+        Raises:
+            CheckpointError: this save or the one before failed (the same words on every process), or the processes do
+                not see one file system. What was published before stays.
+        """
+        self.wait()
+        tensors = _tensors(model, optimizer)
+        if self._thread is None:
+            self._write(tensors, state)
+        else:
+            self._flight = self._thread.submit(self._write, host_copy(tensors), state)
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Raises what `save` raises."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.result()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+                self.wait()  # while another error is on its way, that one is told
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _write(self, tensors: dict[str, Any], state: State) -> Path:
+        root, group, train = self._root, self._group, self._config.train
+        final = folder_of(root, state.step)
+        work = final.with_name(final.name + ".tmp")
+        on_main(lambda: _prepare(root, final, work), group)
+        _dcp(
+            lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written"
+        )  # fmt: skip
+        rank, world = dist.get_rank(), dist.get_world_size()
+        own: dict[str, list[Any]] = {}
         error = None
-    except OSError as caught:
-        own, error = {}, CheckpointError(f"{work}: could not be read back: {caught}")
-    agree(error)
-    files = {name: fingerprint for part in gather(own) for name, fingerprint in part.items()}
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "layout": LAYOUT,
-        "state": state.as_dict(),
-        "architecture": architecture.to_dict(),
-        "config": config.model_dump(mode="json"),
-        "processes": dist.get_world_size(),
-        "torch": torch.__version__,
-        "files": files,
-    }
-    on_main(lambda: _publish(work, final, document))
-    on_main(lambda: _retire(root, keep))
-    return final
+        try:
+            own = {path.name: _fingerprint(path) for path in sorted(work.iterdir()) if _owner(path.name, world) == rank}
+        except OSError as caught:
+            error = CheckpointError(f"{work}: could not be read back: {caught}")
+        agree(error, group)
+        files = {name: fingerprint for part in gather(own, group) for name, fingerprint in part.items()}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": LAYOUT,
+            "state": state.as_dict(),
+            "architecture": self._architecture.to_dict(),
+            "config": self._config.model_dump(mode="json"),
+            "processes": world,
+            "torch": torch.__version__,
+            "files": files,
+        }
+        on_main(lambda: _publish(work, final, document), group)
+        on_main(lambda: _retire(root, train.keep_checkpoints, train.keep_every), group)
+        self._say(f"saved {final}")
+        return final
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -127,15 +180,37 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
 
 
+def host_copy(tree: Any) -> Any:
+    """The tree of dictionaries with every tensor copied to host memory (pinned where it comes from a GPU).
+
+    DTensors and other wrapper subclasses keep their class around the copied parts: neither DTensor's own constructor
+    (it moves the part back to the mesh's device) nor torch's `DefaultStager` (it allocates, which the states of 8-bit
+    optimizers do not implement) does that.
+    """
+    copied = tree_map_only(Tensor, _host_copy, tree)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the copies from the GPU are under way until here
+    return copied
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        parts = {
+            name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names
+        }  # a mesh may be among
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    source = tensor.detach()
+    return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
+
+
 def _dcp(call: Callable[[], Any], what: str) -> None:
     """Run a DCP call. Its CheckpointException is no Exception, so it would pass every ordinary handler."""
     try:
         call()
     except CheckpointException as error:
         reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
-        raise CheckpointError(
-            what, found="; ".join(sorted(reasons)), fix="check the disk's space and rights, then --resume auto"
-        ) from None
+        raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_MEND) from None
 
 
 def _prepare(root: Path, final: Path, work: Path) -> None:
@@ -159,22 +234,27 @@ def _publish(work: Path, final: Path, document: dict[str, Any]) -> None:
             fix="put train.output on a file system that all nodes share",
         )
     document = {**document, "digest": _digest_of(document)}
-    with (work / DOCUMENT).open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(work)
-    os.rename(work, final)
-    _sync_folder(final.parent)
+    try:
+        with (work / DOCUMENT).open("w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(work)
+        os.rename(work, final)
+        _sync_folder(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final}: could not be published: {error}", fix=_MEND) from None
 
 
-def _retire(root: Path, keep: int) -> None:
-    """Remove older checkpoints and what interrupted saves and removals left. A rename first: a half-removed
-    checkpoint must not look like a damaged one."""
+def _retire(root: Path, keep: int, every: int | None) -> None:
+    """Remove all checkpoints but the newest `keep` and those of every `every`th step, and what interrupted saves and
+    removals left. A rename first: a half-removed checkpoint must not look like a damaged one."""
     for path in sorted(root.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete(root)[:-keep]:
+        if every is not None and _step_of(path) % every == 0:
+            continue
         away = path.with_name(path.name + ".removing")
         os.rename(path, away)
         shutil.rmtree(away, ignore_errors=True)
@@ -195,8 +275,11 @@ def complete(root: Path) -> list[Path]:
     """Published checkpoints by step, oldest first."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -319,8 +402,9 @@ def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.op
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
 
 
-def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
-    """The architecture and the fp32 weights (CPU, our layout) of a checkpoint, in one process without a group.
+class ModelTensors(Mapping[str, Tensor]):
+    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read when it is asked for, in one
+    process without a group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
@@ -328,19 +412,43 @@ def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]
     Raises:
         CheckpointError: not a complete checkpoint, or a damaged one.
     """
-    folder = Path(folder)
-    document = read_document(folder)
-    verify(folder, document)
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what no_dist asks for
-        _dcp(lambda: dcp.load(weights, checkpoint_id=str(folder), no_dist=True), f"{folder}: could not be read")
-    return document.architecture, {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        document = read_document(self.folder)
+        verify(self.folder, document)
+        self.architecture = document.architecture
+        self._reader = dcp.FileSystemReader(str(self.folder))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._entries = {
+            name.removeprefix(_MODEL): entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner({_MODEL + name: tensor}, self._metadata, is_coordinator=True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.folder}: {name} could not be read: {error}") from None
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
+    """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
+    weights = ModelTensors(folder)
+    return weights.architecture, dict(weights)
 
 
 def resolve(root: Path, resume: str | Path) -> Path | None:

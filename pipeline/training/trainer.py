@@ -6,7 +6,7 @@ Why so little in the loop: what a batch is, is decided by the loader; what a ste
 reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
 value that all of them have.
 Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
-At the start every process holds the whole model in fp32 in host memory (6.4 GB for Sana 1.6B), then its share.
+No process ever holds the whole model: it is laid out without memory, spread, and each process reads its own slices.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
 """
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-import xxhash
 
 from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
@@ -34,8 +32,9 @@ from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
-from pipeline.models.sana_files import load_transformer
+from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import tensor_parallel
+from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import Spread, spread
 from pipeline.training import checkpoint, optim, trackers
@@ -107,15 +106,18 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
             quiet(line)
-        model = together(lambda: build_model(config, task, fresh=found is None))
-        architecture = model.config
+        architecture = together(lambda: architecture_of(config, task))
         together(lambda: _check_fit(architecture, task))
-        if found is None:
-            _check_equal_start(model)
-        else:
+        if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+        values = together(lambda: start_values(config, architecture)) if found is None else None
+        model = SanaTransformer.on_meta(architecture)
+        model.reset_buffers()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         held = spread(model, mesh, train)
+        if values is not None:
+            _check_equal_start(values)
+            together(lambda: fill(held.module, values))
         optimizer = optim.build(held.module, train.optim, device)
         done = 0
         if found is not None:
@@ -139,24 +141,16 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
                 journal.close()
 
 
-def build_model(config: Config, task: Task, *, fresh: bool) -> SanaTransformer:
-    """The model on the CPU, fp32. For a resumed run (`fresh` False) its values are undefined: the checkpoint has them.
-
-    On the CPU, because the start weights then do not depend on the kind of GPU, and `shard` moves one block at a time.
+def start_values(config: Config, architecture: SanaConfig) -> Start:
+    """What a new run starts from: the files of `model.weights`, or values drawn with `train.seed`.
 
     Raises:
         UserError: weights that cannot be found or read.
     """
     weights = config.model.weights
-    if fresh and weights is not None:
-        folder = hub.resolve(weights, hub.weight_patterns(weights.variant))
-        return load_transformer(folder, variant=weights.variant)
-    architecture = architecture_of(config, task)
-    if fresh:
-        return SanaTransformer.from_scratch(architecture, config.train.seed)
-    model = SanaTransformer.on_meta(architecture).to_empty(device="cpu")
-    model.reset_buffers()
-    return model
+    if weights is None:
+        return Drawn(architecture, config.train.seed)
+    return Stored(hub.resolve(weights, hub.weight_patterns(weights.variant)), weights.variant)
 
 
 def architecture_of(config: Config, task: Task) -> SanaConfig:
@@ -254,15 +248,10 @@ def _check_fit(architecture: SanaConfig, task: Task) -> None:
             )
 
 
-def _check_equal_start(model: torch.nn.Module) -> None:
-    """Every process keeps a slice of its own copy: different copies would be mixed without a trace."""
-    if dist.get_world_size() == 1:
-        return
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    found = gather(digest.hexdigest())
+def _check_equal_start(values: Start) -> None:
+    """Every process takes its slices from its own files or its own generator: different ones would be mixed without a
+    trace."""
+    found = gather(together(values.fingerprint))
     if len(set(found)) > 1:
         odd = [rank for rank, value in enumerate(found) if value != found[0]]
         raise UserError(
@@ -367,19 +356,22 @@ class _Loop:
         loader = together(lambda: self.task.loader(done, self.train.steps))
         asked, state = time.perf_counter(), None
         self.model.train()
-        with ended(iter(loader)) as steps:
+        with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
-                outcome = self.step(microbatches, state.step, stop=self.wanted.name is not None)
+                stop = self.wanted.name is not None or saver.failed
+                outcome = self.step(microbatches, state.step, stop=stop)
                 self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
                     self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0))
                 if last or state.step % self.train.save_every == 0:
                     with self.watch.aside():
-                        saved = self._save(state)
+                        self.step.settle()
+                        saver.save(self.model, self.optimizer, state)
+                    saved = checkpoint.folder_of(self.root, state.step)
                 if last:
                     break
                 asked = time.perf_counter()
@@ -401,16 +393,5 @@ class _Loop:
                 self.train.steps, {"step": outcome.step, "lr": rate, **counted, **shape, "seconds": seconds}
             )
 
-    def _save(self, state: State) -> Path:
-        self.step.settle()
-        folder = checkpoint.save(
-            self.root,
-            self.model,
-            self.optimizer,
-            state=state,
-            architecture=self.architecture,
-            config=self.config,
-            keep=self.train.keep_checkpoints,
-        )
-        self.say(f"saved {folder}")
-        return folder
+    def _saver(self) -> checkpoint.Saver:
+        return checkpoint.Saver(self.root, self.architecture, self.config, self.say)

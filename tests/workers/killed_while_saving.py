@@ -46,7 +46,7 @@ def main() -> None:
     elif point == "renaming":
         os.rename = dying(os.rename, lambda work, final: final == checkpoint.folder_of(root, 4))
     elif point == "renamed":
-        checkpoint._retire = dying(checkpoint._retire, lambda where, keep: checkpoint.folder_of(root, 4).exists())
+        checkpoint._retire = dying(checkpoint._retire, lambda where, *keep: checkpoint.folder_of(root, 4).exists())
     elif point == "removing":
         options["keep_checkpoints"] = 1
         checkpoint.shutil.rmtree = dying(

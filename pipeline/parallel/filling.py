@@ -1,0 +1,56 @@
+"""Give the parameters of a spread model their values, each process its own part.
+
+What: `fill` asks a source for the boxes of the parameters that this process holds and copies them into place.
+Why through DCP's load planner: it knows which box of a tensor a process holds for every way to shard (also FSDP2 over
+tensor parallelism, where a shard is a slice of a slice), and it is what checkpoints are read with.
+Price: one box at a time is in host memory beside the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+class Source(Protocol):
+    """Values by name and box."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor: ...
+
+
+@torch.no_grad()
+def fill(module: nn.Module, source: Source) -> None:
+    """Overwrite every parameter of `module` with the source's values, cast to its dtype. No process waits for another.
+
+    Args:
+        module: with memory of its own (not on the meta device); it may hold some of the source's names only.
+
+    Raises:
+        KeyError: a parameter that the source does not name.
+    """
+    parameters = dict(module.named_parameters())
+    stored = {name: _described(source.shapes[name], parameter.dtype) for name, parameter in parameters.items()}
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(parameters), Metadata(state_dict_metadata=dict(stored)), is_coordinator=False)
+    for item in planner.create_local_plan().items:
+        value = source.read(item.dest_index.fqn, item.storage_offsets, item.lengths)
+        planner.resolve_tensor(item).copy_(value)
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=size)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])

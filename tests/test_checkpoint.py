@@ -1,0 +1,165 @@
+"""Checkpoints beside the training: what is copied, what a failed save does, which ones are kept, old ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import Config, ParallelConfig
+from pipeline.data.loader import Batch
+from pipeline.errors import ConfigError
+from pipeline.launch import Launch
+from pipeline.parallel import data_parallel, mesh
+from pipeline.training import checkpoint, metrics, optim
+from pipeline.training.trainer import Report, fit
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(settings: Config, *, resume: str | Path | None = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=lambda line: None)
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """Names, sizes and digests of the tensors' files."""
+    return {name: value for name, value in checkpoint.read_document(folder).files.items() if name != ".metadata"}
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+# -------------------------------------------------------------------------------------------------- in the background
+
+
+def test_a_save_in_the_background_holds_the_weights_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is held until two more steps are done; what it then writes is what a waiting save writes."""
+    train(tiny_run.config(tmp_path / "waited", steps=3, async_save=False))
+    save, go, writers = dcp.save, threading.Event(), []
+
+    def held(*args: Any, **options: Any) -> Any:
+        writers.append(threading.current_thread())
+        assert go.wait(60)
+        return save(*args, **options)
+
+    def touch(step: int) -> Batch | None:
+        if step == 5:
+            assert names(tmp_path / "aside") == ["step-00000003.tmp"], "steps 4 and 5 are done, the save is not"
+            go.set()
+        return None
+
+    monkeypatch.setattr(dcp, "save", held)
+    train(tiny_run.config(tmp_path / "aside", steps=7, save_every=3), touch=touch)
+    assert threading.main_thread() not in writers
+    found, expected = (tmp_path / name / "checkpoints/step-00000003" for name in ("aside", "waited"))
+    assert files(found) == files(expected)
+    assert names(tmp_path / "aside") == ["step-00000003", "step-00000006", "step-00000007"], "the last is waited for"
+
+
+def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, running, most = dcp.save, threading.Semaphore(1), []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        most.append(running.acquire(blocking=False))
+        threading.Event().wait(0.2)
+        running.release()
+        return save(*args, **options)
+
+    monkeypatch.setattr(dcp, "save", slow)
+    train(tiny_run.config(tmp_path / "run", steps=3, save_every=1))
+    assert most == [True, True, True]
+    assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_a_save_that_fails_stops_the_run_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    write, failed = FileSystemWriter.write_data, threading.Event()
+
+    def full(writer: FileSystemWriter, *rest: Any) -> Any:
+        if "00000004" in str(writer.path):
+            failed.set()
+            raise OSError(28, "No space left on device", str(writer.path))
+        return write(writer, *rest)
+
+    def touch(step: int) -> Batch | None:
+        if step == 4:  # the loop asks after the step; by then the thread has its error
+            assert failed.wait(60)
+            threading.Event().wait(0.3)
+        return None
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    settings = tiny_run.config(tmp_path / "run", steps=50, save_every=2, async_save=aside)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000004\.tmp: could not be written") as caught:
+        train(settings, touch=touch)
+    assert "No space left on device" in str(caught.value)
+    assert "--resume auto" in str(caught.value)
+    assert metrics.read(tmp_path / "run/metrics.jsonl")[-1]["step"] == (5 if aside else 4)
+    newest = checkpoint.newest(tmp_path / "run/checkpoints")
+    assert newest is not None and newest.name == "step-00000002"
+
+
+def test_a_save_in_flight_is_published_when_another_error_ends_the_run(tmp_path: Path) -> None:
+    def touch(step: int) -> Batch | None:
+        if step == 2:
+            raise ConfigError("the loader ends here")
+        return None
+
+    with pytest.raises(ConfigError, match="the loader ends here"):
+        train(tiny_run.config(tmp_path / "run", steps=4, save_every=2), touch=touch)
+    assert names(tmp_path / "run") == ["step-00000002"]
+
+
+def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
+    settings = tiny_run.config(precision="bf16")
+    with mesh.started(Launch(), ParallelConfig(), CPU) as found:
+        model = tiny_run.model(settings)
+        data_parallel.shard(model, model.blocks, found, settings.train)
+        optimizer = optim.build(model, settings.train.optim, CPU)
+        before = checkpoint._tensors(model, optimizer)
+        copy = checkpoint.host_copy(before)
+        flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
+        for (kind, name), value in flat.items():
+            other = copy[kind][name]
+            assert type(other) is type(value)
+            ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (value, other))
+            assert torch.equal(ours, theirs)
+            assert ours.data_ptr() != theirs.data_ptr()
+        assert any(isinstance(value, DTensor) for value in flat.values())
+        assert any(type(value) is Tensor for value in flat.values())
+    assert not dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------------------------------------- kept
+
+
+def test_every_nth_is_kept_for_ever(tmp_path: Path) -> None:
+    train(tiny_run.config(tmp_path / "run", steps=8, save_every=1, keep_checkpoints=2, keep_every=3))
+    assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
+
+
+def test_a_step_that_is_never_saved_cannot_be_kept() -> None:
+    with pytest.raises(ValueError, match=r"keep_every = 750 must be a multiple of save_every = 500, such as 500, 1000"):
+        tiny_run.config(save_every=500, keep_every=750)
