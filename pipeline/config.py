@@ -31,6 +31,7 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
 
 
 def _recompute(mode: str) -> str:
@@ -433,13 +434,17 @@ class TrainConfig(_Section):
     Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
     (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
-    there: the same values, fewer bytes.
+    there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
+    them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
     activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
     inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
     `every-K` (`every-2`): each K-th block in full, the others nothing.
     activation_compression: what blocks keep is kept as `int8` or `fp8`, 128 values with one scale: the inputs of blocks
     that recompute, what Linear and convolution layers save of the others. Not together with `selective`.
     activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
+    compile: `block` compiles each block with torch.compile, for at most `compile_max_shapes` shapes of a batch.
+    peak_tflops: of one GPU in the run's precision, for the model FLOPs utilisation; null: its data sheet's, if known.
+    trackers: where metrics go beside `metrics.jsonl`, by accelerate's names.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
@@ -476,6 +481,12 @@ class TrainConfig(_Section):
     keep_checkpoints: Positive = 3
     keep_every: Positive | None = None
     async_save: bool = True
+    trackers: list[Tracker] = ["tensorboard"]
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    packed_attention: bool = False
+    compile: Literal["none", "block"] = "none"
+    compile_backend: str = "inductor"
+    compile_max_shapes: Positive = 8
     device: str = "auto"
 
     @model_validator(mode="after")
@@ -505,7 +516,31 @@ class TrainConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _compiled(self) -> TrainConfig:
+        if self.compile == "none":
+            return self
+        wanted = {
+            "activation_checkpointing": (self.activation_checkpointing, ("none", "full")),
+            "activation_compression": (self.activation_compression, ("none",)),
+            "activation_offload": (self.activation_offload, (False,)),
+            "parallel.tp_size": (self.parallel.tp_size, (1,)),
+            "parallel.pp_size": (self.parallel.pp_size, (1,)),
+        }
+        for name, (found, works) in wanted.items():
+            if found not in works:
+                raise ValueError(
+                    f"compile: {self.compile} does not go with {name}: {found}; set {name} to "
+                    f"{' or '.join(map(str, works))}, or compile: none"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _pipeline(self) -> TrainConfig:
+        if self.packed_attention and self.parallel.pp_size > 1:
+            raise ValueError(
+                "packed_attention: the stages of a pipeline exchange padded captions; "
+                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
+            )
         schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
         if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
             raise ValueError(
@@ -521,6 +556,16 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _packed(self) -> TrainConfig:
+        if self.packed_attention:
+            for key, needed in (("text", "packed"), ("compile", "none")):
+                if getattr(self, key) != needed:
+                    raise ValueError(f"packed_attention: true needs {key}: {needed} (found {getattr(self, key)!r})")
+            if self.parallel.pp_size > 1:
+                raise ValueError("packed_attention: true cannot be had with parallel.pp_size > 1")
         return self
 
 

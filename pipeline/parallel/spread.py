@@ -4,8 +4,8 @@ What: `spread` cuts, recomputes and shards a model as the configuration says and
 forward and backward passes of a step's microbatches and knows the norm of its gradients.
 Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
 Order matters and is written once, here: the stages of a pipeline first (each is then treated like a model), then tensor
-parallelism (it exchanges parameters), then recomputation (it exchanges the blocks' classes), then sharding (it takes
-hold of what it finds).
+parallelism (it exchanges parameters), then recomputation (it exchanges the blocks' classes), then compilation (of what
+the class then does), then sharding (it takes hold of what it finds).
 Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
 """
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation import keep_activations
+from pipeline.parallel.compiled import compile_blocks
 from pipeline.parallel.mesh import PP, TP
 
 Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
@@ -162,6 +163,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
         blocks: list[nn.Module] = stage.blocks  # type: ignore[assignment]
         tensor_parallel.cut(blocks, stage.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
         keep_activations(blocks, train)
+        if train.compile == "block":
+            compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
         data_parallel.shard(stage, blocks, mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() == 1:

@@ -88,6 +88,7 @@ class Step:
     ):
         self.spread, self.objective, self.optimizer = spread, objective, optimizer
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
+        self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
         self.scale = LossScale(train.precision == "fp16")
@@ -131,7 +132,8 @@ class Step:
         sigma, timesteps = (self._here(values) for values in self.objective.sigmas(batch.logit))
         noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
         captions, mask = self._here(batch.captions), self._here(batch.mask)
-        if batch.cu_seqlens is not None:
+        # A caption without rows attends to padding, as to rows that nothing masks: there has to be some.
+        if batch.cu_seqlens is not None and not (self.packed and bool(batch.mask.any(1).all())):
             captions = unpack(captions, self._here(batch.cu_seqlens), mask)
         return (noised, captions.to(self.dtype), mask, timesteps), self.objective.target(latents, noise)
 
