@@ -333,9 +333,13 @@ class ParallelConfig(_Section):
     does. dp_shard: processes that share one copy, parameter by parameter (FSDP2); with dp_replicate it is HSDP. One of
     the two may be -1: what the other sizes leave. tp_size: processes that share every matrix. pp_size: groups that
     hold consecutive blocks.
+    pp_schedule: in which order microbatches pass the pp_size groups (pipeline/parallel/pipeline_parallel.py).
+    pp_stages_per_rank: slices of the model that each group holds; null: 1, or 2 for the schedules other than 1f1b and
+    gpipe, which need several.
     reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
-    gather). prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
-    older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    gather); null: yes, but not in a pipeline, where it would be one more gather per microbatch.
+    prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of older FSDP;
+    null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
     offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
     on the CPU; a block's parameters come to the device when it is their turn.
     timeout_s: bounds every wait for another process.
@@ -345,7 +349,9 @@ class ParallelConfig(_Section):
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp_size: Positive = 1
     pp_size: Positive = 1
-    reshard_after_forward: bool = True
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_stages_per_rank: Positive | None = None
+    reshard_after_forward: bool | None = None
     prefetch_blocks: Positive | None = None
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     offload: Literal["none", "all"] = "none"
@@ -359,6 +365,34 @@ class ParallelConfig(_Section):
         if self.dp_replicate == self.dp_shard == -1:
             raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
         return self
+
+    @model_validator(mode="after")
+    def _stages(self) -> ParallelConfig:
+        given, simple = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
+        if given is None:
+            return self
+        if simple and given > 1:
+            raise ValueError(
+                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {given}: "
+                "interleaved_1f1b takes several"
+            )
+        if not simple and given == 1:
+            raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
+        if self.pp_schedule == "zbv" and given != 2:
+            raise ValueError(
+                f"pp_schedule zbv has pp_stages_per_rank 2, not {given}; interleaved_1f1b takes any number"
+            )
+        return self
+
+    @property
+    def reshards(self) -> bool:
+        """`reshard_after_forward`, or what suits the sizes."""
+        return self.pp_size == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def stages_per_rank(self) -> int:
+        """`pp_stages_per_rank`, or what the schedule takes by itself."""
+        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class TrainConfig(_Section):
@@ -427,6 +461,16 @@ class TrainConfig(_Section):
                     "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
                     f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline(self) -> TrainConfig:
+        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
+        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
+                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+            )
         return self
 
     @model_validator(mode="after")

@@ -261,8 +261,8 @@ def _check_fsdp(
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": ({"1", "full_shard"}, "every process holds its own shard (FULL_SHARD)"),
         "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if parallel.reshard_after_forward else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {str(parallel.reshard_after_forward).lower()}",
+            {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
+            f"train.parallel.reshard_after_forward is {str(parallel.reshards).lower()}",
         ),
         "FSDP_OFFLOAD_PARAMS": (
             {str(parallel.offload == "all").lower()},

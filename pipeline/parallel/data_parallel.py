@@ -57,7 +57,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
         return _here(model, mesh.device_type)
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
-    reshard = train.parallel.reshard_after_forward
+    reshard = train.parallel.reshards
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks:

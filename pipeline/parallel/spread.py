@@ -3,8 +3,9 @@
 What: `spread` cuts, recomputes and shards a model as the configuration says and returns a `Spread`, which runs the
 forward and backward passes of a step's microbatches and knows the norm of its gradients.
 Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
-Order matters and is written once, here: tensor parallelism first (it exchanges parameters), then recomputation (it
-exchanges the blocks' classes), then sharding (it takes hold of what it finds).
+Order matters and is written once, here: the stages of a pipeline first (each is then treated like a model), then tensor
+parallelism (it exchanges parameters), then recomputation (it exchanges the blocks' classes), then sharding (it takes
+hold of what it finds).
 Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
 """
 
@@ -21,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.parallel import data_parallel, tensor_parallel
+from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation import keep_activations
-from pipeline.parallel.mesh import TP
+from pipeline.parallel.mesh import PP, TP
 
 Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
 """Makes the model's inputs for one microbatch, and the target that its output is compared with."""
@@ -33,14 +34,16 @@ _Kinds = dict[tuple[ProcessGroup, ...], list[Tensor]]
 
 
 class Model(Protocol):
-    """What a strategy must know of a model: its blocks in order, and how one of them is cut for tensor parallelism
-    (see `pipeline.parallel.tensor_parallel`)."""
+    """What a strategy must know of a model: its blocks in order, how one of them is cut for tensor parallelism (see
+    `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are alone (see `pipeline_parallel.Stage`)."""
 
     @property
     def blocks(self) -> list[nn.Module]: ...
 
     @property
     def tensor_parallel_plan(self) -> Mapping[str, str]: ...
+
+    def stage(self, start: int, stop: int) -> nn.Module: ...
 
 
 class Spread:
@@ -105,8 +108,12 @@ class Spread:
             kinds, self._handed = self._handed, {}
         for gradient in self.gradients():
             kinds.setdefault(_sharded_over(gradient), []).append(_local(gradient))
-        squares = [_squares(own, groups) for groups, own in kinds.items()]
-        return torch.stack(squares).sum().sqrt()
+        squares = torch.stack([_squares(own, groups) for groups, own in kinds.items()]).sum()
+        return self.over_stages(squares).sqrt()
+
+    def over_stages(self, squares: Tensor) -> Tensor:
+        """The sum over the stages of a pipeline; here all layers are one stage."""
+        return squares
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradient to length `limit` if it is longer. The factor is computed on the device."""
@@ -114,6 +121,24 @@ class Spread:
         factors: dict[torch.device, Tensor] = {}
         for gradient in map(_local, self.gradients()):
             gradient.mul_(factors.setdefault(gradient.device, factor.to(gradient.device)))
+
+
+class Pipelined(Spread):
+    """A model of which every process holds some layers, with the names that they have in the whole."""
+
+    def __init__(self, pipeline: pipeline_parallel.Pipeline, data_world: int):
+        super().__init__(pipeline_parallel.joined(pipeline.stages), data_world)
+        self.pipeline = pipeline
+
+    def forward_backward(
+        self, parts: Sequence[Part], loss: Callable[[Tensor, Tensor], Tensor], share: int
+    ) -> list[Tensor]:
+        """As `Spread.forward_backward`, for microbatches that are all of one shape."""
+        return self.pipeline.forward_backward([part() for part in parts], loss, share)
+
+    def over_stages(self, squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=self.pipeline.group)
+        return squares
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
@@ -124,11 +149,16 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
             same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
-    blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]
-    tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
-    keep_activations(blocks, train)
-    data_parallel.shard(model, blocks, mesh, train)
-    return Spread(model, data_parallel.data_mesh(mesh).size())
+    stages = pipeline_parallel.stages(model, mesh[PP], train.parallel)
+    for stage in stages:
+        blocks: list[nn.Module] = stage.blocks  # type: ignore[assignment]
+        tensor_parallel.cut(blocks, stage.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
+        keep_activations(blocks, train)
+        data_parallel.shard(stage, blocks, mesh, train)
+    data_world = data_parallel.data_mesh(mesh).size()
+    if mesh[PP].size() == 1:
+        return Spread(model, data_world)
+    return Pipelined(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
 
 
 def _local(tensor: Tensor) -> Tensor:

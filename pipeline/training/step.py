@@ -172,7 +172,7 @@ class Step:
     def _refuse(self, pending: _Pending) -> None:
         losses = torch.cat(pending.per_sample).cpu().tolist()
         mine = list(zip(pending.sample_ids, losses, strict=True))
-        everyone = list(dict.fromkeys(item for part in gather(mine) for item in part))
+        everyone = dict(item for part in gather(mine) for item in part).items()
         bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
         what = "loss" if bad else "gradient norm"
         named = bad or [identity for identity, _ in everyone]

@@ -13,10 +13,11 @@ A run directory holds `config.yaml` (every option of the last start), `metrics.j
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Config, dump
+from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
@@ -35,7 +36,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import Spread, spread
@@ -58,6 +59,7 @@ class Task:
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+        batches: the global batch of each bucket, by the bucket's name.
     """
 
     origin: State
@@ -66,6 +68,7 @@ class Task:
     text_width: int
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,11 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     check_accelerate(train, launch)
     device = resolve_device(train.device, launch)
     layout = check_sizes(train.parallel, launch.world)
-    if layout.tp > 1:
-        found_config = architecture_of(config, task)
-        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    if layout.copies > 1:
+        shape = architecture_of(config, task)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
     in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
@@ -178,6 +183,13 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
         return None
     source = checkpoint.resolve(Path(config.train.output) / "checkpoints", resume)
     return None if source is None else checkpoint.read_document(source).state.snapshot
+
+
+def generator_seed(train: TrainConfig, step: int, part: int) -> int:
+    """What torch's generators (of dropout, say) are seeded with before a step, on the processes that read this part of
+    the batch. A function of the step: a resumed run draws what an uninterrupted one does, and no state is stored."""
+    key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
@@ -352,6 +364,7 @@ class _Loop:
         self.optimizer, self.device = optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
         self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -369,6 +382,7 @@ class _Loop:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
+                self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
                 window.add(outcome, microbatches, waited)
@@ -391,6 +405,12 @@ class _Loop:
         if names and state.step < self.train.steps:
             self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
         return Report(state.step, saved, self.loss, names[0] if names else None)
+
+    def _seed(self, step: int) -> None:
+        seed = generator_seed(self.train, step, self.part)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
         self.step.settle()
