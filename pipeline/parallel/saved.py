@@ -164,7 +164,7 @@ def _movable(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor):
         return False
     plain = local(tensor)
-    if plain.layout != torch.strided or plain.numel() < SMALLEST:
+    if plain.layout != torch.strided:
         return False
     once = _once(plain)
     extent = 1

@@ -136,6 +136,11 @@ def updates(found: Any) -> dict[str, Any]:
         "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
         "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
         "cut, within": {"optim": {"in_backward": True}, "parallel": {"dp_shard": 1, "tp_size": 2}},
+        "stages, on the host": {
+            "parallel": {"dp_shard": 1, "pp_size": 2, "offload": "all"},
+            "activation_checkpointing": "selective",
+            "activation_offload": True,
+        },
     }
     for name, way in variants.items():
         train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
@@ -148,15 +153,16 @@ def updates(found: Any) -> dict[str, Any]:
         parameters = list(spreaded.module.parameters())
         count_gradients(parameters, alive)
         step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
+        size = 4 if layout.pp > 1 else 8
         own = layout.data_rank(dist.get_rank()), layout.data_world
-        batches = (tiny_run.microbatches(tiny_run.global_batch(n), 8, *own) for n in range(5))
+        batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
         outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
         weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
         result[name] = {
             "losses": [float(o.loss) for o in outcomes],
             "norms": [float(o.grad_norm) for o in outcomes],
             "gradients at once": max(alive),
-            "distance": tiny_run.distance(weights[name], weights["after"]),
+            "distance": tiny_run.distance(weights[name], {n: weights["after"][n] for n in weights[name]}),
             "devices": sorted({saved.local(p).device.type for p in parameters}),
             "offloaded": sum(
                 group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
