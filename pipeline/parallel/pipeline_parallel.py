@@ -170,9 +170,9 @@ class Pipeline:
         self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
-        on_cpu = mesh.device_type == "cpu"  # parameters may wait in host memory: they do not tell
-        index = None if on_cpu else torch.accelerator.current_device_index()
-        self.device = torch.device(mesh.device_type, index)
+        self.device = torch.device(mesh.device_type)  # parameters may wait in host memory: they do not tell
+        if self.device.type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
