@@ -234,7 +234,7 @@ def check_accelerate(train: TrainConfig, launch: Launch, environ: Mapping[str, s
         if value is not None and value.strip().lower() not in allowed:
             wrong.append(f"{name}={value}, but {here}")
 
-    precision = {"fp32": "no", "bf16": "bf16"}[train.precision]
+    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
     need("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)")
     off = {"", "0", "false", "no"}
     need("ACCELERATE_USE_DEEPSPEED", off, "the model is spread with FSDP2, not DeepSpeed")

@@ -1,8 +1,9 @@
 """Data parallelism: FSDP2 on each block and then the rest, over any number of copies.
 
-What: `shard` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, bf16 compute where the
-configuration says bf16, and the reduction dtype it says. A mesh of one dimension is FSDP2; of two, (copies, shards),
-HSDP; with one shard per copy it keeps whole parameters on every process and averages gradients, as DDP does.
+What: `shard` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, bf16 or fp16 compute where
+the configuration says so, and the reduction dtype it says; for `bf16_pure` the parameters are bf16 themselves. A mesh
+of one dimension is FSDP2; of two, (copies, shards), HSDP; with one shard per copy it keeps whole parameters on every
+process and averages gradients, as DDP does.
 Why the same call for DDP: mixed precision, checkpoints and clipping are then one thing in every strategy, and torch's
 `DistributedDataParallel` would have to run under autocast, of which the next paragraph tells.
 Why per block: one block's parameters are gathered at a time. Why also for one process in bf16: the fp32 master
@@ -28,7 +29,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from pipeline.config import TrainConfig
 from pipeline.parallel.mesh import REPLICATE, SHARD
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_pure": torch.bfloat16}
+STORED = {"bf16_pure": torch.bfloat16}
+"""What parameters are kept in, where it is not fp32."""
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -44,13 +47,14 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     and so do the optimizer's states, which it makes beside its parameters.
 
     Args:
-        model: fp32 parameters, on the meta device (then they are undefined afterwards: see `filling`) or the same
-            values on every process (each keeps its own slice of its own copy).
+        model: fp32 parameters (bf16 ones for `bf16_pure`), on the meta device (then they are undefined afterwards: see
+            `filling`) or the same values on every process (each keeps its own slice of its own copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-        raise ValueError("master parameters must be float32")
+    stored = STORED.get(train.precision, torch.float32)
+    if any(parameter.dtype != stored for parameter in model.parameters()):
+        raise ValueError(f"parameters must be {stored} for {train.precision}")
     over = data_mesh(mesh)
     offload = train.parallel.offload == "all"
     if train.precision == "fp32" and over.size() == 1 and not offload:
