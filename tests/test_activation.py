@@ -281,6 +281,8 @@ def test_every_third_block() -> None:
         ({"activation_checkpointing": "some"}, r"none, full, selective, or every-K"),
         ({"activation_checkpointing": "selective", "activation_compression": "int8"}, r"full, every-K or none"),
         ({"optim": {"in_backward": True}}, r"optim.clip: null"),
+        ({"optim": {"in_backward": True, "clip": None}, "precision": "fp16"}, r"precision to fp32 or bf16"),
+        ({"optim": {"in_backward": True, "clip": None}, "precision": "bf16_pure"}, r"precision to fp32 or bf16"),
         ({"optim": {"in_backward": True, "clip": None}, "parallel": {"pp_size": 2}}, r"parallel.pp_size: 1"),
     ],
 )

@@ -24,8 +24,10 @@ CPU = torch.device("cpu")
 # --------------------------------------------------------------------------------------- within the backward pass
 
 
-def _steps(fused: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor], int]:
-    settings = tiny_run.config(microbatch=8, optim={"clip": None, "in_backward": fused})
+def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor], int]:
+    settings = tiny_run.config(
+        microbatch=8, optim={"name": name, "betas": None, "eps": None, "clip": None, "in_backward": fused}
+    )
     held = Spread(tiny_run.model(settings))
     optimizer = optim.build(held.module, settings.train.optim, CPU)
     if fused:
@@ -41,14 +43,39 @@ def _steps(fused: bool) -> tuple[list[float], list[float], dict[str, torch.Tenso
     return [float(o.loss) for o in outcomes], [float(o.grad_norm) for o in outcomes], weights, max(most)
 
 
-def test_the_step_within_the_backward_pass_is_the_step_after_it() -> None:
-    losses, norms, weights, at_once = _steps(False)
-    found_losses, found_norms, found_weights, found_at_once = _steps(True)
+@pytest.mark.parametrize("name", ["adamw", "came", "adamw8bit"])
+def test_the_step_within_the_backward_pass_is_the_step_after_it(name: str) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    losses, norms, weights, at_once = _steps(name, False)
+    found_losses, found_norms, found_weights, found_at_once = _steps(name, True)
     assert found_losses == losses
     assert found_norms == pytest.approx(norms, rel=1e-6)
     assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
     assert at_once == len(weights)
     assert found_at_once <= 1, "a gradient is given back before the next one is complete"
+
+
+def test_the_configuration_moves_the_step_into_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, build = list[int](), optim.build
+
+    def watched(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        optimizer = build(*arguments, **options)
+        step, parameters = optimizer.step, [p for group in optimizer.param_groups for p in group["params"]]
+
+        def counted() -> None:
+            given.append(sum(parameter.grad is not None for parameter in parameters))
+            step()
+
+        optimizer.step = counted  # type: ignore[method-assign,assignment]
+        return optimizer
+
+    monkeypatch.setattr(optim, "build", watched)
+    _fit(tiny_run.config(tmp_path, steps=1, microbatch=8, optim={"clip": None, "in_backward": True}))
+    assert given[:-1] and set(given[:-1]) == {1}
+    assert given[-1] == 0, "nothing is left for the step after the backward pass"
 
 
 def test_a_run_with_updates_within_the_backward_pass_resumes(tmp_path: Path) -> None:
@@ -142,10 +169,19 @@ def test_gathered_parameters_are_not_kept_alive(found: dict[str, Any]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "name", ["within", "on the host", "within, on the host", "copies, within", "cut, within", "stages, on the host"]
+    "name",
+    [
+        "within",
+        "on the host",
+        "within, on the host",
+        "copies, within",
+        "cut, within",
+        "stages, on the host",
+        "came within",
+    ],
 )
 def test_updates_under_sharding(found: dict[str, Any], name: str) -> None:
-    after, way = (found["updates"][n] for n in ("after", name))
+    after, way = (found["updates"][n] for n in ("came after" if "came" in name else "after", name))
     assert way["losses"] == pytest.approx(after["losses"], abs=1e-5)
     assert way["norms"] == pytest.approx(after["norms"], rel=1e-5)
     assert way["distance"] <= 1e-5

@@ -136,6 +136,8 @@ def updates(found: Any) -> dict[str, Any]:
         "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
         "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
         "cut, within": {"optim": {"in_backward": True}, "parallel": {"dp_shard": 1, "tp_size": 2}},
+        "came after": {"optim": {"name": "came", "betas": None, "eps": None}},
+        "came within": {"optim": {"name": "came", "betas": None, "eps": None, "in_backward": True}},
         "stages, on the host": {
             "parallel": {"dp_shard": 1, "pp_size": 2, "offload": "all"},
             "activation_checkpointing": "selective",
@@ -158,11 +160,12 @@ def updates(found: Any) -> dict[str, Any]:
         batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
         outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
         weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
+        reference = weights["came after" if "came" in name else "after"]
         result[name] = {
             "losses": [float(o.loss) for o in outcomes],
             "norms": [float(o.grad_norm) for o in outcomes],
             "gradients at once": max(alive),
-            "distance": tiny_run.distance(weights[name], {n: weights["after"][n] for n in weights[name]}),
+            "distance": tiny_run.distance(weights[name], {n: reference[n] for n in weights[name]}),
             "devices": sorted({saved.local(p).device.type for p in parameters}),
             "offloaded": sum(
                 group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
