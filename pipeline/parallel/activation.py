@@ -14,7 +14,7 @@ rename them), a deep copy of it recomputes the copy, and `fully_shard` on top ga
 recomputation. The class is exchanged for one that inherits from it, so nothing can be half on: a flag that is set
 while no function is installed, as in diffusers, does not exist.
 Price: full costs one more forward pass of each block per step, about a third of the step's arithmetic, selective about
-a ninth; see `compression` and `saved` for theirs.
+an eighth; see `compression` and `saved` for theirs.
 """
 
 from __future__ import annotations

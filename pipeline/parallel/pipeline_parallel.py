@@ -170,7 +170,9 @@ class Pipeline:
         self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
-        self.device = next(self.stages[0].parameters()).device
+        self.device = torch.device(mesh.device_type)  # parameters may wait in host memory: they do not tell
+        if self.device.type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 

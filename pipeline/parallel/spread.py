@@ -89,7 +89,7 @@ class Spread:
         def complete(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
             assert gradient is not None and self._handed is not None
-            length = torch.linalg.vector_norm(_local(gradient))
+            length = torch.linalg.vector_norm(_local(gradient), dtype=torch.float32)
             self._handed.setdefault(_sharded_over(gradient), []).append(length)
             update(parameter)
             parameter.grad = None
