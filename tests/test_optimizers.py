@@ -22,7 +22,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.spread import Spread, spread
-from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic
+from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic, trainer
 from pipeline.training.came import CAME
 from pipeline.training.ema import Average
 from pipeline.training.step import NonFiniteError, Step
@@ -276,6 +276,7 @@ def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "pipeline.training.eight_bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
+    monkeypatch.setattr(trainer, "started", lambda *arguments: pytest.fail("processes were started"))
     with pytest.raises(UserError, match=r"(?s)needs torchao.*pip install 'sana-pipe\[torchao\]'"):
         _fit(tiny_run.config(tmp_path / "run", optim={"name": "adamw8bit"}))
     assert not (tmp_path / "run").exists()
@@ -346,6 +347,18 @@ def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch)
     assert distance < 1e-2
     monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
     assert _in_fp16(found)[1] > 3 * distance
+
+
+def test_fp16_gradients_are_clipped_as_they_are_without_the_scale() -> None:
+    settings = tiny_run.config(precision="fp16", optim={"clip": 0.1})
+    step = _stepper(settings)
+    step.dtype = torch.float32
+    outcome = step([tiny_run.global_batch(0)], 1)
+    assert not outcome.skipped
+    assert outcome.grad_norm > 1
+    gradients = step.optimizer.gradients  # type: ignore[attr-defined]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    assert norm == pytest.approx(0.1, rel=1e-4)
 
 
 def _overflowing(model: nn.Module, times: int) -> nn.Module:
