@@ -88,6 +88,7 @@ class Step:
     ):
         self.spread, self.objective, self.optimizer = spread, objective, optimizer
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
+        self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
         self.scale = LossScale(train.precision == "fp16")
@@ -131,7 +132,8 @@ class Step:
         sigma, timesteps = (self._here(values) for values in self.objective.sigmas(batch.logit))
         noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
         captions, mask = self._here(batch.captions), self._here(batch.mask)
-        if batch.cu_seqlens is not None:
+        # A caption without rows attends to padding, as to rows that nothing masks: there has to be some.
+        if batch.cu_seqlens is not None and not (self.packed and bool(batch.mask.any(1).all())):
             captions = unpack(captions, self._here(batch.cu_seqlens), mask)
         return (noised, captions.to(self.dtype), mask, timesteps), self.objective.target(latents, noise)
 
@@ -171,7 +173,7 @@ class Step:
         if self.world > 1:
             dist.all_reduce(sums)
         samples = own * self.spread.data_world
-        norm = self.spread.norm() / factor
+        norm = self._here(self.spread.norm()) / factor
         outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, microbatches[0].bucket)
         finite = torch.isfinite(torch.stack([outcome.loss, outcome.grad_norm])).to(sums.dtype)
         answer = torch.cat([finite, sums[1:]])
@@ -189,7 +191,7 @@ class Step:
     def _refuse(self, pending: _Pending) -> NoReturn:
         losses = torch.cat(pending.per_sample).cpu().tolist()
         mine = list(zip(pending.sample_ids, losses, strict=True))
-        everyone = list(dict.fromkeys(item for part in gather(mine) for item in part))
+        everyone = dict(item for part in gather(mine) for item in part).items()
         bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
         what = "loss" if bad else "gradient norm"
         named = bad or [identity for identity, _ in everyone]

@@ -13,12 +13,13 @@ A run directory holds `config.yaml` (every option of the last start), `metrics.j
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Config, dump
+from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, resolve_device
@@ -35,14 +36,15 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import spread
-from pipeline.training import checkpoint, optim
+from pipeline.training import checkpoint, in_backward, optim, trackers
 from pipeline.training.ema import Average
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
+from pipeline.training.watch import Watch, memory_errors
 
 Say = Callable[[str], None]
 
@@ -59,6 +61,7 @@ class Task:
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+        batches: the global batch of each bucket, by the bucket's name.
     """
 
     origin: State
@@ -67,6 +70,7 @@ class Task:
     text_width: int
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,19 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
     optim.check(train.optim)
+    trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
+    _check_packed(train, device)
     layout = check_sizes(train.parallel, launch.world)
-    if layout.tp > 1:
-        found_config = architecture_of(config, task)
-        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    if layout.copies > 1:
+        shape = architecture_of(config, task)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
+    in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
-    with started(launch, train.parallel, device) as mesh, _signals() as wanted:
+    with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
         run = Path(train.output)
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
@@ -135,6 +144,8 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
                     average.restart()
                 quiet(f"note: {source} holds no running average: it starts from the weights of step {done}")
             quiet(f"resumed from {source} after step {done}")
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, held)
         quiet(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
@@ -186,6 +197,13 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
     return None if source is None else checkpoint.read_document(source).state.snapshot
 
 
+def generator_seed(train: TrainConfig, step: int, part: int) -> int:
+    """What torch's generators (of dropout, say) are seeded with before a step, on the processes that read this part of
+    the batch. A function of the step: a resumed run draws what an uninterrupted one does, and no state is stored."""
+    key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
 @contextmanager
 def ended(steps: Iterator[T]) -> Iterator[Iterator[T]]:
     """Close what reads ahead as soon as the block is left: an error on its way holds on to it, and threads that still
@@ -231,6 +249,18 @@ def _choose(run: Path, resume: str | Path | None) -> tuple[tuple[Path, checkpoin
     return (source, checkpoint.read_document(source)), notes
 
 
+def _check_packed(train: TrainConfig, device: torch.device) -> None:
+    if train.packed_attention and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= (8, 0)
+        if train.precision == "fp32" or not able:
+            raise ConfigError(
+                "train.packed_attention: true has no kernel here",
+                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+                fix="--set train.packed_attention=false",
+            )
+
+
 def _check_fit(architecture: SanaConfig, task: Task) -> None:
     pairs = (
         ("in_channels", architecture.in_channels, "the latents have", task.channels),
@@ -269,7 +299,8 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
         fresh.replace(path)
     except OSError as error:
         raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
-    journal = Metrics(run / "metrics.jsonl", say)
+    followers = trackers.Trackers(config.train.trackers, run, done, config.model_dump(mode="json"), say)
+    journal = Metrics(run / "metrics.jsonl", say, followers)
     journal.start(**facts)
     return journal
 
@@ -319,27 +350,6 @@ def _signals() -> Iterator[_Wanted]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
-@dataclass
-class _Window:
-    """What happened since the last row."""
-
-    began: float = field(default_factory=time.perf_counter)
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    samples: int = 0
-    waited: float = 0.0
-    padded: int = 0
-    replaced: int = 0  # since the start
-
-    def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
-        self.losses.append(outcome.loss)
-        if not outcome.skipped:
-            self.norms.append(outcome.grad_norm)
-        self.samples += outcome.samples
-        self.waited += waited
-        self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
-
-
 def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
     """What a checkpoint holds beside model and optimizer."""
     found = {"ema": averages[0].values} if averages else {}
@@ -360,11 +370,13 @@ class _Loop:
         wanted: _Wanted,
         say: Say,
     ):
-        self.config, self.train, self.task, self.layout = config, config.train, task, layout
+        self.config, self.train, self.task = config, config.train, task
         self.architecture, self.model = architecture, step.spread.module
         self.step, self.averages, self.more = step, averages, _sections(averages, step)
         self.optimizer, self.device = step.optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
+        self.watch = Watch(config.train, architecture, layout, device, say)
+        self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -375,28 +387,27 @@ class _Loop:
             self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
             return Report(done, saved, None, None)
         loader = together(lambda: self.task.loader(done, self.train.steps))
-        window, asked, state = _Window(), time.perf_counter(), None
+        asked, state = time.perf_counter(), None
         self.model.train()
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
+                self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
                 for average in self.averages:
                     average.update(state.step)
-                window.add(outcome, microbatches, waited)
-                window.replaced = getattr(loader, "replaced", 0)
+                self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
-                    self._log(outcome, window, rate, microbatches)
-                    window = _Window()
+                    self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0))
                 if last or state.step % self.train.save_every == 0:
-                    self.step.settle()
-                    saver.save(self.model, self.optimizer, state, self.more)
+                    with self.watch.aside():
+                        self.step.settle()
+                        saver.save(self.model, self.optimizer, state, self.more)
                     saved = checkpoint.folder_of(self.root, state.step)
-                    window.began = time.perf_counter()
                 if last:
                     break
                 asked = time.perf_counter()
@@ -407,33 +418,24 @@ class _Loop:
             self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
         return Report(state.step, saved, self.loss, names[0] if names else None)
 
-    def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
+    def _seed(self, step: int) -> None:
+        seed = generator_seed(self.train, step, self.part)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int) -> None:
         self.step.settle()
-        self.loss = float(torch.stack(window.losses).double().mean())
-        norm = float(torch.stack(window.norms).double().mean()) if window.norms else None
-        elapsed = time.perf_counter() - window.began
-        on_gpu = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
-        total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
-        total /= self.layout.copies
-        worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        counted = self.watch.values(replaced)
+        self.loss = counted["loss"]
         if self.journal is None:
             return
-        wait, memory = worst.tolist()
         values = {
             "step": outcome.step,
-            "loss": self.loss,
-            "grad_norm": norm,
             "lr": rate,
-            "images_per_s": window.samples / elapsed,
-            "data_wait": wait,
+            **counted,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": round(total[0].item()),
-            "quarantined": round(total[1].item()),
-            "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
         if self.step.scale.dynamic:
