@@ -272,6 +272,31 @@ def test_states_of_adamw8bit_come_back_as_they_were() -> None:
                 assert torch.equal(one, other)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adamw8bit_compiled_is_adamw8bit() -> None:
+    """Also right after another kind of torchao's states was compiled for the same shapes."""
+    pytest.importorskip("torchao")
+    from torchao.optim import AdamWFp8
+
+    from pipeline.training.eight_bit import AdamW8bit
+
+    torch.manual_seed(0)
+    start, gradients = torch.randn(64, 128), torch.randn(3, 64, 128)
+
+    def run(make: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Tensor:
+        parameter = nn.Parameter(start.clone())
+        optimizer = make(parameter)
+        for gradient in gradients:
+            parameter.grad = gradient
+            optimizer.step()
+        return parameter.detach()
+
+    run(lambda parameter: AdamWFp8([parameter], lr=1e-2))
+    found = [run(lambda parameter, on=on: AdamW8bit([parameter], lr=1e-2, compiled=on)) for on in (True, False)]  # type: ignore[misc]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pipeline.training.eight_bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
@@ -530,3 +555,29 @@ def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
         assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("came", "bf16"), ("came", "bf16_pure"), ("adamw", "bf16_pure"), ("adamw", "fp16"), ("adamw8bit", "bf16")],
+)
+def test_on_a_gpu_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp_path: Path) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    rows = {}
+    for device in ("cpu", "cuda"):
+        settings = tiny_run.config(
+            tmp_path / device, steps=6, save_every=3, precision=precision, device=device, optim={"name": name},
+            ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
+        )  # fmt: skip
+        _fit(settings)
+        rows[device] = [row["loss"] for row in metrics.read(tmp_path / device / "metrics.jsonl")]
+    assert rows["cuda"] == pytest.approx(rows["cpu"], rel=3e-2)
+    halfway = tiny_run.config(
+        tmp_path / "again", steps=6, precision=precision, device="cuda", optim={"name": name},
+        ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
+    )  # fmt: skip
+    _fit(halfway, resume=tmp_path / "cuda/checkpoints/step-00000003")
+    again = [row["loss"] for row in metrics.read(tmp_path / "again/metrics.jsonl")]
+    assert again == pytest.approx(rows["cuda"][3:], rel=1e-3)
