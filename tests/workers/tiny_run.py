@@ -45,6 +45,7 @@ def config(
         "activation_checkpointing": "none",
         "device": "cpu",
         "log_every": 1,
+        "trackers": [],
         "save_every": 1000,
         "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
         "parallel": {"timeout_s": 60},
