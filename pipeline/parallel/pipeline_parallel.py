@@ -1,8 +1,8 @@
 """Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches travelling through.
 
 What: `stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
-torch's schedules. A stage is wrapped by the other strategies as a whole model is (tensor parallel, recomputation,
-FSDP2), so products need nothing of their own.
+torch's schedules. A stage has the blocks of the model, cut and recomputing as they are, and is sharded as a whole model
+is, so products need nothing of their own.
 Why the shapes are declared: torch would otherwise run every stage once more to find them, for every new shape, and
 take the gradients of FSDP2 away afterwards. A schedule holds buffers for one shape only (another one ends the whole
 process from within gloo), and buckets change shapes, so there is one for each of the last few shapes.
@@ -170,7 +170,9 @@ class Pipeline:
         self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
-        self.device = next(self.stages[0].parameters()).device
+        self.device = torch.device(mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 

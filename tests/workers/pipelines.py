@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import mesh
-from pipeline.parallel.activation import Recomputed
+from pipeline.parallel.activation import Kept
 from pipeline.parallel.pipeline_parallel import Pipeline
 from pipeline.parallel.spread import Pipelined, Spread, spread
 from pipeline.training import checkpoint, metrics
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b, norm": {"parallel": pp(), "norm": True, **SHORT},
         "1f1b, bf16": {"parallel": pp(), "precision": "bf16"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
-        "interleaved_1f1b, recomputed": {"parallel": pp("interleaved_1f1b"), **RECOMPUTED},
+        "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
         "interleaved_zero_bubble": {"parallel": pp("interleaved_zero_bubble"), **SHORT},
         "zbv": {"parallel": pp("zbv")},
     },
@@ -140,7 +140,12 @@ def wrapping(held: Spread) -> dict[str, Any]:
         "stages": held.pipeline.numbers,
         "blocks": [sorted(stage.transformer_blocks) for stage in held.pipeline.stages],  # type: ignore[arg-type]
         "sharded": sum(isinstance(module, FSDPModule) for module in (*held.pipeline.stages, *blocks)),
-        "recomputed": sum(isinstance(block, Recomputed) for block in blocks),
+        "recomputed": [
+            name
+            for stage in held.pipeline.stages
+            for name, block in stage.transformer_blocks.items()  # type: ignore[union-attr,operator]
+            if isinstance(block, Kept) and block.kept.checkpointing == "full"
+        ],
         "dims": sorted("/".join(names) for names in dims),
         "schedule": sorted({type(schedule).__name__ for schedule in held.pipeline._schedules.values()}),
     }
