@@ -92,6 +92,7 @@ def test_a_run_changes_its_stages(found: dict[int, dict[str, Any]], chain: str) 
     row = found[1][chain]
     assert row["losses"] <= 1e-5
     assert row["weights"] <= 1e-5
+    assert row["averages"] <= 1e-5
     assert row["files"] == {"one, then pp": 2, "one, then pp x fsdp2": 4}.get(chain, 1), "all processes wrote"
 
 

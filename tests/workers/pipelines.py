@@ -157,9 +157,7 @@ def wrapping(held: Spread) -> dict[str, Any]:
 def run(
     folder: Path, name: str, launch: Launch, steps: int, case: dict[str, Any], resume: Any = None, **task: Any
 ) -> None:
-    settings = strategies.settings_of(
-        {"layers": LAYERS, "microbatch": 2, **case, "output": str(folder / name), "steps": steps}
-    )
+    settings = settings_of({**case, "output": str(folder / name), "steps": steps, "ema": {"decay": 0.9}})
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     given = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, **task)
     fit(settings, given, launch, resume=resume, say=lambda line: None)
@@ -182,19 +180,25 @@ def chains(folder: Path, then: bool) -> dict[str, Any]:
         run(folder, "one", Launch(), 6, alone)
         return {}
     found = {}
-    _, expected = checkpoint.load_model_state(folder / "one/checkpoints/step-00000006")
+    expected = stored(folder / "one/checkpoints/step-00000006")
     losses = {row["step"]: row["loss"] for row in metrics.read(folder / "one/metrics.jsonl")}
     for name in ("pp", "pp x fsdp2"):
         run(folder, f"{name}, then one", Launch(), 6, alone, resume=folder / f"{name} first/checkpoints/step-00000003")
         for chain in (f"{name}, then one", f"one, then {name}"):
-            _, weights = checkpoint.load_model_state(folder / chain / "checkpoints/step-00000006")
+            weights, averages = stored(folder / chain / "checkpoints/step-00000006")
             rows = {row["step"]: row["loss"] for row in metrics.read(folder / chain / "metrics.jsonl")}
             found[chain] = {
-                "weights": tiny_run.distance(weights, expected),
+                "weights": tiny_run.distance(weights, expected[0]),
+                "averages": tiny_run.distance(averages, expected[1]),
                 "losses": max(abs(rows[step] - losses[step]) for step in (4, 5, 6)),
                 "files": len(list((folder / chain / "checkpoints/step-00000006").glob("*.distcp"))),
             }
     return found
+
+
+def stored(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Weights and running averages of a checkpoint."""
+    return [checkpoint.load_model_state(folder, ema=ema)[1] for ema in (False, True)]
 
 
 def bad_number(launch: Launch, folder: Path) -> str:
