@@ -235,7 +235,7 @@ def test_the_refusal_names_values_that_work(schedule: Any, share: int, microbatc
 
 def test_shares_that_no_microbatch_saves() -> None:
     four = ParallelConfig(pp_size=4)
-    with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe, ") as caught:
+    with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe$") as caught:
         pipeline_parallel.check(20, {"32x32": 3}, 1, four)
     with pytest.raises(
         ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      bucket.batch_multiple = 4"

@@ -134,7 +134,8 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     first = shares[wrong[0]]
     good = [m for m in range(1, max(shares.values()) + 1) if all(_runs(schedule, size, s, m) for s in shares.values())]
     near = sorted(sorted(good, key=lambda m: abs(m - microbatch))[:_SHOWN])
-    others = [name for name in SCHEDULES if all(_runs(name, size, share, microbatch) for share in shares.values())]
+    simple = ("1f1b", "gpipe") if parallel.pp_stages_per_rank in (None, 1) else ()  # those that need nothing else
+    others = [name for name in simple if all(_runs(name, size, share, microbatch) for share in shares.values())]
     fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
     fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
     least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
