@@ -54,20 +54,24 @@ AHEAD = 24
 WIDTH = 2304
 
 
-def build(root: Path, count: int) -> Cache:
-    """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join."""
+def build(
+    root: Path, count: int, *, buckets: list[tuple[int, int]] = BUCKETS, batch: int = BATCH,
+    latent: layout.LatentRecipe | None = None, text: layout.TextRecipe | None = None,
+) -> Cache:  # fmt: skip
+    """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
+    between 1/8 and 1; recipes of Sana where none is given."""
     from pipeline.encoding.scan import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = layout.LatentRecipe(), layout.TextRecipe()
+    latent, text = latent or layout.LatentRecipe(), text or layout.TextRecipe()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
     rows = [
         {
             "item": f"{i:06d}.jpg", "size": 1, "mtime_ns": 1, "digest": layout.digest(str(i)),
-            "width": BUCKETS[i % 5][1], "height": BUCKETS[i % 5][0],
+            "width": buckets[i % len(buckets)][1], "height": buckets[i % len(buckets)][0],
             "captions": [{"text": f"caption {i}", "weight": 1.0}], "meta": "{}", "reject": None,
         }
         for i in range(count)
@@ -78,15 +82,18 @@ def build(root: Path, count: int) -> Cache:
             unit = f"{start:032x}"
             with shard.ShardWriter(cache.files, recipe, unit) as writer:
                 if recipe is text and start == 0:
-                    writer.add(layout.null_key(text.id), _bits(rng, (300, 2304)), caption="", valid=1)
+                    writer.add(layout.null_key(text.id), _bits(rng, (300, text.width)), caption="", valid=1)
                 for i in range(start, min(start + 256, count)):
-                    height, width = BUCKETS[i % 5]
+                    height, width = buckets[i % len(buckets)]
                     if recipe is latent:
                         key = layout.latent_key(latent.id, rows[i]["digest"], height, width)
-                        writer.add(key, _bits(rng, (32, height // 32, width // 32)))
+                        writer.add(
+                            key,
+                            _bits(rng, (latent.channels, height // latent.compression, width // latent.compression)),
+                        )
                     else:
                         key = layout.text_key(text.id, f"caption {i}")
-                        writer.add(key, _bits(rng, (int(tokens[i]), 2304)), caption=f"caption {i}")
+                        writer.add(key, _bits(rng, (int(tokens[i]), text.width)), caption=f"caption {i}")
                 name, size, records = writer.finish()
             digest = cache.files.put_content(index.table_bytes(records), "tables", "arrow")
             plan.append((unit, index.Commit(unit, name, size, records.num_rows, digest, (), {})))
@@ -97,9 +104,9 @@ def build(root: Path, count: int) -> Cache:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
     latents, texts = cache.index(latent.name), cache.index(text.name)
-    join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), BUCKETS, latent, text, latents, texts)
+    join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), buckets, latent, text, latents, texts)
     head, samples, names, _ = assemble(
-        joined, BUCKETS, batch=BATCH, small="carry", pad_text_multiple=1, latent=latent, text=text, latents=latents,
+        joined, buckets, batch=batch, small="carry", pad_text_multiple=1, latent=latent, text=text, latents=latents,
         texts=texts, sources={},
     )  # fmt: skip
     cache.add_snapshot(snapshot.build(cache.files, head, samples, names), None)
@@ -107,7 +114,7 @@ def build(root: Path, count: int) -> Cache:
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.integers(0, 0x7F80, shape, np.uint16)
+    return rng.integers(0x3E00, 0x3F80, shape, np.uint16)
 
 
 def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
@@ -136,7 +143,8 @@ def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Si
     )  # fmt: skip
     for step, (batches, _) in enumerate(loader):
         for batch in batches if step >= AHEAD else ():
-            yield len(batch.sample_ids), batch.latents.numel() * 2 + int(batch.mask.sum()) * WIDTH * 2
+            rows = int(batch.mask.sum()) if batch.cu_seqlens is None else len(batch.captions)
+            yield len(batch.sample_ids), batch.latents.numel() * 2 + rows * WIDTH * 2
 
 
 def collated(stream: Iterator[dict[str, np.ndarray]]) -> Side:

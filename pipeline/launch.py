@@ -273,12 +273,13 @@ def check_accelerate(
         if value is not None and value.strip().lower() not in allowed:
             wrong.append(f"{name}={value}, but {here}")
 
-    precision = {"fp32": "no"}.get(train.precision, train.precision)
+    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
     need("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)")
     off = {"", "0", "false", "no"}
     need("ACCELERATE_USE_DEEPSPEED", off, "the model is spread with FSDP2, not DeepSpeed")
     need("ACCELERATE_USE_MEGATRON_LM", off, "the model is spread with FSDP2, not Megatron-LM")
-    need("ACCELERATE_DYNAMO_BACKEND", off, "the model is not compiled")
+    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
+    need("ACCELERATE_DYNAMO_BACKEND", dynamo, f"train.compile is {train.compile} ({train.compile_backend})")
     need("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {"1"}, "accumulation follows from bucket.batch and train.microbatch")
     need("ACCELERATE_CPU_AFFINITY", off, "processes are bound to no cores here (torchrun has --numa-binding)")
     kind = _kind_of_device(train.device)
@@ -323,17 +324,23 @@ def _check_fsdp(
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, what),
         "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if parallel.reshard_after_forward else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {str(parallel.reshard_after_forward).lower()}",
+            {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
+            f"train.parallel.reshard_after_forward is {str(parallel.reshards).lower()}",
         ),
-        "FSDP_OFFLOAD_PARAMS": ({"false"}, "parameters stay on the device"),
+        "FSDP_OFFLOAD_PARAMS": (
+            {str(parallel.offload == "all").lower()},
+            f"train.parallel.offload is {parallel.offload}",
+        ),
         "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
         "FSDP_ACTIVATION_CHECKPOINTING": (
             {"false"} if train.activation_checkpointing == "none" else {"true"},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "checkpointed activations stay on the device"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+            {str(train.activation_offload).lower()},
+            f"train.activation_offload is {str(train.activation_offload).lower()}",
+        ),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "no module is left out of the sharding"),
     }
     for name, (allowed, here) in known.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import fetching
+from pipeline.data import fetching, shapes
 from pipeline.data.loader import Loader, State
 from pipeline.errors import CacheError
 from pipeline.launch import Launch, detect, resolve_device
@@ -58,6 +58,8 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
     """What the trainer needs to know of a snapshot."""
     train = config.train
     layout = check_sizes(train.parallel, launch.world)
+    if train.compile == "block":
+        shapes.check(snapshot, train, layout.data_world)
 
     def loader(start: int, stop: int) -> Loader:
         return Loader(
@@ -88,4 +90,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         text_width=snapshot.text_recipe.width,
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=loader,
+        batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
     )

@@ -83,7 +83,7 @@ def test_unknown_key_inside_an_optional_section(tmp_path: Path) -> None:
         ("train: {optim: {betas: [0.9]}}", "train.optim.betas"),
         ("train: {optim: {betas: [0.9, 1.5]}}", "train.optim.betas"),
         ("train: {caption_drop: 1.1}", "train.caption_drop"),
-        ("train: {precision: fp16}", "train.precision"),
+        ("train: {precision: fp8}", "train.precision"),
         ("train: {parallel: {dp_shard: 0}}", "train.parallel"),
         ("train: [1, 2]", "train"),
         ("vae: 5", "vae"),
@@ -220,7 +220,8 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_shipped_configuration_loads_and_says_what_it_is_for() -> None:
-    assert {p.stem for p in shipped()} >= {"sana_1600m_1024", "sana_600m_512", "tiny"}
+    released = {"sana_1600m_1024", "sana_600m_512", "sana15_1600m_1024", "sana15_4800m_1024"}
+    assert {p.stem for p in shipped()} == {*released, "tiny"}
     for path in shipped():
         load(path)
         head = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
@@ -241,6 +242,37 @@ def test_constants_of_the_released_models() -> None:
     assert big.model.weights is not None
     assert big.model.weights.variant == "bf16"
     assert (big.data.resolution, small.data.resolution) == (1024, 512)
+
+
+def test_constants_of_the_released_models_of_1_5() -> None:
+    for name, size, warmup in (("sana15_1600m_1024", "1.6B", 1000), ("sana15_4800m_1024", "4.8B", 2000)):
+        config = load(name)
+        optim = config.train.optim
+        assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (2e-5, (0.9, 0.999), 1e-10, 0.0)
+        assert (optim.clip, optim.warmup_steps, config.train.flow.shift) == (0.1, warmup, 3.0)
+        assert config.model.weights is not None
+        for source in (config.vae, config.text, config.model.weights):
+            assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
+            assert source.variant is None  # one set of weights, bf16
+
+
+@pytest.mark.parametrize("name", [path.stem for path in shipped()])
+def test_every_shipped_configuration_trains(name: str, small_cache: Path, tmp_path: Path) -> None:
+    """One optimizer step of everything that the file says of training, for a small model on a real cache."""
+    import stages.train
+    from pipeline.training import metrics
+
+    small = load("tiny").model.arch
+    assert small is not None
+    given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
+    overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
+    own = [f"cache={small_cache}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    config = load(name, [*overrides, *own])
+    report = stages.train.run(config, say=lambda line: None)
+    assert report.step == 1
+    (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert row["lr"] == pytest.approx(config.train.optim.lr / config.train.optim.warmup_steps)
+    assert (tmp_path / "run/tensorboard").exists() == (config.train.trackers == ["tensorboard"])
 
 
 def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:

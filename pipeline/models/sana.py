@@ -18,12 +18,14 @@ Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_init import initial_value
@@ -54,24 +56,75 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return torch.autocast(device.type, enabled=False)
 
 
+def _by_head(x: Tensor, head_dim: int) -> Tensor:
+    """(B, N, heads*head_dim) of any dtype -> (B, heads, N, head_dim) float32, contiguous: one pass casts and moves."""
+    heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+    return heads.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, heads, N, head_dim) -> (B, N, heads*head_dim), contiguous: the way back."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(q), relu(k) (B, h, N, d) and [v, 1] (B, h, N, d+1), float32; the ones carry the denominator."""
+    ones = F.pad(value.unflatten(2, (-1, head_dim)), (0, 1), value=1.0).flatten(2)
+    return _by_head(F.relu(query), head_dim), _by_head(F.relu(key), head_dim), _by_head(ones, head_dim + 1)
+
+
+def _moments(k: Tensor, v: Tensor) -> Tensor:
+    """[V, 1]^T relu(K): (B, h, d+1, d)."""
+    return torch.matmul(v.transpose(2, 3), k)
+
+
+class _LinearAttention(torch.autograd.Function):
+    """Keeps its three inputs in their own dtype for the backward pass, and nothing else. What ordinary autograd would
+    keep (float32 copies of all three in another layout, the product, its denominators) is computed again: two small
+    products, paid for by the copies that are not made."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+        with _without_autocast(query.device):
+            q, k, v = _parts(query, key, value, head_dim)
+            out = torch.matmul(_moments(k, v), q.transpose(2, 3))  # (B, h, d+1, N), as diffusers: equal bit for bit
+            return _joined((out[:, :, :-1] / (out[:, :, -1:] + _LINEAR_ATTENTION_EPS)).transpose(2, 3), value.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value, ctx.head_dim = inputs
+        ctx.save_for_backward(query, key, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        with _without_autocast(query.device):
+            q, k, v = _parts(query, key, value, ctx.head_dim)
+            moments = _moments(k, v)
+            out = torch.matmul(q, moments.transpose(2, 3))
+            scale = out[..., -1:] + _LINEAR_ATTENTION_EPS
+            gradient = _by_head(gradients[0], ctx.head_dim)
+            of_scale = -(gradient * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
+            of_out = torch.cat([gradient / scale, of_scale], dim=-1)  # (B, h, N, d+1)
+            of_moments = torch.matmul(of_out.transpose(2, 3), q)
+            of_query = _joined(torch.matmul(of_out, moments), query.dtype)
+            of_key = _joined(torch.matmul(v, of_moments), key.dtype)
+            of_value = _joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
+            relu = torch.ops.aten.threshold_backward
+            return relu(of_query, query, 0), relu(of_key, key, 0), of_value, None
+
+
 def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
     """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
 
     Args:
-        query, key, value: (B, N, heads*head_dim), any floating dtype.
+        query, key, value: (B, N, heads*head_dim), any floating dtype. They alone are kept for the backward pass.
 
     Returns:
-        (B, N, heads*head_dim) float32: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + 1e-15). A position whose
-        denominator is zero yields zero.
+        (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + 1e-15). A position
+        whose denominator is zero yields zero.
     """
-    with _without_autocast(query.device):
-        q = F.relu(query).float().transpose(1, 2).unflatten(1, (-1, head_dim))  # (B, h, d, N)
-        k = F.relu(key).float().unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, h, N, d)
-        v = value.float().transpose(1, 2).unflatten(1, (-1, head_dim))  # (B, h, d, N)
-        v = F.pad(v, (0, 0, 0, 1), value=1.0)  # the row of ones carries the denominator
-        out = torch.matmul(torch.matmul(v, k), q)  # (B, h, d+1, N)
-        out = out[:, :, :-1] / (out[:, :, -1:] + _LINEAR_ATTENTION_EPS)
-        return out.flatten(1, 2).transpose(1, 2)
+    return _LinearAttention.apply(query, key, value, head_dim)
 
 
 class _Attention(nn.Module):
@@ -109,20 +162,59 @@ class SelfAttention(_Attention):
     """Linear attention over image tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x, x)
-        out = self.output(linear_attention(query, key, value, self.head_dim).to(x.dtype))
+        out = self.output(linear_attention(*self.project(x, x), self.head_dim).to(x.dtype))
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
+
+
+class Packed(NamedTuple):
+    """Where captions lie that follow one another without padding.
+
+    captions: (B + 1,) int32, the first row of each and the end of the last. images: (B + 1,) int32, the same for the
+    image tokens. longest: no caption has more rows.
+    """
+
+    captions: Tensor
+    images: Tensor
+    longest: int
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: Packed) -> Tensor:
+    """Softmax attention of each sample's queries over its own caption rows.
+
+    On a GPU one kernel (`torch.nn.attention.varlen`, bf16 or fp16); elsewhere one call per sample, which is right but
+    not fast.
+
+    Args:
+        query: (B, N, heads, head_dim). key, value: (T, heads, head_dim). Every sample has at least one row.
+
+    Returns:
+        (B, N, heads, head_dim).
+    """
+    if query.device.type == "cuda":
+        count = query.shape[1]
+        out = varlen_attn(query.flatten(0, 1), key, value, where.images, where.captions, count, where.longest)
+        assert isinstance(out, Tensor)
+        return out.unflatten(0, (-1, count))
+    bounds = where.captions.tolist()
+    q, k, v = query.transpose(1, 2), key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # (.., heads, rows, d)
+    parts = [
+        F.scaled_dot_product_attention(q[i : i + 1], k[:, :, first:end], v[:, :, first:end])
+        for i, (first, end) in enumerate(itertools.pairwise(bounds))
+    ]
+    return torch.cat(parts).transpose(1, 2)
 
 
 class CrossAttention(_Attention):
     """Softmax attention of image tokens over caption tokens."""
 
-    def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor) -> Tensor:
-        """`mask_bias` is (B, 1, 1, L), 0 where attention is allowed and -10000 elsewhere."""
-        query, key, value = (
-            part.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for part in self.project(x, captions)
-        )
+    def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor | Packed) -> Tensor:
+        """`mask_bias` is (B, 1, 1, L), 0 where attention is allowed and -10000 elsewhere, for captions (B, L, D); or
+        says where captions (T, D) without padding lie."""
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, captions))
         value = value.to(query.dtype)  # under autocast the norms leave float32, the value projection bf16
+        if isinstance(mask_bias, Packed):
+            return self.output(packed_attention(query, key, value, mask_bias).flatten(2))
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_bias.to(query.dtype))
         return self.output(out.transpose(1, 2).flatten(2))
 
@@ -174,14 +266,20 @@ class SanaTransformerBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
 
     def forward(
-        self, hidden: Tensor, captions: Tensor, mask_bias: Tensor, modulation: Tensor, height: int, width: int
+        self,
+        hidden: Tensor,
+        captions: Tensor,
+        mask_bias: Tensor | Packed,
+        modulation: Tensor,
+        height: int,
+        width: int,
     ) -> Tensor:
         """One block.
 
         Args:
             hidden: (B, height*width, D) image tokens, row by row.
-            captions: (B, L, D) projected and normalised caption tokens.
-            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000.
+            captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
+            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or where the unpadded captions lie.
             modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution.
             height, width: of the token grid.
 
@@ -239,6 +337,11 @@ def position_embedding(
     columns = table(width)[None].expand(height, width, -1)
     rows = table(height)[:, None].expand(height, width, -1)
     return torch.cat([columns, rows], dim=-1).flatten(0, 1)
+
+
+def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, L) bool, True = attend -> (B, 1, 1, L) in `dtype`, 0 or -10000."""
+    return (~mask).to(dtype)[:, None, None, :] * _MASK_BIAS
 
 
 class PatchEmbed(nn.Module):
@@ -312,6 +415,13 @@ class ModulatedNorm(nn.Module):
         return self.norm(hidden) * (1 + scale) + shift
 
 
+def _places(mask: Tensor, tokens: int) -> Packed:
+    """Where captions lie whose rows `mask` counts, found on the device and without waiting for it."""
+    ends = F.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    images = torch.arange(0, (len(mask) + 1) * tokens, tokens, dtype=torch.int32, device=mask.device)
+    return Packed(ends, images, mask.shape[1])
+
+
 # --------------------------------------------------------------------------------------------------------- model
 
 
@@ -347,19 +457,40 @@ class SanaTransformer(nn.Module):
                 plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
         return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
 
+    def stage(self, start: int, stop: int) -> SanaTransformer:
+        """Blocks [start, stop) as a part of this model, sharing its parameters (`pipeline.models.sana_stage`)."""
+        from pipeline.models.sana_stage import SanaStage  # which builds on this class
+
+        return SanaStage(self, start, stop)
+
+    def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
+        """Height and width in tokens of these latents.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        p = self.config.patch_size
+        if latents.shape[-2] % p or latents.shape[-1] % p:
+            raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"the caption mask must be bool (True = attend), not {mask.dtype}")
+        return latents.shape[-2] // p, latents.shape[-1] // p
+
     def embed(
         self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:
         """What precedes the blocks; arguments as in `forward`.
 
         Returns:
-            hidden (B, N, D), captions (B, L, D), mask_bias (B, 1, 1, L), modulation (B, 6, D), embedded (B, D).
+            hidden (B, N, D), captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or where unpadded captions lie,
+            modulation (B, 6, D), embedded (B, D).
         """
         hidden = self.patch_embed(latents)
         modulation, embedded = self.time_embed(timesteps, hidden.dtype)
         context = self.caption_norm(self.caption_projection(captions))
-        mask_bias = (~mask).to(hidden.dtype)[:, None, None, :] * _MASK_BIAS
-        return hidden, context, mask_bias, modulation, embedded
+        if captions.ndim == 2:
+            return hidden, context, _places(mask, hidden.shape[1]), modulation, embedded
+        return hidden, context, mask_bias(mask, hidden.dtype), modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
         """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""
@@ -373,9 +504,11 @@ class SanaTransformer(nn.Module):
 
         Args:
             latents: (B, C, H, W) noised latents, in the model's dtype.
-            captions: (B, L, caption_channels) text rows, in the model's dtype.
+            captions: (B, L, caption_channels) text rows, in the model's dtype; or (T, caption_channels), those rows
+                alone that the mask shows, one sample after the other.
             mask: (B, L) bool, True = attend. The mask is a finite bias: a sample without any True attends to all L
-                rows as if none were masked, and yields no NaN.
+                rows as if none were masked, and yields no NaN. For captions without padding each sample's True stand
+                first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
 
         Returns:
@@ -385,15 +518,10 @@ class SanaTransformer(nn.Module):
             TypeError: timesteps that are not float32, a mask that is not bool.
             ValueError: sides that the patch size does not divide.
         """
-        p = self.config.patch_size
-        if latents.shape[-2] % p or latents.shape[-1] % p:
-            raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")
-        if mask.dtype != torch.bool:
-            raise TypeError(f"the caption mask must be bool (True = attend), not {mask.dtype}")
-        height, width = latents.shape[-2] // p, latents.shape[-1] // p
-        hidden, context, mask_bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
+        height, width = self.grid(latents, mask)
+        hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
         for block in self.transformer_blocks:
-            hidden = block(hidden, context, mask_bias, modulation, height, width)
+            hidden = block(hidden, context, bias, modulation, height, width)
         return self.head(hidden, embedded, height, width)
 
     @torch.no_grad()

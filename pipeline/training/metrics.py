@@ -7,11 +7,15 @@ rows separate the attempts) and never rewritten.
 Price: whoever reads the file without `read` has to handle repeated steps.
 
 A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
-batch, before clipping), lr, images_per_s (of all processes together), data_wait (share of the wall time that the
-slowest process waited for data), bucket ([height, width] of the row's last step), text_rows (its padded caption
-length), padded_tokens (caption rows since the last row that are padding, all processes), quarantined (samples that
-stood in for unreadable ones since this attempt began, all processes), memory_gib (peak allocated on a GPU, maximum over
-processes; null on the CPU), seconds (since this attempt began) and time (UTC).
+batch, before clipping), lr, images_per_s and tokens_per_s (of all processes together), mfu (model FLOPs utilisation;
+null where the device's peak is not known), data_wait (share of the wall time that the slowest process waited for data),
+bucket ([height, width] of the row's last step), text_rows (its padded caption length), padded_tokens (caption rows
+since the last row that are padding, all processes), quarantined (samples that stood in for unreadable ones since this
+attempt began, all processes), memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the
+largest of any process, whose number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for
+main memory, since the process began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and
+skipped_steps (steps of the whole run that were left out because the gradient overflowed); such steps do not count in
+grad_norm, which is null if no other is in the row. Rows of older versions have fewer.
 """
 
 from __future__ import annotations
@@ -23,14 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.training.trackers import Trackers
 
 
 class Metrics:
     """The journal of one run, written by one process. Use as a context manager, or call `close`."""
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print):
-        """Open for appending. A last line torn by a kill is ended, so that the next row stands alone."""
-        self.path, self._say = path, say
+    def __init__(self, path: Path, say: Callable[[str], None] = print, trackers: Trackers | None = None):
+        """Open for appending. A last line torn by a kill is ended, so that the next row stands alone.
+
+        Args:
+            trackers: get each row's numbers, too; closed with the journal.
+        """
+        self.path, self._say, self._trackers = path, say, trackers
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
             self._file = path.open("a", encoding="utf-8")
@@ -48,9 +57,13 @@ class Metrics:
         values = {**values, "time": _now()}
         self._write(values)
         self._say(_line(values, steps))
+        if self._trackers is not None:
+            self._trackers.log(values["step"], values)
 
     def close(self) -> None:
         self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -92,16 +105,22 @@ def _line(row: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
-        f"grad {row['grad_norm']:.3f}",
+        "grad overflow" if row["grad_norm"] is None else f"grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['images_per_s']:.1f} images/s",
         f"data {100 * row['data_wait']:.0f}%",
         f"{height}x{width}",
     ]
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']} skipped")
     if row.get("quarantined"):
         parts.append(f"{row['quarantined']} quarantined")
-    if row["memory_gib"] is not None:
-        parts.append(f"{row['memory_gib']:.1f} GiB")
+    if row.get("mfu") is not None:
+        parts.insert(5, f"MFU {100 * row['mfu']:.0f}%")
+    if row.get("memory_gib") is not None:
+        parts.append(f"{row['memory_gib']:.1f} GiB on process {row['memory_rank']}, {row['reserved_gib']:.1f} reserved")
+    elif row.get("rss_gib") is not None:
+        parts.append(f"{row['rss_gib']:.1f} GiB of main memory")
     return "  ".join(parts)
 
 

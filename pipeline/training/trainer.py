@@ -17,9 +17,9 @@ import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,13 +36,15 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, started, together
-from pipeline.parallel.spread import Spread, spread
-from pipeline.training import checkpoint, optim
+from pipeline.parallel.spread import spread
+from pipeline.training import checkpoint, in_backward, optim, trackers
+from pipeline.training.ema import Average
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
+from pipeline.training.watch import Watch, memory_errors
 
 Say = Callable[[str], None]
 
@@ -59,6 +61,7 @@ class Task:
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+        batches: the global batch of each bucket, by the bucket's name.
     """
 
     origin: State
@@ -67,6 +70,7 @@ class Task:
     text_width: int
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,19 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
     check_restart()
+    optim.check(train.optim)
+    trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
-    if layout.tp > 1:
-        found_config = architecture_of(config, task)
-        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    _check_packed(train, device)
+    if layout.copies > 1:
+        shape = architecture_of(config, task)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
+    in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
-    with started(launch, train.parallel, device) as mesh, _signals() as wanted:
+    with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
         run = Path(train.output)
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
@@ -111,6 +121,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture)
         model.reset_buffers()
@@ -119,22 +130,30 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         if values is not None:
             _check_equal_start(values)
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        averages = [Average(held.module, train.ema)] if train.ema is not None else []
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, held.module, optimizer)
+            absent = checkpoint.load(source, document, held.module, optimizer, _sections(averages, step))
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
+            if "ema" in absent:
+                for average in averages:
+                    average.restart()
+                quiet(f"note: {source} holds no running average: it starts from the weights of step {done}")
             quiet(f"resumed from {source} after step {done}")
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, held)
         quiet(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -231,6 +250,18 @@ def _choose(run: Path, resume: str | Path | None) -> tuple[tuple[Path, checkpoin
     return (source, checkpoint.read_document(source)), notes
 
 
+def _check_packed(train: TrainConfig, device: torch.device) -> None:
+    if train.packed_attention and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= (8, 0)
+        if train.precision == "fp32" or not able:
+            raise ConfigError(
+                "train.packed_attention: true has no kernel here",
+                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+                fix="--set train.packed_attention=false",
+            )
+
+
 def _check_fit(architecture: SanaConfig, task: Task) -> None:
     pairs = (
         ("in_channels", architecture.in_channels, "the latents have", task.channels),
@@ -269,7 +300,8 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
         fresh.replace(path)
     except OSError as error:
         raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
-    journal = Metrics(run / "metrics.jsonl", say)
+    followers = trackers.Trackers(config.train.trackers, run, done, config.model_dump(mode="json"), say)
+    journal = Metrics(run / "metrics.jsonl", say, followers)
     journal.start(**facts)
     return journal
 
@@ -319,24 +351,10 @@ def _signals() -> Iterator[_Wanted]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
-@dataclass
-class _Window:
-    """What happened since the last row."""
-
-    began: float = field(default_factory=time.perf_counter)
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    samples: int = 0
-    waited: float = 0.0
-    padded: int = 0
-    replaced: int = 0  # since the start
-
-    def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
-        self.losses.append(outcome.loss)
-        self.norms.append(outcome.grad_norm)
-        self.samples += outcome.samples
-        self.waited += waited
-        self.padded += sum(int((~batch.mask).sum()) for batch in microbatches)
+def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds beside model and optimizer."""
+    found = {"ema": averages[0].values} if averages else {}
+    return {**found, **({"loss_scale": step.scale.state} if step.scale.dynamic else {})}
 
 
 class _Loop:
@@ -346,18 +364,19 @@ class _Loop:
         task: Task,
         layout: Layout,
         architecture: SanaConfig,
-        spread: Spread,
-        optimizer: torch.optim.Optimizer,
+        step: Step,
+        averages: list[Average],
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
-        self.config, self.train, self.task, self.layout = config, config.train, task, layout
-        self.architecture, self.model = architecture, spread.module
-        self.optimizer, self.device = optimizer, device
+        self.config, self.train, self.task = config, config.train, task
+        self.architecture, self.model = architecture, step.spread.module
+        self.step, self.averages, self.more = step, averages, _sections(averages, step)
+        self.optimizer, self.device = step.optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
+        self.watch = Watch(config.train, architecture, layout, device, say)
         self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
@@ -369,7 +388,7 @@ class _Loop:
             self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
             return Report(done, saved, None, None)
         loader = together(lambda: self.task.loader(done, self.train.steps))
-        window, asked, state = _Window(), time.perf_counter(), None
+        asked, state = time.perf_counter(), None
         self.model.train()
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
@@ -379,17 +398,17 @@ class _Loop:
                 self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
-                window.add(outcome, microbatches, waited)
-                window.replaced = getattr(loader, "replaced", 0)
+                for average in self.averages:
+                    average.update(state.step)
+                self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
-                    self._log(outcome, window, rate, microbatches)
-                    window = _Window()
+                    self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0))
                 if last or state.step % self.train.save_every == 0:
-                    self.step.settle()
-                    saver.save(self.model, self.optimizer, state)
+                    with self.watch.aside():
+                        self.step.settle()
+                        saver.save(self.model, self.optimizer, state, self.more)
                     saved = checkpoint.folder_of(self.root, state.step)
-                    window.began = time.perf_counter()
                 if last:
                     break
                 asked = time.perf_counter()
@@ -406,35 +425,22 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _log(self, outcome: Outcome, window: _Window, rate: float, microbatches: list[Batch]) -> None:
+    def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int) -> None:
         self.step.settle()
-        self.loss = float(torch.stack(window.losses).double().mean())
-        norm = float(torch.stack(window.norms).double().mean())
-        elapsed = time.perf_counter() - window.began
-        on_gpu = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
-        total = torch.tensor([window.padded, window.replaced], dtype=torch.float64, device=self.device)
-        total /= self.layout.copies
-        worst = torch.tensor([window.waited / elapsed, float(peak)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        counted = self.watch.values(replaced)
+        self.loss = counted["loss"]
         if self.journal is None:
             return
-        wait, memory = worst.tolist()
         values = {
             "step": outcome.step,
-            "loss": self.loss,
-            "grad_norm": norm,
             "lr": rate,
-            "images_per_s": window.samples / elapsed,
-            "data_wait": wait,
+            **counted,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
-            "padded_tokens": round(total[0].item()),
-            "quarantined": round(total[1].item()),
-            "memory_gib": memory / 2**30 if on_gpu else None,
             "seconds": time.perf_counter() - self.began,
         }
+        if self.step.scale.dynamic:
+            values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
 
     def _saver(self) -> checkpoint.Saver:

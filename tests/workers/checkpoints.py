@@ -39,6 +39,7 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("one process", 1, {}),
     ("FSDP2", 2, FSDP2),
     ("TP", 2, TP),
+    ("PP x FSDP2", 4, {"pp_size": 2}),
     ("FSDP2 x TP", 4, {"tp_size": 2}),
     ("DDP", 2, DDP),
     ("one process again", 1, {}),

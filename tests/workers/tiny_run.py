@@ -45,6 +45,7 @@ def config(
         "activation_checkpointing": "none",
         "device": "cpu",
         "log_every": 1,
+        "trackers": [],
         "save_every": 1000,
         "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
         "parallel": {"timeout_s": 60},
@@ -125,7 +126,13 @@ def task(
             yield microbatches(batch, train.microbatch, rank, world), state
 
     return Task(
-        State(snapshot, train.seed, train.phase, 0, train.length_window), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader
+        State(snapshot, train.seed, train.phase, 0, train.length_window),
+        GLOBAL_BATCH,
+        CHANNELS,
+        TEXT_WIDTH,
+        8,
+        loader,
+        {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
     )
 
 

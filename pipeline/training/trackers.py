@@ -1,0 +1,107 @@
+"""Metrics to TensorBoard, Weights & Biases and the like, through accelerate's trackers.
+
+What: `check` refuses trackers whose package is missing, before anything starts; `Trackers` opens them and hands each
+row's numbers on.
+Why accelerate's: nine services behind one interface, kept up by others. The journal `metrics.jsonl` stays the source:
+a tracker that fails (no network, no login) is named and left out from then on, and the run goes on.
+Price: a service sees an attempt that was resumed as a run of its own; TensorBoard drops the steps that are done again.
+
+TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+PROJECT = "sana-pipe"
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse trackers that cannot be imported.
+
+    Raises:
+        UserError: a package is missing; says how to install it.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        rest = [name for name in names if name not in missing]
+        raise UserError(
+            f"train.trackers names {', '.join(missing)}, and that is not installed",
+            fix=f"pip install {' '.join(name.replace('_', '-') for name in missing)}, or --set "
+            f"'train.trackers=[{', '.join(rest)}]'",
+        )
+
+
+class Trackers:
+    """The open trackers of a run, on one process (the others have none).
+
+    Args:
+        names: by accelerate's names.
+        run: the run directory.
+        done: steps that are done already.
+        config: the whole configuration.
+        say: prints one line.
+
+    Raises:
+        UserError: a tracker cannot be opened.
+    """
+
+    def __init__(self, names: Sequence[str], run: Path, done: int, config: dict[str, Any], say: Callable[[str], None]):
+        self._say = say
+        self._open: dict[str, Any] = {}
+        if not names:
+            return
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # imports torch's whole zoo of backends
+
+        for name in names:
+            try:
+                tracker = _make(LOGGER_TYPE_TO_CLASS[name], name, run, done)
+                tracker.start()
+                tracker.store_init_configuration(_flat(config))
+            except Exception as error:
+                raise UserError(
+                    f"the tracker {name} cannot be opened: {type(error).__name__}: {error}",
+                    fix="mend that, or take it out of train.trackers",
+                ) from None
+            self._open[name] = tracker
+
+    def log(self, step: int, row: dict[str, Any]) -> None:
+        """Hand the numbers of a row on. A tracker that fails is named and left out from then on."""
+        values = {f"train/{name}": v for name, v in row.items() if isinstance(v, int | float) and name != "step"}
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:
+                del self._open[name]
+                self._say(f"warning: the tracker {name} failed and is left out: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        for name, tracker in self._open.items():
+            try:
+                tracker.finish()
+            except Exception as error:
+                self._say(f"warning: the tracker {name} could not be closed: {type(error).__name__}: {error}")
+        self._open = {}
+
+
+def _make(kind: Any, name: str, run: Path, done: int) -> Any:
+    if name == "tensorboard":
+        return kind("tensorboard", logging_dir=str(run), purge_step=done + 1)
+    more = {"name": run.name, "dir": str(run)} if name == "wandb" else {}
+    return kind(PROJECT, logging_dir=str(run), **more) if kind.requires_logging_directory else kind(PROJECT, **more)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """`{"train.optim.lr": 1e-4, ...}`; lists and null as text."""
+    if not isinstance(tree, dict):
+        return {prefix: tree if isinstance(tree, bool | int | float | str) else str(tree)}
+    return {
+        key: value
+        for name, below in tree.items()
+        for key, value in _flat(below, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

@@ -1,0 +1,245 @@
+"""What a run says it uses: FLOPs, tokens, memory; advice before memory is full and instead of a traceback; trackers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config import TrainConfig
+from pipeline.errors import UserError
+from pipeline.launch import Launch
+from pipeline.models.sana_flops import forward_flops, training_flops
+from pipeline.parallel.mesh import Layout, started
+from pipeline.training import metrics, trackers, watch
+from pipeline.training.step import Outcome
+from pipeline.training.trainer import fit
+from tests.test_sana_model import TINY, inputs, make
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def _convolution(grad: Any, x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Of a convolution's backward pass, right for depthwise ones too (torch's own count is not)."""
+    wanted = args[-1]
+    return 2 * math.prod(weight) * grad[0] * math.prod(grad[2:]) * (int(wanted[0]) + int(wanted[1]))
+
+
+@pytest.mark.parametrize("patch", [1, 2])
+def test_flops_from_shapes_are_those_that_the_counter_sees(patch: int) -> None:
+    config = replace(TINY, patch_size=patch, qk_norm="rms_norm_across_heads")
+    model, given = make(config), inputs((6, 12))
+    tokens = 6 * 12 // patch**2
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+        out = model(*given)
+    assert forward.get_total_flops() == forward_flops(config, 3, tokens, 30)
+    known = {torch.ops.aten.convolution_backward: _convolution}
+    with FlopCounterMode(display=False, custom_mapping=known) as backward:
+        out.sum().backward()
+    # Linear attention does its two products again, and needs no gradient of the row of ones.
+    again = config.num_layers * 3 * tokens * 2 * config.inner_dim * (2 * (config.attention_head_dim + 1) - 1)
+    found = forward.get_total_flops() + backward.get_total_flops() - again
+    assert found == training_flops(config, 3, tokens, 30)
+
+
+def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
+    for name, bf16, fp32 in (
+        ("NVIDIA A100-SXM4-80GB", 312.0, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.0, 67.0),
+        ("NVIDIA H100 PCIe", 756.0, 51.0),
+        ("NVIDIA GeForce RTX 3090", 71.0, 35.6),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0, 40.0),
+        ("NVIDIA L40S", 362.0, 91.6),
+        ("NVIDIA L4", 121.0, 30.3),
+    ):
+        assert (watch.peak_tflops(name, "bf16"), watch.peak_tflops(name, "fp32")) == (bf16, fp32)
+    for name in ("NVIDIA RTX A4000", "NVIDIA A1000", "Tesla V100-SXM2-32GB"):
+        assert watch.peak_tflops(name, "bf16") is None
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = tiny_run.config(tmp_path / "run", steps=2, log_every=2, peak_tflops=0.001)
+    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
+    model = tiny_run.model(settings)
+    batches = [tiny_run.global_batch(step) for step in (0, 1)]
+    shown = sum(int(batch.mask.sum()) for batch in batches)
+    tokens = shown + sum(8 * batch.latents[0, 0].numel() for batch in batches)
+    flops = sum(training_flops(model.config, 8, b.latents[0, 0].numel(), b.mask.numel()) for b in batches)
+    elapsed = 16 / row["images_per_s"]
+    assert row["tokens_per_s"] * elapsed == pytest.approx(tokens)
+    assert row["mfu"] * elapsed * 1e9 == pytest.approx(flops)
+    assert row["memory_gib"] is row["memory_rank"] is row["reserved_gib"] is None
+    assert 0.05 < row["rss_gib"] * 2**30 / watch.rss() <= 1
+    assert row["rss_rank"] == 0
+    assert "MFU" in said[-2]
+    assert "GiB of main memory" in said[-2]
+
+
+def _watch(said: list[str], **train: Any) -> watch.Watch:
+    settings = tiny_run.config(**train)
+    return watch.Watch(settings.train, tiny_run.model(settings).config, Layout(1, 1, 1, 1), CPU, said.append)
+
+
+def _add(counts: watch.Watch) -> None:
+    batch = tiny_run.global_batch(0)
+    outcome = Outcome(1, torch.tensor(1.0), torch.tensor(2.0), 8, batch.bucket)
+    counts.add(outcome, [batch], 0.0)
+
+
+def test_without_a_known_peak_there_is_no_utilisation() -> None:
+    with started(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _watch([])
+        _add(counts)
+        values = counts.values(0)
+    assert values["mfu"] is None
+    assert values["loss"] == 1.0
+    assert values["grad_norm"] == 2.0
+
+
+def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
+    import time
+
+    with started(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _watch([])
+        _add(counts)
+        with counts.aside():
+            time.sleep(0.5)
+        assert counts.values(0)["images_per_s"] > 8 / 0.4
+
+
+def test_a_full_gpu_is_told_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    share = 0.91
+    monkeypatch.setattr(watch.Watch, "_gpu", lambda self: (6 * 2**30, 7 * 2**30, share))
+    with started(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _watch(said)
+        for share in (0.91, 0.93, 0.99):
+            _add(counts)
+            counts.values(0)
+            assert len(said) == (share > 0.92)
+    assert "process 0 is nearly full: 7.0 GiB, 93 %" in said[0]
+    assert "--set train.activation_checkpointing=full" in said[0]
+
+
+def test_relief_names_only_what_helps_and_is_allowed() -> None:
+    keys = [line.partition("=")[0].removeprefix("--set train.") for line in watch.relief(TrainConfig())]
+    assert keys[0] == "microbatch"  # blocks are recomputed by default
+    plain = watch.relief(TrainConfig(activation_checkpointing="none", microbatch=6))
+    assert plain[0].startswith("--set train.activation_checkpointing=full ")
+    assert plain[1].startswith("--set train.microbatch=3 ")
+    small = watch.relief(TrainConfig(microbatch=1))
+    assert not any("microbatch" in line or "precision" in line for line in small)
+    assert any("precision=bf16" in line for line in watch.relief(TrainConfig(precision="fp32")))
+    for line in watch.relief(TrainConfig(activation_checkpointing="none", precision="fp32")):
+        words = line.partition("   (")[0].replace("--set train.", "").split()
+        tree: dict[str, Any] = TrainConfig(activation_checkpointing="none", precision="fp32").model_dump()
+        for word in words:
+            name, _, value = word.partition("=")
+            *sections, last = name.split(".")
+            node = tree
+            for section in sections:
+                node = node[section]
+            given: Any = {"null": None, "true": True}.get(value, value)
+            node[last] = int(given) if isinstance(given, str) and given.lstrip("-").isdigit() else given
+        TrainConfig.model_validate(tree)
+
+
+def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:
+    def touch(step: int) -> None:
+        if step == 1:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    settings = tiny_run.config(tmp_path / "run", microbatch=4)
+    with pytest.raises(watch.OutOfMemory) as caught:
+        fit(settings, tiny_run.task(settings, touch=touch), Launch(), say=lambda line: None)
+    assert "not enough memory" in str(caught.value)
+    assert "--set train.activation_checkpointing=full" in str(caught.value)
+    with pytest.raises(watch.OutOfMemory, match="tried to allocate"), watch.memory_errors(settings.train):
+        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2.00 GiB")
+    with pytest.raises(RuntimeError, match="another") as other, watch.memory_errors(settings.train):
+        raise RuntimeError("another mistake")
+    assert not isinstance(other.value, UserError)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_have_peaks_and_a_full_card_is_named(tmp_path: Path) -> None:
+    settings = tiny_run.config(tmp_path / "run", steps=2, log_every=1, device="cuda", precision="bf16")
+    fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+    for row in metrics.read(tmp_path / "run/metrics.jsonl"):
+        assert 0 < row["memory_gib"] <= row["reserved_gib"]
+        assert row["memory_rank"] == row["reserved_rank"] == 0
+
+    def touch(step: int) -> None:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+    settings = tiny_run.config(tmp_path / "full", device="cuda")
+    with pytest.raises(watch.OutOfMemory):
+        fit(settings, tiny_run.task(settings, touch=touch), Launch(), say=lambda line: None)
+
+
+# -------------------------------------------------------------------------------------------------------- trackers
+
+
+def test_tensorboard_gets_every_row_and_drops_repeated_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    for steps, resume in ((3, None), (5, "auto")):
+        settings = tiny_run.config(run, steps=steps, save_every=2, trackers=["tensorboard"])
+        fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=lambda line: None)
+    rows = metrics.read(run / "metrics.jsonl")
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "grad_norm", "images_per_s", "tokens_per_s", "data_wait", "rss_gib"):
+        seen = events.Scalars(f"train/{name}")
+        assert [event.step for event in seen] == [1, 2, 3, 4, 5]
+        assert [event.value for event in seen] == pytest.approx([row[name] for row in rows])
+    assert "train/memory_gib" not in events.Tags()["scalars"]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path: Path) -> None:
+    settings = tiny_run.config(tmp_path / "run", trackers=["tensorboard", "swanlab"])
+    if "swanlab" in sys.modules or trackers.importlib.util.find_spec("swanlab"):
+        pytest.skip("swanlab is installed here")
+    with pytest.raises(UserError, match="swanlab") as caught:
+        fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+    assert "pip install swanlab" in str(caught.value)
+    assert "train.trackers=[tensorboard]" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="tracker tensorboard cannot be opened"):
+        with started(Launch(), tiny_run.config().train.parallel, CPU):
+            trackers.Trackers(["tensorboard"], tmp_path / "run", 0, {}, lambda line: None)
+
+    def broken(self: Any, values: Any, step: int) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", broken)
+    said: list[str] = []
+    settings = tiny_run.config(tmp_path / "other", steps=3, trackers=["tensorboard"])
+    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    assert len(metrics.read(tmp_path / "other/metrics.jsonl")) == 3
+    assert [line for line in said if "left out" in line] == [
+        "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"
+    ]
