@@ -24,7 +24,8 @@ from pipeline.launch import (
     share_of_work,
 )
 from pipeline.parallel import mesh
-from tests.workers import tiny_run
+from pipeline.training import metrics
+from tests.workers import mortal_run, tiny_run
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"
@@ -259,6 +260,30 @@ def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
     assert runs["bf16"].returncode == 0, runs["bf16"].stderr
     assert runs["no"].returncode != 0
     assert "ACCELERATE_MIXED_PRECISION=no" in runs["no"].stderr
+
+
+@pytest.mark.dist
+def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None:
+    """With the answers for FSDP2, which agree with the configuration; then with one that does not."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--num_machines", "1", "--num_processes", "2", "--main_process_port", "0", "--dynamo_backend", "no"]
+    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    command += ["--fsdp_transformer_layer_cls_to_wrap", "SanaTransformerBlock"]
+    runs = {}
+    for precision in ("no", "bf16"):
+        words = ["--mixed_precision", precision, "-m", "tests.workers.mortal_run", str(tmp_path / precision), "[]"]
+        runs[precision] = subprocess.run(
+            [*command, *words], env=tiny_run.environ(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200
+        )
+    assert runs["no"].returncode == 0, runs["no"].stdout + runs["no"].stderr
+    assert "2 x cpu (2 dp_shard)" in runs["no"].stdout
+    settings = tiny_run.config()
+    expected = tiny_run.train_losses(tiny_run.model(settings), settings, mortal_run.STEPS)
+    found = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert runs["bf16"].returncode != 0
+    assert "ACCELERATE_MIXED_PRECISION=bf16, but train.precision is fp32" in runs["bf16"].stderr
+    assert not (tmp_path / "bf16").exists()
 
 
 # ---------------------------------------------------------------- shares of work
