@@ -83,17 +83,23 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
 
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, running, most = dcp.save, threading.Semaphore(1), []
+    """No second copy of the tensors is taken while one is being written."""
+    save, host_copy, running, seen = dcp.save, checkpoint.host_copy, threading.Event(), []
 
     def slow(*args: Any, **options: Any) -> Any:
-        most.append(running.acquire(blocking=False))
-        threading.Event().wait(0.2)
-        running.release()
+        threading.Event().wait(0.3)
+        running.clear()
         return save(*args, **options)
 
+    def copy(tensors: Any) -> Any:
+        seen.append(running.is_set())
+        running.set()
+        return host_copy(tensors)
+
     monkeypatch.setattr(dcp, "save", slow)
+    monkeypatch.setattr(checkpoint, "host_copy", copy)
     train(tiny_run.config(tmp_path / "run", steps=3, save_every=1))
-    assert most == [True, True, True]
+    assert seen == [False, False, False]
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (1, 2, 3)]
 
 
