@@ -143,7 +143,8 @@ def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Si
     )  # fmt: skip
     for step, (batches, _) in enumerate(loader):
         for batch in batches if step >= AHEAD else ():
-            yield len(batch.sample_ids), batch.latents.numel() * 2 + int(batch.mask.sum()) * WIDTH * 2
+            rows = int(batch.mask.sum()) if batch.cu_seqlens is None else len(batch.captions)
+            yield len(batch.sample_ids), batch.latents.numel() * 2 + rows * WIDTH * 2
 
 
 def collated(stream: Iterator[dict[str, np.ndarray]]) -> Side:

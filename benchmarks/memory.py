@@ -1,7 +1,11 @@
-"""Bytes that autograd keeps for the backward pass: activation checkpointing off and on, fp32 and bf16.
+"""Bytes that a forward pass leaves behind for the backward pass, by technique, and those of the optimizers' states.
 
-A few blocks of Sana 0.6B's width at 512 px (16 x 16 latent, 100 text rows); every tensor that is saved is counted once
-per storage, parameters left out. The ratio is that of the block stack.
+Sana 1.6B at 1024 px: 32 x 32 latent tokens, 300 text rows, one sample, 20 blocks. Counted is all memory that is made in
+the forward pass and outlives it, each storage once, parameters and inputs left out (`pipeline.parallel.kept`), on fake
+tensors of the real sizes, so nothing is computed; what the CPU's kernels keep is counted, as on a GPU with a
+memory-efficient attention kernel. A smaller model is counted both ways first, and the two must agree to the byte.
+`full`, `selective` and `int8` compare what one block keeps; what precedes and follows the blocks is kept under every
+technique and listed apart. Optimizer states: measured after one real step of a narrow model with Sana's shapes.
 """
 
 from __future__ import annotations
@@ -9,51 +13,130 @@ from __future__ import annotations
 import argparse
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.report import finish, table
+from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel.activation import Kept, keep_activations
+from pipeline.parallel.kept import kept_bytes
+from pipeline.training import optim
+
+LAYERS = 20
+WAYS = {
+    "none": ("none", "none", False),
+    "full": ("full", "none", False),
+    "selective": ("selective", "none", False),
+    "every-2": ("every-2", "none", False),
+    "int8": ("none", "int8", False),
+    "full, int8": ("full", "int8", False),
+    "offload": ("none", "none", True),
+    "full, offload": ("full", "none", True),
+}
 
 
-def saved_bytes(model: SanaTransformer, dtype: torch.dtype) -> int:
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
+def way(name: str) -> TrainConfig:
+    checkpointing, compression, offload = WAYS[name]
+    return TrainConfig(
+        activation_checkpointing=checkpointing,
+        activation_compression=compression,
+        activation_offload=offload,
+    )
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or pack(t), lambda t: t):
-        out = model(
-            torch.randn(1, 32, 16, 16, dtype=dtype), torch.randn(1, 100, 2304, dtype=dtype),
-            torch.ones(1, 100, dtype=torch.bool), torch.tensor([500.0]),
-        )  # fmt: skip
-    out.float().square().mean().backward()
-    return sum(seen.values())
+def shape(layers: int, heads: int = 70, cross: int = 20) -> SanaConfig:
+    """Sana 1.6B, or a narrower one."""
+    return SanaConfig(
+        num_layers=layers, num_attention_heads=heads, num_cross_attention_heads=cross,
+        cross_attention_head_dim=heads * 32 // cross, cross_attention_dim=heads * 32,
+    )  # fmt: skip
+
+
+def fake_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> SanaTransformer:
+    """A model of fake parameters; call it within a FakeTensorMode."""
+    model = SanaTransformer.on_meta(config)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))
+    keep_activations(model.blocks, train)
+    return model
+
+
+def real_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> SanaTransformer:
+    model = SanaTransformer.from_scratch(config, 0, dtype=dtype)
+    keep_activations(model.blocks, train)
+    return model
+
+
+def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> int:
+    """Bytes kept on the device."""
+    config = model.config
+    given: list[Tensor] = [
+        torch.randn(1, config.in_channels, side, side, dtype=dtype),
+        torch.randn(1, rows, config.caption_channels, dtype=dtype),
+        torch.ones(1, rows, dtype=torch.bool),
+        torch.rand(1),
+    ]
+    kept, _graph = kept_bytes(lambda: model(*given), [*model.parameters(), *given])
+    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
+    return kept - sum(keeper.host_bytes() for keeper in keepers if keeper is not None)
+
+
+def check_the_count() -> None:
+    """Fake tensors must tell of exactly the bytes that real ones take."""
+    config = shape(2, heads=8, cross=4)
+    for name in WAYS:
+        for dtype in (torch.float32, torch.bfloat16):
+            real = count(real_model(config, dtype, way(name)), dtype, 12, 40)
+            with FakeTensorMode():
+                fake = count(fake_model(config, dtype, way(name)), dtype, 12, 40)
+            if real != fake:
+                raise SystemExit(f"{name}, {dtype}: {real} bytes in a real run, {fake} on fake tensors")
+    print(f"a narrow model, {len(WAYS)} techniques in fp32 and bf16: bytes of a real run = bytes on fake tensors")
+
+
+def activations(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """MB that a block keeps, and MB of the ends, by technique. Two lengths suffice: blocks are alike."""
+    found = {}
+    for name in WAYS:
+        with FakeTensorMode():
+            short, long = (count(fake_model(shape(n), dtype, way(name)), dtype, 32, 300) for n in (2, 4))
+        found[name] = (long - short) / 2 / 1e6, (2 * short - long) / 1e6
+    return found
+
+
+def state_bytes(config: OptimConfig, heads: int) -> float:
+    """Bytes of an optimizer's state per parameter, after one step."""
+    model = SanaTransformer.from_scratch(shape(1, heads=heads, cross=heads // 9), 0)
+    optimizer = optim.build(model, config, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return total / sum(parameter.numel() for parameter in model.parameters())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    layers = 3 if parser.parse_args().quick else 8
-    rows, ratios = [], {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        config = SanaConfig(
-            num_layers=layers, num_attention_heads=36, attention_head_dim=32, num_cross_attention_heads=16,
-            cross_attention_head_dim=72, cross_attention_dim=1152,
-        )  # fmt: skip
-        model = SanaTransformer(config).to(dtype).train()
-        plain = saved_bytes(model, dtype)
-        checkpoint_blocks(model.blocks)
-        full = saved_bytes(model, dtype)
-        rows.append([name, layers, plain / 2**20, full / 2**20, plain / full])
-        ratios[name] = plain / full
-    table(["dtype", "blocks", "none MiB", "full MiB", "ratio"], rows)
-    finish({"full": ratios["fp32"], "full_bf16": ratios["bf16"]})
+    parser.parse_args()
+    check_the_count()
+    figures: dict[str, float | str] = {}
+    for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, "_bf16")):
+        found = activations(dtype)
+        block, ends = found["none"]
+        rows = []
+        for name, (own, own_ends) in found.items():
+            whole = LAYERS * own + own_ends
+            rows.append([name, own, block / own if own else "-", own_ends, whole, (LAYERS * block + ends) / whole])
+        print(f"\n{str(dtype).removeprefix('torch.')}, one sample")
+        table(["technique", "MB a block", "times fewer", "MB of the ends", "MB of all", "times fewer"], rows)
+        figures |= {name + suffix: block / found[name][0] for name in ("full", "selective", "int8")}
+        figures["full_model" + suffix] = rows[1][-1]
+    finish(figures)
 
 
 if __name__ == "__main__":

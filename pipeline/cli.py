@@ -246,19 +246,21 @@ def train(
 @cli.command()
 @_configured
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
+@click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
-def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, out: str) -> Any:
+def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str) -> Any:
     """Write a folder that diffusers' SanaPipeline.from_pretrained loads."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out))
+    return stage.run(config, checkpoint, Path(out), ema=ema)
 
 
 @cli.command()
 @_configured
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
 @click.option("--snapshot", metavar="NAME|ID", help="Whose captions. Default: the newest snapshot of the cache.")
+@click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
 @click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Where the PNGs go.")
 def sample(
@@ -266,6 +268,7 @@ def sample(
     overrides: tuple[str, ...],
     checkpoint: str,
     snapshot: str | None,
+    ema: bool,
     count: int | None,
     out: str,
 ) -> Any:
@@ -273,7 +276,7 @@ def sample(
     config = _load(config_path, overrides)
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, Path(out), count)
+    return stage.run(config, checkpoint, snapshot, Path(out), count, ema=ema)
 
 
 @cli.command(hidden=True)

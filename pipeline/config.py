@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
 
@@ -32,6 +32,15 @@ NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
+
+
+def _recompute(mode: str) -> str:
+    if mode not in ("none", "full", "selective") and not re.fullmatch(r"every-([2-9]|[1-9]\d+)", mode):
+        raise ValueError("must be none, full, selective, or every-K (every-2: each second block; K at least 2)")
+    return mode
+
+
+Recompute = Annotated[str, AfterValidator(_recompute)]
 
 
 class _Section(BaseModel):
@@ -294,24 +303,60 @@ class FlowConfig(_Section):
 
 
 class OptimConfig(_Section):
-    """AdamW with Sana's constants (NVlabs `Sana_1600M_img1024_AdamW.yaml`). `scale_lr: sqrt` multiplies by
-    sqrt(batch / 256), which NVlabs' trainer does without saying so."""
+    """The optimizer. NVlabs: CAME, or AdamW with these numbers for `Sana_1600M_img1024_AdamW`; scale_lr `sqrt`
+    multiplies lr by sqrt(batch / 256), as their trainer does.
 
-    name: Literal["adamw"] = "adamw"
+    name: `adamw`; `adamw8bit` (torchao: moments in 8 bits, 2 bytes of state per parameter instead of 8); `came` (4
+    bytes; NVlabs use it with weight_decay 0). Adafactor is not offered: torch's cannot be sharded.
+    betas, eps: `null` takes the optimizer's own: (0.9, 0.999) and 1e-8 for AdamW, (0.9, 0.999, 0.9999) for CAME, whose
+    eps is fixed.
+    in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is given back: never
+    are there the gradients of the whole model. Needs `clip: null`: the global norm is known only afterwards.
+    """
+
+    name: Literal["adamw", "adamw8bit", "came"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     scale_lr: Literal["none", "sqrt"] = "none"
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] | None = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     clip: Annotated[float, Field(gt=0)] | None = 0.1
     warmup_steps: NotNegative = 2000
+    in_backward: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _pairs(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("betas"), list):
-            data = {**data, "betas": tuple(data["betas"])}
-        return data
+    def _own(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        came = data.get("name") == "came"
+        betas, eps = data.get("betas"), data.get("eps")
+        if betas is None:
+            betas = (0.9, 0.999, 0.9999) if came else (0.9, 0.999)
+        if eps is None and not came:
+            eps = 1e-8
+        return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
+
+    @model_validator(mode="after")
+    def _fit(self) -> OptimConfig:
+        wanted = 3 if self.name == "came" else 2
+        if len(self.betas) != wanted:
+            raise ValueError(f"{self.name} has {wanted} betas, not {len(self.betas)}; betas: null takes its own")
+        if self.name == "came" and self.eps is not None:
+            raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
+        return self
+
+
+class EmaConfig(_Section):
+    """A running average of the weights, in fp32, for `export --ema` and `sample --ema`.
+
+    decay: per step, at most; an average begins with (1 + step) / (10 + step). device `cpu` keeps it in host memory.
+    every: steps between updates; the decay per step stays the same.
+    """
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    device: Literal["same", "cpu"] = "same"
+    every: Positive = 1
 
 
 class ParallelConfig(_Section):
@@ -321,9 +366,15 @@ class ParallelConfig(_Section):
     does. dp_shard: processes that share one copy, parameter by parameter (FSDP2); with dp_replicate it is HSDP. One of
     the two may be -1: what the other sizes leave. tp_size: processes that share every matrix. pp_size: groups that
     hold consecutive blocks.
+    pp_schedule: in which order microbatches pass the pp_size groups (pipeline/parallel/pipeline_parallel.py).
+    pp_stages_per_rank: slices of the model that each group holds; null: 1, or 2 for the schedules other than 1f1b and
+    gpipe, which need several.
     reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
-    gather). prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of
-    older FSDP; null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    gather); null: yes, but not in a pipeline, where it would be one more gather per microbatch.
+    prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of older FSDP;
+    null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
+    offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
+    on the CPU; a block's parameters come to the device when it is their turn.
     timeout_s: bounds every wait for another process.
     """
 
@@ -331,9 +382,12 @@ class ParallelConfig(_Section):
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp_size: Positive = 1
     pp_size: Positive = 1
-    reshard_after_forward: bool = True
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_stages_per_rank: Positive | None = None
+    reshard_after_forward: bool | None = None
     prefetch_blocks: Positive | None = None
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    offload: Literal["none", "all"] = "none"
     timeout_s: Positive = 600
 
     @model_validator(mode="after")
@@ -345,6 +399,34 @@ class ParallelConfig(_Section):
             raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
         return self
 
+    @model_validator(mode="after")
+    def _stages(self) -> ParallelConfig:
+        given, simple = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
+        if given is None:
+            return self
+        if simple and given > 1:
+            raise ValueError(
+                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {given}: "
+                "interleaved_1f1b takes several"
+            )
+        if not simple and given == 1:
+            raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
+        if self.pp_schedule == "zbv" and given != 2:
+            raise ValueError(
+                f"pp_schedule zbv has pp_stages_per_rank 2, not {given}; interleaved_1f1b takes any number"
+            )
+        return self
+
+    @property
+    def reshards(self) -> bool:
+        """`reshard_after_forward`, or what suits the sizes."""
+        return self.pp_size == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def stages_per_rank(self) -> int:
+        """`pp_stages_per_rank`, or what the schedule takes by itself."""
+        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
+
 
 class TrainConfig(_Section):
     """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
@@ -354,11 +436,19 @@ class TrainConfig(_Section):
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
+    activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
+    inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
+    `every-K` (`every-2`): each K-th block in full, the others nothing.
+    activation_compression: what blocks keep is kept as `int8` or `fp8`, 128 values with one scale: the inputs of blocks
+    that recompute, what Linear and convolution layers save of the others. Not together with `selective`.
+    activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
     compile: `block` compiles each block with torch.compile, for at most `compile_max_shapes` shapes of a batch.
     peak_tflops: of one GPU in the run's precision, for the model FLOPs utilisation; null: its data sheet's, if known.
     trackers: where metrics go beside `metrics.jsonl`, by accelerate's names.
     length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
+    precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
+    `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
 
     Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
     the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
@@ -370,12 +460,15 @@ class TrainConfig(_Section):
     seed: NotNegative = 0
     phase: NotNegative = 0
     microbatch: Positive = 8
-    precision: Literal["fp32", "bf16"] = "bf16"
-    activation_checkpointing: Literal["none", "full"] = "full"
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
+    activation_checkpointing: Recompute = "full"
+    activation_compression: Literal["none", "int8", "fp8"] = "none"
+    activation_offload: bool = False
     caption_drop: Share = 0.1
     null_mask: Literal["caption", "bos"] = "caption"
     flow: FlowConfig = FlowConfig()
     optim: OptimConfig = OptimConfig()
+    ema: EmaConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     text: Literal["padded", "packed"] = "padded"
     length_window: NotNegative = 0
@@ -395,6 +488,66 @@ class TrainConfig(_Section):
     compile_backend: str = "inductor"
     compile_max_shapes: Positive = 8
     device: str = "auto"
+
+    @model_validator(mode="after")
+    def _memory(self) -> TrainConfig:
+        if self.activation_compression != "none" and self.activation_checkpointing == "selective":
+            raise ValueError(
+                f"activation_compression: {self.activation_compression} does not reach what activation_checkpointing: "
+                "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
+            )
+        if self.optim.in_backward:
+            if self.optim.clip is not None:
+                raise ValueError(
+                    "optim.in_backward updates parameters before the norm of the gradient is known; "
+                    f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
+                )
+            if self.optim.name != "adamw" or self.precision not in ("fp32", "bf16"):
+                raise ValueError(
+                    "optim.in_backward updates one parameter at a time, which is offered for optim.name: adamw with "
+                    f"precision fp32 or bf16 (they are {self.optim.name} and {self.precision}); change these or set "
+                    "optim.in_backward: false"
+                )
+            if self.parallel.pp_size > 1:
+                raise ValueError(
+                    "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
+                    f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled(self) -> TrainConfig:
+        if self.compile == "none":
+            return self
+        wanted = {
+            "activation_checkpointing": (self.activation_checkpointing, ("none", "full")),
+            "activation_compression": (self.activation_compression, ("none",)),
+            "activation_offload": (self.activation_offload, (False,)),
+            "parallel.tp_size": (self.parallel.tp_size, (1,)),
+            "parallel.pp_size": (self.parallel.pp_size, (1,)),
+        }
+        for name, (found, works) in wanted.items():
+            if found not in works:
+                raise ValueError(
+                    f"compile: {self.compile} does not go with {name}: {found}; set {name} to "
+                    f"{' or '.join(map(str, works))}, or compile: none"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline(self) -> TrainConfig:
+        if self.packed_attention and self.parallel.pp_size > 1:
+            raise ValueError(
+                "packed_attention: the stages of a pipeline exchange padded captions; "
+                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
+            )
+        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
+        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
+                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept(self) -> TrainConfig:

@@ -234,7 +234,7 @@ def check_accelerate(train: TrainConfig, launch: Launch, environ: Mapping[str, s
         if value is not None and value.strip().lower() not in allowed:
             wrong.append(f"{name}={value}, but {here}")
 
-    precision = {"fp32": "no", "bf16": "bf16"}[train.precision]
+    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
     need("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)")
     off = {"", "0", "false", "no"}
     need("ACCELERATE_USE_DEEPSPEED", off, "the model is spread with FSDP2, not DeepSpeed")
@@ -261,17 +261,23 @@ def _check_fsdp(
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": ({"1", "full_shard"}, "every process holds its own shard (FULL_SHARD)"),
         "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if parallel.reshard_after_forward else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {str(parallel.reshard_after_forward).lower()}",
+            {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
+            f"train.parallel.reshard_after_forward is {str(parallel.reshards).lower()}",
         ),
-        "FSDP_OFFLOAD_PARAMS": ({"false"}, "parameters stay on the device"),
+        "FSDP_OFFLOAD_PARAMS": (
+            {str(parallel.offload == "all").lower()},
+            f"train.parallel.offload is {parallel.offload}",
+        ),
         "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
         "FSDP_ACTIVATION_CHECKPOINTING": (
-            {"true"} if train.activation_checkpointing == "full" else {"false"},
+            {"false"} if train.activation_checkpointing == "none" else {"true"},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "checkpointed activations stay on the device"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+            {str(train.activation_offload).lower()},
+            f"train.activation_offload is {str(train.activation_offload).lower()}",
+        ),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "no module is left out of the sharding"),
     }
     for name, (allowed, here) in known.items():

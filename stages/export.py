@@ -61,12 +61,13 @@ class Parts:
     compression: int
 
 
-def run(config: Config, checkpoint: str, out: Path) -> Path:
+def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False) -> Path:
     """Write the folder.
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, be empty, or hold an earlier export, which is replaced.
+        ema: the running average of the weights instead of the last ones.
 
     Returns:
         `out`.
@@ -83,7 +84,7 @@ def run(config: Config, checkpoint: str, out: Path) -> Path:
     parts = _parts(config)
     architecture = with_sample_size(document.architecture, config.data.resolution // parts.compression)
     _check_fit(config, architecture, parts)
-    weights = checkpoints.ModelTensors(folder)
+    weights = checkpoints.ModelTensors(folder, ema=ema)
 
     work = out.with_name(f".{out.name}.partial")
     try:
@@ -98,7 +99,8 @@ def run(config: Config, checkpoint: str, out: Path) -> Path:
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(f"exported step {document.state.step} of {folder} to {out}; its README.md has the call it needs", flush=True)
+    which = "the running average at " if ema else ""
+    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
     return out
 
 

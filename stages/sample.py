@@ -57,7 +57,9 @@ class Result:
     nearest: int
 
 
-def run(config: Config, checkpoint: str, snapshot: str | None, out: Path, count: int | None = None) -> Result:
+def run(
+    config: Config, checkpoint: str, snapshot: str | None, out: Path, count: int | None = None, *, ema: bool = False
+) -> Result:
     """Draw, decode, and put on a contact sheet.
 
     Args:
@@ -65,6 +67,7 @@ def run(config: Config, checkpoint: str, snapshot: str | None, out: Path, count:
         snapshot: a name or an id; None is the newest.
         out: folder of the pictures; files of an earlier call are replaced.
         count: how many captions, spread evenly over the snapshot (None: `sample.count`).
+        ema: with the running average of the weights instead of the last ones.
 
     Raises:
         UserError: no checkpoint, no snapshot, a snapshot of other encoders; see the messages.
@@ -73,7 +76,7 @@ def run(config: Config, checkpoint: str, snapshot: str | None, out: Path, count:
     folder = runs.find(config, checkpoint)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
-    architecture, weights = checkpoints.load_model_state(folder)
+    architecture, weights = checkpoints.load_model_state(folder, ema=ema)
     _check_fit(architecture, opened, folder)
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):

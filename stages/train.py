@@ -90,4 +90,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         text_width=snapshot.text_recipe.width,
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=loader,
+        batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tarfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from pipeline.config import Config, ParallelConfig
 from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
+from pipeline.models.sana_files import save_weights
 from pipeline.parallel import data_parallel, mesh
 from pipeline.training import checkpoint, metrics, optim
-from pipeline.training.trainer import Report, fit
+from pipeline.training.trainer import Report, fit, generator_seed
 from tests.workers import tiny_run
 
 CPU = torch.device("cpu")
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,6 +156,37 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
     assert not dist.is_initialized()
 
 
+# --------------------------------------------------------------------------------------------------- random numbers
+
+
+def test_dropout_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    assert tiny_run.config().model.arch is not None
+    shape = replace(tiny_run.model(tiny_run.config()).config, dropout=0.2)
+    save_weights(tiny_run.model(tiny_run.config()).state_dict(), shape, tmp_path / "weights", torch.float32)
+
+    def settings(name: str, steps: int) -> Config:
+        tree = tiny_run.config(tmp_path / name, steps=steps, activation_checkpointing="full").model_dump()
+        tree["model"] = {"weights": {"id": str(tmp_path / "weights")}, "arch": None}
+        return Config.model_validate(tree)
+
+    train(settings("whole", 4))
+    train(settings("parts", 2))
+    torch.rand(7)
+    train(settings("parts", 4), resume="auto")
+    whole, parts = (tmp_path / name / "checkpoints/step-00000004" for name in ("whole", "parts"))
+    assert files(whole) == files(parts)
+    plain = tiny_run.config(tmp_path / "plain", steps=4, activation_checkpointing="full")
+    train(plain)
+    assert files(tmp_path / "plain/checkpoints/step-00000004") != files(whole), "dropout is really on"
+
+
+def test_generators_are_seeded_by_step_and_part_of_the_batch() -> None:
+    settings = tiny_run.config().train
+    seeds = {generator_seed(settings, step, part) for step in range(4) for part in range(4)}
+    assert len(seeds) == 16
+    assert generator_seed(settings, 1, 0) != generator_seed(settings.model_copy(update={"seed": 1}), 1, 0)
+
+
 # ------------------------------------------------------------------------------------------------------------- kept
 
 
@@ -163,3 +198,20 @@ def test_every_nth_is_kept_for_ever(tmp_path: Path) -> None:
 def test_a_step_that_is_never_saved_cannot_be_kept() -> None:
     with pytest.raises(ValueError, match=r"keep_every = 750 must be a multiple of save_every = 500, such as 500, 1000"):
         tiny_run.config(save_every=500, keep_every=750)
+
+
+# -------------------------------------------------------------------------------------------------------------- old
+
+
+def test_a_checkpoint_of_the_first_version_is_continued(tmp_path: Path) -> None:
+    """Written after two steps by the trainer that had FSDP2 alone; the losses are those it went on with."""
+    with tarfile.open(DATA / "checkpoint-version-1.tar.xz") as archive:
+        archive.extractall(tmp_path / "run/checkpoints", filter="data")
+    shape = {
+        "num_attention_heads": 2, "attention_head_dim": 4, "num_cross_attention_heads": 1,
+        "cross_attention_head_dim": 8,
+    }  # fmt: skip
+    train(tiny_run.config(tmp_path / "run", layers=1, steps=4, save_every=2, arch=shape), resume="auto")
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [3, 4]
+    assert [row["loss"] for row in rows] == pytest.approx([2.922454833984375, 3.108431100845337], rel=1e-6)

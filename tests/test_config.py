@@ -83,7 +83,7 @@ def test_unknown_key_inside_an_optional_section(tmp_path: Path) -> None:
         ("train: {optim: {betas: [0.9]}}", "train.optim.betas"),
         ("train: {optim: {betas: [0.9, 1.5]}}", "train.optim.betas"),
         ("train: {caption_drop: 1.1}", "train.caption_drop"),
-        ("train: {precision: fp16}", "train.precision"),
+        ("train: {precision: fp8}", "train.precision"),
         ("train: {parallel: {dp_shard: 0}}", "train.parallel"),
         ("train: [1, 2]", "train"),
         ("vae: 5", "vae"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import processes
+from pipeline import cli, processes
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import ConfigError, UserError
@@ -62,6 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
             "text.instruction='Draw this: '",
             f"train.output={root / 'run'}",
             "train.steps=3",
+            "train.ema={decay: 0.9}",
             "train.optim.warmup_steps=0",
             "model.arch.num_layers=2",
             "bucket.batch=4",
@@ -140,6 +141,33 @@ def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) 
     model = load_transformer(exported / "transformer")
     assert {n: p.shape for n, p in model.named_parameters()} == {n: w.shape for n, w in weights.items()}
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+def test_the_average_is_exported_and_drawn_with_when_asked_for(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(dump(trained.config))
+    given = ["--config", str(config), "--checkpoint", str(trained.checkpoint), "--ema", "--out"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", *given, str(tmp_path / "averaged")])
+    assert ended.value.code == 0
+    _, last = checkpoints.load_model_state(trained.checkpoint)
+    _, averages = checkpoints.load_model_state(trained.checkpoint, ema=True)
+    exported = dict(load_transformer(tmp_path / "averaged" / "transformer").named_parameters())
+    assert all(torch.equal(exported[name], value) for name, value in averages.items())
+    assert not all(torch.equal(last[name], value) for name, value in averages.items())
+
+    drawn: list[dict[str, torch.Tensor]] = []
+
+    def draw_for(config: Config, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
+        drawn.append(weights)
+        raise UserError("enough")
+
+    monkeypatch.setattr(drawing, "draw_for", draw_for)
+    with pytest.raises(SystemExit):
+        cli.main(["sample", *given, str(tmp_path / "samples")])
+    assert all(torch.equal(drawn[0][name], value) for name, value in averages.items())
 
 
 def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Path) -> None:

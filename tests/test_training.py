@@ -339,9 +339,10 @@ def test_a_forgotten_moment_would_be_noticed(finished: Path, tmp_path: Path, mon
     """The comparison above goes red when resuming restores the weights alone."""
     original = checkpoint.load
 
-    def weights_only(folder: Path, document: Any, model: Any, optimizer: Any) -> None:
-        original(folder, document, model, optimizer)
+    def weights_only(folder: Path, document: Any, model: Any, optimizer: Any, more: Any) -> set[str]:
+        absent = original(folder, document, model, optimizer, more)
         optimizer.state.clear()
+        return absent
 
     monkeypatch.setattr(checkpoint, "load", weights_only)
     settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2)

@@ -19,9 +19,10 @@ import os
 import tarfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -241,17 +242,6 @@ def _gap(size: int) -> memoryview:
     return _own.gap[:size]
 
 
-class Wanted(NamedTuple):
-    """A record to be read: its place, what it must be, and where its values go (C-contiguous uint16)."""
-
-    shard: str
-    offset: int
-    key: bytes
-    checksum: bytes
-    into: np.ndarray
-    length: int | None = None
-
-
 class RecordError(IntegrityError):
     """One record's bytes are not those that were written. `shard` is its name, `key` the record's 16 bytes."""
 
@@ -310,60 +300,72 @@ class Reader:
         else:
             self._codec.decode(self.stored(shard, offset, key, expected, length), into, self.where(shard, offset, key))
 
-    def read_batch(self, batch: list[Wanted], *, verify: bool = True, doing: Callable[[Wanted], None] | None = None,
+    def read_batch(
+        self, shards: Sequence[str], columns: Mapping[str, np.ndarray], which: np.ndarray, into: np.ndarray,
+        begin: np.ndarray, end: np.ndarray, *, verify: bool = True,
+        doing: Callable[[str, int, bytes], None] | None = None,
     ) -> list[tuple[int, RecordError]]:  # fmt: skip
         """Read many records, in the order of their places; neighbours in one call. Each is verified, and read once
         more alone if it is wrong.
 
         Args:
+            shards: their names; the column `shard` counts into them.
+            columns: `shard`, `offset`, `key`, `checksum` of each record, and `length` where they are not plain bf16.
+            which: rows of the columns, (n,) int64: the records that are read.
+            into: C-contiguous uint16; record i goes to `into[begin[i] : end[i]]`.
             verify: False skips the checksums: for measuring what they cost.
-            doing: told of each record before it is read.
+            doing: told of each record (shard, offset, key) before it is read.
 
         Returns:
-            The records that stay wrong, by their number in `batch`, in its order.
+            The records that stay wrong, by their rows, in that order.
 
         Raises:
             IntegrityError: not of one record: a shard is missing, or stored otherwise than its recipe says.
         """
+        if not len(which):
+            return []
+        order = which[np.lexsort((columns["offset"][which], columns["shard"][which]))]
+        number, start = columns["shard"][order], columns["offset"][order].astype(np.int64)
+        size = (end - begin)[order] * into.strides[0]
+        gap = start[1:] - start[:-1] - size[:-1]
+        apart = (number[1:] != number[:-1]) | (gap < 0) | (gap > GAP) | (self._codec is not None)
+        apart[RUN - 1 :: RUN] = True
+        runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
+
+        keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
+        lengths = columns["length"].tolist() if "length" in columns else None
+        rows, numbers, starts, sizes, gaps = (own.tolist() for own in (order, number, start, size, gap))
+        whole = into.data.cast("B")
+        places = (begin[order] * into.strides[0]).tolist()
+        views = [whole[at : at + own] for at, own in zip(places, sizes, strict=True)]
         bad: list[tuple[int, RecordError]] = []
-        order = [i for *_, i in sorted((one.shard, one.offset, i) for i, one in enumerate(batch))]
-        at = 0
-        while at < len(order):
-            first = batch[order[at]]
-            run, end = [order[at]], first.offset + first.into.nbytes
-            views: list[Any] = [first.into]
-            at += 1
-            while self._codec is None and at < len(order) and len(run) < RUN:
-                following = batch[order[at]]
-                gap = following.offset - end
-                if following.shard != first.shard or not 0 <= gap <= GAP:
-                    break
-                if gap:
-                    views.append(_gap(gap))
-                views.append(following.into)
-                end = following.offset + following.into.nbytes
-                run.append(order[at])
-                at += 1
+        for first, last in pairwise(runs):
+            shard, at = shards[numbers[first]], starts[first]
             if doing is not None:
-                doing(first)
-            whole = self._codec is None and self._preadv(first.shard, first.offset, views) == end - first.offset
-            for i in run:
-                one = batch[i]
-                if whole and self._intact(one, verify):
+                doing(shard, at, keys[rows[first] * 16 :][:16])
+            pieces = views[first : first + 1]
+            for i in range(first + 1, last):
+                pieces += (_gap(gaps[i - 1]), views[i])
+            read = self._codec is None and self._preadv(shard, at, pieces) == starts[last - 1] + sizes[last - 1] - at
+            if read and not verify and lengths is None:
+                continue
+            for i in range(first, last):
+                row, at = rows[i], starts[i]
+                key, checksum = keys[row * 16 : row * 16 + 16], checksums[row * 16 : row * 16 + 16]
+                length = None if lengths is None else lengths[row]
+                if read and length in (None, sizes[i]) and (not verify or self._intact(key, checksum, views[i])):
                     continue
                 if doing is not None:
-                    doing(one)
+                    doing(shard, at, key)
                 try:
                     again = 2 if self._codec is not None else 1  # a plain record has been read once already
-                    self.read(one.shard, one.offset, one.key, one.checksum, one.into, one.length, again)
+                    self.read(shard, at, key, checksum, into[begin[row] : end[row]], length, again)
                 except RecordError as error:
-                    bad.append((i, error))
+                    bad.append((row, error))
         return sorted(bad, key=lambda pair: pair[0])
 
-    def _intact(self, one: Wanted, verify: bool) -> bool:
-        if one.length not in (None, one.into.nbytes):
-            return False
-        return not verify or layout.checksum(self.recipe_id, one.key, one.into.data) == one.checksum
+    def _intact(self, key: bytes, expected: bytes, payload: memoryview) -> bool:
+        return layout.checksum(self.recipe_id, key, payload) == expected
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.

@@ -12,6 +12,7 @@ has its rows in a shuffled order inside each bucket, and its records in joint sh
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,29 @@ class Columns:
     samples: dict[str, np.ndarray]
     captions: dict[str, np.ndarray]
     first: np.ndarray
+
+    def take(self, which: np.ndarray) -> Columns:
+        """The samples at some places ((n,) int64), in that order, with their captions."""
+        begin = self.first[which].astype(np.int64)
+        counts = self.first[which + 1] - begin
+        first = np.zeros(len(which) + 1, np.int64)
+        np.cumsum(counts, out=first[1:])
+        places = np.arange(first[-1]) + np.repeat(begin - first[:-1], counts)
+        return Columns(
+            {name: column[which] for name, column in self.samples.items()},
+            {name: column[places] for name, column in self.captions.items()}, first,
+        )  # fmt: skip
+
+    @classmethod
+    def join(cls, parts: list[Columns]) -> Columns:
+        """One after the other."""
+        ends = np.cumsum([0, *(part.first[-1] for part in parts)])
+        firsts = [part.first[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
+        samples, captions = (
+            {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
+            for columns in ([part.samples for part in parts], [part.captions for part in parts])
+        )
+        return cls(samples, captions, np.concatenate([*firsts, ends[-1:]]))
 
 
 @dataclass(frozen=True)
@@ -235,36 +259,22 @@ class Snapshot:
         Raises:
             IntegrityError: a chunk that is touched for the first time is damaged.
         """
-        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
-            raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {int(rows.max()) + 1}")
+        low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
+        chunk, start = self._locate(low)
+        if self._chunk_of(high) == self._chunk_of(low):
+            return chunk.columns.take(rows - (low - start))
         numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
-        groups = []
-        counts = np.empty(len(rows), np.int64)
+        parts, order = [], []
         for number in np.unique(numbers).tolist():
-            chunk, _ = self._locate(int(self._chunk_starts[number]))
-            mine = np.flatnonzero(numbers == number)
-            at = rows[mine] - int(self._chunk_starts[number])
-            begin = chunk.caption_offsets[at].astype(np.int64)
-            counts[mine] = chunk.caption_offsets[at + 1] - begin
-            groups.append((chunk, mine, at, begin))
-        first = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(counts, out=first[1:])
-        samples: dict[str, np.ndarray] = {}
-        captions: dict[str, np.ndarray] = {}
-        for chunk, mine, at, begin in groups:
-            own = counts[mine]
-            within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
-            source, target = np.repeat(begin, own) + within, np.repeat(first[mine], own) + within
-            for name, column in chunk.columns.items():
-                samples.setdefault(name, np.empty(len(rows), column.dtype))[mine] = column[at]
-            for name, column in chunk.caption.items():
-                captions.setdefault(name, np.empty(int(first[-1]), column.dtype))[target] = column[source]
-        return Columns(samples, captions, first)
+            begin = int(self._chunk_starts[number])
+            order.append(np.flatnonzero(numbers == number))
+            parts.append(self._locate(begin)[0].columns.take(rows[order[-1]] - begin))
+        return Columns.join(parts).take(np.argsort(np.concatenate(order)))
 
     def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
         """Valid rows and weights of a sample's captions, without reading any text."""
         chunk, at = self._locate(row)
-        span = slice(chunk.caption_offsets[at], chunk.caption_offsets[at + 1])
+        span = slice(chunk.columns.first[at], chunk.columns.first[at + 1])
         return chunk.caption["rows"][span].tolist(), chunk.caption["weight"][span].tolist()
 
     def sample_ids(self) -> Iterator[np.ndarray]:
@@ -322,7 +332,7 @@ class Snapshot:
     def _chunk_of(self, row: int) -> int:
         if not 0 <= row < len(self):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
-        return int(np.searchsorted(self._chunk_starts, row, side="right")) - 1
+        return bisect_right(self._chunk_starts, row) - 1
 
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
         """Map a chunk and check its digest."""
@@ -364,13 +374,13 @@ class _Chunk:
         lists = _mapped(whole.column("captions"))
         self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
         names = ("sample_id", "shard", "offset", "key", "checksum", "length")
-        self.columns = {name: own for name in names if (own := getattr(self, name)) is not None}
-        self.caption_offsets = lists.offsets.to_numpy()
+        samples = {name: own for name in names if (own := getattr(self, name)) is not None}
         struct = lists.values
         self.caption: dict[str, np.ndarray] = {}
         for i, field in enumerate(lists.type.value_type):
             column = struct.field(i)
             self.caption[field.name] = fixed(column) if field.type == _KEY else column.to_numpy(zero_copy_only=False)
+        self.columns = Columns(samples, self.caption, lists.offsets.to_numpy())
 
     def sample(self, at: int, bucket: int, shards: dict[str, list[str]]) -> Sample:
         own = self.caption
@@ -384,7 +394,7 @@ class _Chunk:
                     float(own["weight"][i]), key_bytes(own["key"][i]), key_bytes(own["checksum"][i]),
                     None if lengths is None else int(lengths[i]),
                 )
-                for i in range(int(self.caption_offsets[at]), int(self.caption_offsets[at + 1]))
+                for i in range(int(self.columns.first[at]), int(self.columns.first[at + 1]))
             ),
             None if self.length is None else int(self.length[at]),
         )  # fmt: skip

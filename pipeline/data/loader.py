@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pipeline.cache.layout import Paths
-from pipeline.cache.shard import Reader, RecordError, Wanted
+from pipeline.cache.shard import Reader, RecordError
 from pipeline.cache.snapshot import Snapshot
 from pipeline.data import randomness
 from pipeline.data.fetching import Fetcher
@@ -40,8 +40,9 @@ from pipeline.errors import ConfigError, UserError
 class Batch:
     """One microbatch of one rank, on the CPU.
 
-    Its tensors lie in a buffer of the loader, which is used again once none of them is left and the next batch but one
-    has been asked for: copies to a GPU may be in flight until then, whoever lets go of the tensors.
+    Its tensors lie in a buffer of the loader, which is used again once none of them is left. If it is page-locked, the
+    next batch but one has been asked for by then too: copies to a GPU may be in flight until then, whoever lets go of
+    the tensors.
 
     Attributes:
         latents: (b, C, h, w) bf16, already multiplied by the recipe's scaling factor.
@@ -159,7 +160,7 @@ class Loader:
             raise ValueError(f"text must be 'padded' or 'packed', found {text!r}")
         snapshot.check_shards()
         self.snapshot, self.seed, self.phase = snapshot, seed, phase
-        self.rank, self.world, self.microbatch = rank, world, microbatch
+        self.rank, self.world, self.microbatch, self.pin = rank, world, microbatch, pin
         self.caption_drop, self.null_mask = caption_drop, null_mask
         self.prefetch, self.prefetch_mib, self.threads, self.timeout_s = prefetch, prefetch_mib, threads, timeout_s
         self.start_step, self.stop_step = start_step, stop_step
@@ -225,7 +226,8 @@ class Loader:
                     recent.popleft()  # its copies to a GPU are done: the next batch but one is being asked for
                 loaded = self.load(step) if ahead is None else ahead.get()
                 self._note(loaded.replaced)
-                recent.append(loaded.batches)
+                if self.pin:
+                    recent.append(loaded.batches)
                 step += 1
                 yield loaded.batches, State(self.snapshot.id, self.seed, self.phase, step, self.length_window)
         finally:
@@ -238,6 +240,8 @@ class Loader:
     def _part(self, step: int) -> Plan:
         """What this rank reads of a step."""
         whole = self.planner.step(step)
+        if self.world == 1:
+            return whole
         share = len(whole) // self.world
         return whole.part(slice(self.rank * share, (self.rank + 1) * share))
 
@@ -265,57 +269,58 @@ class Loader:
         """Read a plan; also the samples with a record that stays wrong."""
         recipe, width = self.snapshot.latent_recipe, self.snapshot.text_recipe.width
         bucket, count = self.snapshot.buckets[plan.bucket], len(plan)
-        shape = (recipe.channels, bucket.height // recipe.compression, bucket.width // recipe.compression)
+        channels, *grid = recipe.channels, bucket.height // recipe.compression, bucket.width // recipe.compression
+        every = np.arange(count)
         ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
-        draws = [randomness.draws(self.seed, self.phase, visit, own) for visit, own in zip(visits, ids, strict=True)]
-        dropped = [own.drop < self.caption_drop for own in draws]
-        rows = plan.texts["rows"].tolist()
-        for i in range(count):
-            if dropped[i]:
-                rows[i] = min(rows[i] if self.null_mask == "caption" else self._null_valid, len(self._null))
+        draws = randomness.draws(self.seed, self.phase, visits, ids)
+        dropped = draws.drop < self.caption_drop
+        rows = plan.texts["rows"].astype(np.int64)
+        nulls = np.minimum(rows if self.null_mask == "caption" else self._null_valid, len(self._null))
+        rows = np.minimum(np.where(dropped, nulls, rows), plan.length)
         bounds = np.zeros(count + 1, np.int64)
         np.cumsum(rows, out=bounds[1:])
 
         carver = Carver(self.ring.take())
-        latents, noise = carver.cut((count, *shape), np.uint16), carver.cut((count, *shape), np.float32)
+        latents = carver.cut((count * channels, *grid), np.uint16)
+        noise = carver.cut((count, channels, *grid), np.float32)
         mask, logit = carver.cut((count, plan.length), bool), carver.cut((count,), np.float32)
-        if self.packed:
-            captions = carver.cut((int(bounds[-1]), width), np.uint16)
-            ends = bounds.tolist()
-            texts = [captions[ends[i] : ends[i + 1]] for i in range(count)]
-        else:
-            captions = carver.cut((count, plan.length, width), np.uint16)
-            texts = [captions[i, : rows[i]] for i in range(count)]
-            for i in range(count):
-                captions[i, rows[i] :] = 0
-        np.less(np.arange(plan.length), np.asarray(rows)[:, None], out=mask)
-        logit[:] = [own.logit for own in draws]
+        texts = carver.cut((int(bounds[-1]) if self.packed else count * plan.length, width), np.uint16)
+        begin = bounds[:-1] if self.packed else every * plan.length
+        end = begin + rows
+        np.less(np.arange(plan.length), rows[:, None], out=mask)
+        logit[:] = draws.logit
 
         bad: dict[int, RecordError] = {}
-        spoken = [i for i in range(count) if not dropped[i]]
-        for reader, kind, columns, into, which in (
-            (self._latents, "latent", plan.samples, latents, range(count)),
-            (self._text, "text", plan.texts, texts, spoken),
+        for reader, kind, columns, which, into, first, last in (
+            (self._latents, "latent", plan.samples, every, latents, every * channels, (every + 1) * channels),
+            (self._text, "text", plan.texts, np.flatnonzero(~dropped), texts, begin, end),
         ):
-            wanted = _wanted(columns, self._shards[kind], into, which)
-            for at, error in reader.read_batch(wanted, verify=self.verify, doing=_told(reader, doing)):
-                bad.setdefault(which[at], error)
-        for i in range(count):
-            if dropped[i]:
-                texts[i][:] = self._null[: rows[i]]
-            if not bad:
+            for i, error in reader.read_batch(
+                self._shards[kind], columns, which, into, first, last, verify=self.verify, doing=_told(reader, doing)
+            ):
+                bad.setdefault(i, error)
+        for i in np.flatnonzero(dropped).tolist():
+            texts[begin[i] : end[i]] = self._null[: rows[i]]
+        if not self.packed:
+            for i in range(count):
+                texts[end[i] : (i + 1) * plan.length] = 0
+        if not bad:
+            for i in range(count):
                 randomness.noise(self.seed, self.phase, visits[i], ids[i], noise[i])
 
-        size = latents.nbytes + noise.nbytes + captions.nbytes + mask.nbytes + logit.nbytes
-        whole = (bf16(latents), bf16(captions), *(torch.from_numpy(array) for array in (mask, noise, logit)))
+        latents = latents.reshape(count, channels, *grid)
+        captions = texts if self.packed else texts.reshape(count, plan.length, width)
         batches = []
-        for first in range(0, count, self.microbatch):
-            part = slice(first, min(first + self.microbatch, count))
-            own = slice(int(bounds[part.start]), int(bounds[part.stop])) if self.packed else part
-            starts = torch.from_numpy((bounds[part.start : part.stop + 1] - bounds[part.start]).astype(np.int32))
-            tensors = (whole[0][part], whole[1][own], whole[2][part], whole[3][part], whole[4][part])
-            packed = starts if self.packed else None
-            batches.append(Batch(*tensors, tuple(ids[part]), (bucket.height, bucket.width), packed))
+        for at in range(0, count, self.microbatch):
+            part = slice(at, min(at + self.microbatch, count))
+            ends = bounds[part.start : part.stop + 1]
+            own = slice(*ends[[0, -1]].tolist()) if self.packed else part
+            starts = torch.from_numpy((ends - ends[0]).astype(np.int32)) if self.packed else None
+            batches.append(Batch(
+                bf16(latents[part]), bf16(captions[own]), torch.from_numpy(mask[part]), torch.from_numpy(noise[part]),
+                torch.from_numpy(logit[part]), tuple(ids[part]), (bucket.height, bucket.width), starts,
+            ))  # fmt: skip
+        size = sum(array.nbytes for array in (latents, captions, mask, noise, logit))
         return Loaded(batches, size, []), bad
 
     def _replace(
@@ -369,22 +374,10 @@ def _handles(snapshot: Snapshot) -> int:
     return 256 if room is None else max(4, min(256, room // (2 * max(shards.values()))))
 
 
-def _wanted(columns: dict[str, np.ndarray], shards: list[str], into: Any, which: Any) -> list[Wanted]:
-    """Records to be read. `into`: an array for each row of the columns; `which`: those rows that are read."""
-    numbers, offsets = columns["shard"].tolist(), columns["offset"].tolist()
-    keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
-    lengths = columns["length"].tolist() if "length" in columns else [None] * len(numbers)
-    return [
-        Wanted(shards[numbers[i]], offsets[i], keys[i * 16 : i * 16 + 16], checksums[i * 16 : i * 16 + 16], into[i],
-               lengths[i])
-        for i in which
-    ]  # fmt: skip
-
-
-def _told(reader: Reader, doing: Doing | None) -> Callable[[Wanted], None] | None:
+def _told(reader: Reader, doing: Doing | None) -> Callable[[str, int, bytes], None] | None:
     if doing is None:
         return None
-    return lambda one: doing(lambda: f"reading {reader.where(one.shard, one.offset, one.key)}")
+    return lambda *place: doing(lambda: f"reading {reader.where(*place)}")
 
 
 def bf16(bits: np.ndarray) -> torch.Tensor:

@@ -116,10 +116,12 @@ class Planner:
 
     def _seen(self, columns: Columns, visits: np.ndarray) -> np.ndarray:
         """Which caption each visit sees, as rows of `columns.captions`."""
-        first, counts = columns.first[:-1], np.diff(columns.first)
-        seen = first.copy()
-        for i in np.flatnonzero(counts != 1).tolist():
-            identity = int(columns.samples["sample_id"][i])
-            weights = columns.captions["weight"][first[i] : first[i] + counts[i]].tolist()
-            seen[i] += choose(weights, randomness.draws(self.seed, self.phase, int(visits[i]), identity).caption)
+        first, after = columns.first[:-1], columns.first[1:]
+        seen, several = first.copy(), np.flatnonzero(after - first != 1)
+        if not len(several):
+            return seen
+        which = visits[several].tolist(), columns.samples["sample_id"][several].tolist()
+        drawn = randomness.draws(self.seed, self.phase, *which).caption
+        for i, own in zip(several.tolist(), drawn.tolist(), strict=True):
+            seen[i] += choose(columns.captions["weight"][first[i] : after[i]].tolist(), own)
         return seen

@@ -5,12 +5,11 @@ Why: a fresh batch of 30 MB costs more in page faults than in reading (0.48 agai
 measurements), and pinned memory is far too slow to allocate per step. Because tensors keep their buffer, nothing that
 anyone still holds is ever overwritten.
 Price: who keeps many batches makes the ring grow by a buffer each; on a GPU that is pinned host memory. A copy to the
-GPU in flight is not a holder: the loader keeps a batch until the next but one is asked for.
+GPU in flight is not a holder: the loader keeps a batch in pinned memory until the next but one is asked for.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
@@ -56,10 +55,12 @@ class Ring:
         except IndexError:
             # numpy asks for huge pages, torch does not
             memory = (
-                torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+                torch.empty(self.size + ALIGN, dtype=torch.uint8, pin_memory=True)
                 if self.pin
-                else torch.from_numpy(np.empty(self.size, np.uint8))
+                else torch.from_numpy(np.empty(self.size + ALIGN, np.uint8))
             )
+            start = -memory.data_ptr() % ALIGN
+            memory = memory[start : start + self.size]
             self.made += 1
         return np.asarray(_Lease(self, memory))
 
@@ -76,12 +77,14 @@ class Carver:
         Raises:
             ValueError: the buffer is full.
         """
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        piece = self._buffer[self._at : self._at + size]
-        if len(piece) != size:
-            raise ValueError(f"a buffer of {len(self._buffer)} bytes has no room for {size} bytes at {self._at}")
-        self._at += room(size)
-        return piece.view(dtype).reshape(shape)
+        try:
+            piece = np.ndarray(shape, dtype, self._buffer, self._at)
+        except TypeError:
+            raise ValueError(
+                f"a buffer of {len(self._buffer)} bytes has no room for {shape} {dtype} at {self._at}"
+            ) from None
+        self._at += room(piece.nbytes)
+        return piece
 
 
 def room(size: int) -> int:

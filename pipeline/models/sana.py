@@ -339,6 +339,11 @@ def position_embedding(
     return torch.cat([columns, rows], dim=-1).flatten(0, 1)
 
 
+def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, L) bool, True = attend -> (B, 1, 1, L) in `dtype`, 0 or -10000."""
+    return (~mask).to(dtype)[:, None, None, :] * _MASK_BIAS
+
+
 class PatchEmbed(nn.Module):
     """Latents to tokens: a strided convolution, plus a position embedding where `interpolation_scale` asks for one
     (Sana at 512 and 1024 px has none). The embedding is computed for the shape at hand and is no buffer: nothing to
@@ -452,6 +457,25 @@ class SanaTransformer(nn.Module):
                 plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
         return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
 
+    def stage(self, start: int, stop: int) -> SanaTransformer:
+        """Blocks [start, stop) as a part of this model, sharing its parameters (`pipeline.models.sana_stage`)."""
+        from pipeline.models.sana_stage import SanaStage  # which builds on this class
+
+        return SanaStage(self, start, stop)
+
+    def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
+        """Height and width in tokens of these latents.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        p = self.config.patch_size
+        if latents.shape[-2] % p or latents.shape[-1] % p:
+            raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"the caption mask must be bool (True = attend), not {mask.dtype}")
+        return latents.shape[-2] // p, latents.shape[-1] // p
+
     def embed(
         self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:
@@ -466,8 +490,7 @@ class SanaTransformer(nn.Module):
         context = self.caption_norm(self.caption_projection(captions))
         if captions.ndim == 2:
             return hidden, context, _places(mask, hidden.shape[1]), modulation, embedded
-        mask_bias = (~mask).to(hidden.dtype)[:, None, None, :] * _MASK_BIAS
-        return hidden, context, mask_bias, modulation, embedded
+        return hidden, context, mask_bias(mask, hidden.dtype), modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
         """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""
@@ -495,15 +518,10 @@ class SanaTransformer(nn.Module):
             TypeError: timesteps that are not float32, a mask that is not bool.
             ValueError: sides that the patch size does not divide.
         """
-        p = self.config.patch_size
-        if latents.shape[-2] % p or latents.shape[-1] % p:
-            raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")
-        if mask.dtype != torch.bool:
-            raise TypeError(f"the caption mask must be bool (True = attend), not {mask.dtype}")
-        height, width = latents.shape[-2] // p, latents.shape[-1] // p
-        hidden, context, mask_bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
+        height, width = self.grid(latents, mask)
+        hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
         for block in self.transformer_blocks:
-            hidden = block(hidden, context, mask_bias, modulation, height, width)
+            hidden = block(hidden, context, bias, modulation, height, width)
         return self.head(hidden, embedded, height, width)
 
     @torch.no_grad()

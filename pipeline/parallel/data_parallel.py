@@ -1,8 +1,9 @@
 """Data parallelism: FSDP2 on each block and then the rest, over any number of copies.
 
-What: `shard` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, bf16 compute where the
-configuration says bf16, and the reduction dtype it says. A mesh of one dimension is FSDP2; of two, (copies, shards),
-HSDP; with one shard per copy it keeps whole parameters on every process and averages gradients, as DDP does.
+What: `shard` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, bf16 or fp16 compute where
+the configuration says so, and the reduction dtype it says; for `bf16_pure` the parameters are bf16 themselves. A mesh
+of one dimension is FSDP2; of two, (copies, shards), HSDP; with one shard per copy it keeps whole parameters on every
+process and averages gradients, as DDP does.
 Why the same call for DDP: mixed precision, checkpoints and clipping are then one thing in every strategy, and torch's
 `DistributedDataParallel` would have to run under autocast, of which the next paragraph tells.
 Why per block: one block's parameters are gathered at a time. Why also for one process in bf16: the fp32 master
@@ -23,12 +24,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pipeline.config import TrainConfig
 from pipeline.parallel.mesh import REPLICATE, SHARD
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_pure": torch.bfloat16}
+STORED = {"bf16_pure": torch.bfloat16}
+"""What parameters are kept in, where it is not fp32."""
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -39,32 +42,37 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train: TrainConfig) -> nn.Module:
     """Make `model` sharded in place, on the mesh's device, and return it.
 
-    In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device.
+    In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device. With
+    `train.parallel.offload: all` parameters stay in host memory (pinned where there is a GPU), gradients come there,
+    and so do the optimizer's states, which it makes beside its parameters.
 
     Args:
-        model: fp32 parameters, on the meta device (then they are undefined afterwards: see `filling`) or the same
-            values on every process (each keeps its own slice of its own copy).
+        model: fp32 parameters (bf16 ones for `bf16_pure`), on the meta device (then they are undefined afterwards: see
+            `filling`) or the same values on every process (each keeps its own slice of its own copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-        raise ValueError("master parameters must be float32")
+    stored = STORED.get(train.precision, torch.float32)
+    if any(parameter.dtype != stored for parameter in model.parameters()):
+        raise ValueError(f"parameters must be {stored} for {train.precision}")
     over = data_mesh(mesh)
-    if train.precision == "fp32" and over.size() == 1:
+    offload = train.parallel.offload == "all"
+    if train.precision == "fp32" and over.size() == 1 and not offload:
         return _here(model, mesh.device_type)
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
-    reshard = train.parallel.reshard_after_forward
+    reshard = train.parallel.reshards
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks:
-        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner)
-    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer)
+        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner, offload_policy=where)
+    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer, offload_policy=where)
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not take hold of {missing}")
     if train.parallel.prefetch_blocks is not None:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
-    return _here(model, mesh.device_type)
+    return _here(model, "cpu" if offload else mesh.device_type)
 
 
 def _here(model: nn.Module, device: str) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
@@ -126,9 +126,24 @@ def started(launch: Launch, parallel: ParallelConfig, device: torch.device) -> I
             fix="check that every process was started and that the port is reachable",
         ) from None
     try:
-        yield init_device_mesh(device.type, layout.sizes, mesh_dim_names=DIMS)
+        yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
     finally:
         dist.destroy_process_group()
+
+
+def _mesh(layout: Layout, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """The processes laid out, each dimension with groups that wait no longer than `timeout`. `init_device_mesh` takes
+    none: its groups would wait for half an hour over gloo, ten minutes over NCCL, whatever the configuration says."""
+    ranks = torch.arange(layout.world).view(layout.sizes)
+    groups: list[Any] = []
+    for dim in range(len(DIMS)):
+        rows = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+        (mine,) = (row for row in rows if dist.get_rank() in row)
+        if len(mine) == layout.world:
+            groups.append(dist.group.WORLD)
+        else:  # each process makes its own groups only; the other way takes every process once for every group
+            groups.append(dist.new_group(mine, timeout=timeout, use_local_synchronization=True))
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=DIMS)
 
 
 def on_main(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:

@@ -3,9 +3,9 @@
 What: `spread` cuts, recomputes and shards a model as the configuration says and returns a `Spread`, which runs the
 forward and backward passes of a step's microbatches and knows the norm of its gradients.
 Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
-Order matters and is written once, here: tensor parallelism first (it exchanges parameters), then recomputation (it
-exchanges the blocks' classes), then compilation (of what the class then does), then sharding (it takes hold of what it
-finds).
+Order matters and is written once, here: the stages of a pipeline first (each is then treated like a model), then tensor
+parallelism (it exchanges parameters), then recomputation (it exchanges the blocks' classes), then compilation (of what
+the class then does), then sharding (it takes hold of what it finds).
 Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
 """
 
@@ -22,24 +22,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.parallel import data_parallel, tensor_parallel
-from pipeline.parallel.activation import checkpoint_blocks
+from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
+from pipeline.parallel.activation import keep_activations
 from pipeline.parallel.compiled import compile_blocks
-from pipeline.parallel.mesh import TP
+from pipeline.parallel.mesh import PP, TP
 
 Part = Callable[[], tuple[tuple[Tensor, ...], Tensor]]
 """Makes the model's inputs for one microbatch, and the target that its output is compared with."""
 
+_Kinds = dict[tuple[ProcessGroup, ...], list[Tensor]]
+"""Local gradients, or their lengths, by the groups over which they are sharded."""
+
 
 class Model(Protocol):
-    """What a strategy must know of a model: its blocks in order, and how one of them is cut for tensor parallelism
-    (see `pipeline.parallel.tensor_parallel`)."""
+    """What a strategy must know of a model: its blocks in order, how one of them is cut for tensor parallelism (see
+    `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are alone (see `pipeline_parallel.Stage`)."""
 
     @property
     def blocks(self) -> list[nn.Module]: ...
 
     @property
     def tensor_parallel_plan(self) -> Mapping[str, str]: ...
+
+    def stage(self, start: int, stop: int) -> nn.Module: ...
 
 
 class Spread:
@@ -52,6 +57,7 @@ class Spread:
 
     def __init__(self, module: nn.Module, data_world: int = 1):
         self.module, self.data_world = module, data_world
+        self._handed: _Kinds | None = None
 
     def forward_backward(
         self, parts: Sequence[Part], loss: Callable[[Tensor, Tensor], Tensor], share: int
@@ -75,22 +81,72 @@ class Spread:
             found.append(losses.detach())
         return found
 
+    def hand_over(self, update: Callable[[nn.Parameter], None]) -> None:
+        """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
+        and give the gradient back afterwards. For one microbatch a step."""
+        self._handed = {}
+
+        def complete(parameter: nn.Parameter) -> None:
+            gradient = parameter.grad
+            assert gradient is not None and self._handed is not None
+            length = torch.linalg.vector_norm(_local(gradient))
+            self._handed.setdefault(_sharded_over(gradient), []).append(length)
+            update(parameter)
+            parameter.grad = None
+
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                # FSDP2 calls the hooks of sharded parameters after it has reduced their gradients
+                parameter.register_post_accumulate_grad_hook(complete)
+
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, fp32 scalar, the same on every process."""
-        kinds: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        """L2 norm of the whole model's gradient, fp32 scalar, the same on every process. To be asked once per step."""
+        kinds: _Kinds = {}
+        if self._handed is not None:
+            kinds, self._handed = self._handed, {}
         for gradient in self.gradients():
             kinds.setdefault(_sharded_over(gradient), []).append(_local(gradient))
-        squares = [_squares(own, groups) for groups, own in kinds.items()]
-        return torch.stack(squares).sum().sqrt()
+        squares = torch.stack([_squares(own, groups) for groups, own in kinds.items()]).sum()
+        return self.over_stages(squares).sqrt()
 
-    def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradient to length `limit` if it is longer. The factor is computed on the device."""
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in self.gradients():
-            _local(gradient).mul_(factor)
+    def over_stages(self, squares: Tensor) -> Tensor:
+        """The sum over the stages of a pipeline; here all layers are one stage."""
+        return squares
+
+    def rescale(self, norm: Tensor, limit: float | None, divisor: float = 1.0) -> None:
+        """Divide the gradient by `divisor` and scale it to length `limit` if it is longer, in one pass.
+
+        Args:
+            norm: of the divided gradient. The factor is computed on the device.
+        """
+        if limit is None and divisor == 1:
+            return
+        factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor / divisor
+        factors: dict[torch.device, Tensor] = {}
+        for gradient in map(_local, self.gradients()):
+            gradient.mul_(factors.setdefault(gradient.device, factor.to(gradient.device)))
+
+
+class Pipelined(Spread):
+    """A model of which every process holds some layers, with the names that they have in the whole."""
+
+    def __init__(self, pipeline: pipeline_parallel.Pipeline, data_world: int):
+        super().__init__(pipeline_parallel.joined(pipeline.stages), data_world)
+        self.pipeline = pipeline
+
+    def forward_backward(
+        self, parts: Sequence[Part], loss: Callable[[Tensor, Tensor], Tensor], share: int
+    ) -> list[Tensor]:
+        """As `Spread.forward_backward`, for microbatches that are all of one shape."""
+        return self.pipeline.forward_backward([part() for part in parts], loss, share)
+
+    def over_stages(self, squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=self.pipeline.group)
+        return squares
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
@@ -98,17 +154,22 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
 
     Args:
         model: a `Model` with fp32 parameters, on the meta device (`filling.fill` then gives them their values) or the
-            same values on every process.
+            same values on every process; they become bf16 for `bf16_pure`.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
-    blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]
-    tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
-    if train.activation_checkpointing == "full":
-        checkpoint_blocks(blocks)
-    if train.compile == "block":
-        compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
-    data_parallel.shard(model, blocks, mesh, train)
-    return Spread(model, data_parallel.data_mesh(mesh).size())
+    model.to(data_parallel.STORED.get(train.precision, torch.float32))
+    stages = pipeline_parallel.stages(model, mesh[PP], train.parallel)
+    for stage in stages:
+        blocks: list[nn.Module] = stage.blocks  # type: ignore[assignment]
+        tensor_parallel.cut(blocks, stage.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
+        keep_activations(blocks, train)
+        if train.compile == "block":
+            compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
+        data_parallel.shard(stage, blocks, mesh, train)
+    data_world = data_parallel.data_mesh(mesh).size()
+    if mesh[PP].size() == 1:
+        return Spread(model, data_world)
+    return Pipelined(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -124,7 +185,11 @@ def _sharded_over(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 def _squares(own: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
     """Sum of squares over this process's parts of some tensors and those of the groups' other processes."""
-    total = torch.nn.utils.get_total_norm(own, foreach=own[0].device.type == "cuda").square()
+    if own[0].device.type == "cuda":
+        norms = list(torch._foreach_norm(own, dtype=torch.float32))  # of bf16 gradients, too
+    else:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in own]
+    total = torch.linalg.vector_norm(torch.stack(norms)).square()
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(total, group=group)

@@ -72,7 +72,7 @@ def draw_for(
     model = SanaTransformer.on_meta(architecture)
     model.load_state_dict(weights, assign=True)
     model.reset_buffers()
-    model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).eval()
+    model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
     records = Records(snapshot)
     settings = config.sample
     pieces = []

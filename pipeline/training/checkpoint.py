@@ -13,7 +13,8 @@ rate and the seed of torch's generators from the step.
 Price: a copy of this process's share in host memory while a save is in flight; every file is read back once after
 writing; all processes must see the same file system.
 
-Layout of the tensors: `model.<parameter>` and `optim.state.<parameter>.<moment>`, fp32, with GLUMBConv's channels
+Layout of the tensors: `model.<parameter>`, `optim.state.<parameter>.<moment>` and, where the run has them,
+`ema.<parameter>` and `loss_scale.<number>`; fp32 (bf16 weights and moments for `bf16_pure`), with GLUMBConv's channels
 interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use the export stage for that.
 """
 
@@ -53,13 +54,13 @@ VERSION = 1
 DOCUMENT = "checkpoint.json"
 LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
-    "...]; AdamW moments alike"
+    "...]; moments and averages alike"
 )
-_MODEL = "model."
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
 _MEND = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class CheckpointError(UserError):
@@ -108,15 +109,20 @@ class Saver:
         """Whether the save in flight has failed on this process. To be told to the others; `wait` has the reason."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, more: Sections | None = None
+    ) -> None:
         """Publish a checkpoint and remove old ones; in the background, only after a copy of all tensors is taken.
+
+        Args:
+            more: what else the run needs: section -> name -> tensor, plain or sharded.
 
         Raises:
             CheckpointError: this save or the one before failed (the same words on every process), or the processes do
                 not see one file system. What was published before stays.
         """
         self.wait()
-        tensors = _tensors(model, optimizer)
+        tensors = _tensors(model, optimizer, more)
         if self._thread is None:
             self._write(tensors, state)
         else:
@@ -173,11 +179,12 @@ class Saver:
         return final
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
     """The tensors of both, by flat names; DTensors where the model is sharded. They share memory with the model."""
     optimizer.zero_grad(set_to_none=True)  # with gradients present, torch would not create missing moments
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
+    own = {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
+    return {**own, **(more or {})}
 
 
 def host_copy(tree: Any) -> Any:
@@ -382,8 +389,20 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(
+    folder: Path,
+    document: Document,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: Sections | None = None,
+) -> set[str]:
     """Restore model and optimizer in place, on any number of processes. The optimizer's settings stay as they are.
+
+    Args:
+        more: as given to `save`; its tensors are overwritten.
+
+    Returns:
+        The sections of `more` that the checkpoint does not have; their tensors stay as they are.
 
     Raises:
         CheckpointError: damaged bytes, or tensors that do not fit.
@@ -395,11 +414,13 @@ def load(folder: Path, document: Document, model: nn.Module, optimizer: torch.op
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
     agree(error)
-    tensors = _tensors(model, optimizer)
+    held = {name.partition(".")[0] for name in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata}
+    tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
     _dcp(lambda: dcp.load(tensors, checkpoint_id=str(folder)), f"{folder}: could not be read into this model")
     moments = {**settings, **tensors["optim"]}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
+    return set(more or {}) - held
 
 
 class ModelTensors(Mapping[str, Tensor]):
@@ -408,13 +429,15 @@ class ModelTensors(Mapping[str, Tensor]):
 
     Args:
         folder: `.../checkpoints/step-00000500`.
+        ema: the running averages instead of the last weights.
 
     Raises:
-        CheckpointError: not a complete checkpoint, or a damaged one.
+        CheckpointError: not a complete checkpoint, a damaged one, or one without averages.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, *, ema: bool = False):
         self.folder = Path(folder)
+        self._section = "ema." if ema else "model."
         document = read_document(self.folder)
         verify(self.folder, document)
         self.architecture = document.architecture
@@ -422,16 +445,21 @@ class ModelTensors(Mapping[str, Tensor]):
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {
-            name.removeprefix(_MODEL): entry
+            name.removeprefix(self._section): entry
             for name, entry in self._metadata.state_dict_metadata.items()
-            if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(self._section) and isinstance(entry, TensorStorageMetadata)
         }
+        if ema and not self._entries:
+            raise CheckpointError(
+                f"{folder}: holds no running average of the weights",
+                fix="leave --ema out; for averages set train.ema: {decay: 0.9999} in training",
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = torch.empty(entry.size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner({_MODEL + name: tensor}, self._metadata, is_coordinator=True)
+        planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (OSError, RuntimeError) as error:
@@ -445,9 +473,9 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def load_model_state(folder: str | Path) -> tuple[SanaConfig, dict[str, Tensor]]:
+def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[SanaConfig, dict[str, Tensor]]:
     """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
-    weights = ModelTensors(folder)
+    weights = ModelTensors(folder, ema=ema)
     return weights.architecture, dict(weights)
 
 

@@ -13,8 +13,9 @@ bucket ([height, width] of the row's last step), text_rows (its padded caption l
 since the last row that are padding, all processes), quarantined (samples that stood in for unreadable ones since this
 attempt began, all processes), memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the
 largest of any process, whose number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for
-main memory, since the process began), seconds (since this attempt began) and time (UTC). Rows of older versions
-have fewer.
+main memory, since the process began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and
+skipped_steps (steps of the whole run that were left out because the gradient overflowed); such steps do not count in
+grad_norm, which is null if no other is in the row. Rows of older versions have fewer.
 """
 
 from __future__ import annotations
@@ -104,12 +105,14 @@ def _line(row: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
-        f"grad {row['grad_norm']:.3f}",
+        "grad overflow" if row["grad_norm"] is None else f"grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['images_per_s']:.1f} images/s",
         f"data {100 * row['data_wait']:.0f}%",
         f"{height}x{width}",
     ]
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']} skipped")
     if row.get("quarantined"):
         parts.append(f"{row['quarantined']} quarantined")
     if row.get("mfu") is not None:

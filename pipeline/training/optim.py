@@ -1,7 +1,9 @@
-"""AdamW as Sana uses it, and its learning rate as a pure function of the step.
+"""The optimizer that the configuration names, and its learning rate as a pure function of the step.
 
-What: `build` makes the optimizer with two groups (matrices decay; biases, norms and tables do not), `learning_rate`
-gives the rate of a step: linear warm-up, then constant.
+What: `build` makes it with two groups (matrices decay; biases, norms and tables do not), `learning_rate` gives the rate
+of a step: linear warm-up, then constant.
+Which: `adamw`, 8 bytes of state per fp32 parameter, 4 in pure bf16; `came`, 4 and 2; `adamw8bit`, 2. Not Adafactor:
+torch's fails on DTensors (its norms would need another placement in place): it would be for one process in fp32 only.
 Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps whatever the
 number of processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
 Price: schedules other than warm-up and constant have to be written here.
@@ -10,11 +12,18 @@ Price: schedules other than warm-up and constant have to be written here.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.config import OptimConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.training import stochastic
+from pipeline.training.came import CAME
+
+_STATE = {"adamw": "AdamW", "adamw8bit": "AdamW", "came": "CAME"}
+"""Whose state a checkpoint of a run with this optimizer holds."""
 
 
 def peak_learning_rate(config: OptimConfig, batch: int) -> float:
@@ -40,26 +49,72 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith("scale_shift_table")
 
 
-def build(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the model's parameters (plain or sharded). Call it after `shard`.
+def build(model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0) -> torch.optim.Optimizer:
+    """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after the model was spread.
 
-    Fused on a GPU (the default `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B), a plain
-    loop on the CPU.
+    AdamW is fused on a GPU (the default `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B), a
+    plain loop on the CPU.
+
+    Args:
+        seed: of the rounding by chance, for bf16 parameters.
+
+    Raises:
+        UserError: torchao is not there.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     on_gpu = device.type == "cuda"
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        foreach=False if not on_gpu else None,
-        fused=True if on_gpu else None,
-    )
+    if config.name == "came":
+        return CAME(groups, config.lr, config.betas, seed=seed)  # type: ignore[arg-type]
+    usual: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.name == "adamw8bit":
+        check(config)
+        from pipeline.training.eight_bit import AdamW8bit
+
+        return AdamW8bit(groups, **usual, compiled=on_gpu, seed=seed)
+    if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
+        return stochastic.AdamW(groups, **usual, seed=seed)
+    return torch.optim.AdamW(groups, **usual, foreach=None if on_gpu else False, fused=True if on_gpu else None)
+
+
+def check(config: OptimConfig) -> None:
+    """Refuse an optimizer that this installation does not have.
+
+    Raises:
+        UserError: torchao is not there, or a version without what is used of it.
+    """
+    if config.name != "adamw8bit":
+        return
+    try:
+        import pipeline.training.eight_bit  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "train.optim.name: adamw8bit needs torchao, which is not installed or does not fit this torch",
+            found=str(error),
+            fix="pip install 'sana-pipe[torchao]', or train.optim.name: came (4 bytes of state per parameter)",
+        ) from None
+
+
+def check_resumable(before: str, now: str) -> None:
+    """Refuse to continue with an optimizer that cannot use what the checkpoint holds.
+
+    Args:
+        before, now: `train.optim.name` of the checkpoint and of this run.
+
+    Raises:
+        ConfigError: the states differ in kind.
+    """
+    if _STATE[before] != _STATE[now]:
+        raise ConfigError(
+            f"the checkpoint holds the state of {before}, this run has train.optim.name: {now}",
+            expected=" or ".join(name for name, kind in _STATE.items() if kind == _STATE[before]),
+            fix="restore it, or start a new run in another train.output with model.weights set to an export of the "
+            "checkpoint",
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

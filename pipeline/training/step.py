@@ -8,15 +8,17 @@ in size. Gradients are averaged over the parts of the batch, so each process div
 How the model is spread is not known here: `Spread` runs it and knows the norm of its gradients.
 A loss or gradient that is not a number stops the run with the step, the bucket and the samples. On a GPU the host
 reads that verdict one step later, so that it need not wait for the device in every step; no later step is reported
-and no checkpoint is written before the verdict is in (`Step.settle`).
+and no checkpoint is written before the verdict is in (`Step.settle`). In fp16 a finite loss with a gradient that is
+not is an overflow: the step is left out, by the same verdict on every process (`pipeline.training.loss_scale`).
 Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.parallel.mesh import gather
 from pipeline.parallel.spread import Spread
+from pipeline.training.loss_scale import LossScale
 
 _SHOWN = 64
 
@@ -44,7 +47,7 @@ class Outcome:
     """What one step did, as tensors on the device (read them only after `Step.settle`).
 
     loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
-    samples: size of the global batch.
+    samples: size of the global batch. skipped: the fp16 gradient overflowed and the weights stayed as they were.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Outcome:
     grad_norm: Tensor
     samples: int
     bucket: tuple[int, int]
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class _Pending:
     outcome: Outcome
     per_sample: list[Tensor]
     sample_ids: tuple[int, ...]
-    verdict: Tensor  # host: finite, samples, sum of squared samples per process, processes that want to stop
+    verdict: Tensor  # host: loss finite, norm finite, samples, their squares' sum over the processes, wishes to stop
     ready: torch.cuda.Event | None
 
 
@@ -71,6 +75,7 @@ class Step:
 
     Attributes:
         stop_wanted: a process asked to stop in a step whose verdict is in; the same on every process.
+        scale: what the loss is multiplied with (fp16).
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Step:
         self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
+        self.scale = LossScale(train.precision == "fp16")
         self._pending: _Pending | None = None
 
     def __call__(self, microbatches: Sequence[Batch], step: int, *, stop: bool = False) -> Outcome:
@@ -100,16 +106,21 @@ class Step:
         """
         own = sum(len(batch.sample_ids) for batch in microbatches)
         parts = [partial(self.part, batch) for batch in microbatches]
-        per_sample = self.spread.forward_backward(parts, self.objective.loss, own)
+        factor = self.scale.value
+        per_sample = self.spread.forward_backward(parts, partial(self._scaled, factor), own)
         self.settle()
-        outcome = self._ask(microbatches, per_sample, own, step, stop)
-        if self.device.type == "cpu":
-            self.settle()
-        if self.clip is not None:
-            self.spread.clip(self.clip, outcome.grad_norm)
-        self.optimizer.step()
+        outcome = self._ask(microbatches, [losses / factor for losses in per_sample], own, step, stop, factor)
+        skipped = False
+        if self.device.type == "cpu" or self.scale.dynamic:
+            skipped = self.settle()
+        if not skipped:
+            self.spread.rescale(outcome.grad_norm, self.clip, factor)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return outcome
+        return replace(outcome, skipped=skipped)
+
+    def _scaled(self, factor: float, output: Tensor, target: Tensor) -> Tensor:
+        return self.objective.loss(output, target) * factor
 
     def part(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
         """The model's inputs for one microbatch, and the target (b, C, H, W) fp32, on the device.
@@ -129,8 +140,8 @@ class Step:
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def settle(self) -> None:
-        """Wait for the verdict on the last step, if it is not in yet.
+    def settle(self) -> bool:
+        """Wait for the verdict on the last step, if it is not in yet. Returns whether that step is to be left out.
 
         Raises:
             NonFiniteError: the same words on every process.
@@ -138,17 +149,23 @@ class Step:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            return
+            return False
         if pending.ready is not None:
             pending.ready.synchronize()
-        finite, samples, squares, stop = pending.verdict.tolist()
+        loss, norm, samples, squares, stop = pending.verdict.tolist()
         if squares * self.world != samples * samples:
             raise RuntimeError(f"step {pending.outcome.step}: the processes had different numbers of samples")
         self.stop_wanted = stop > 0
-        if not finite:
-            self._refuse(pending)
+        if loss and norm:
+            self.scale.succeeded()
+            return False
+        if loss and self.scale.overflowed():
+            return True
+        return self._refuse(pending)
 
-    def _ask(self, microbatches: Sequence[Batch], per_sample: list[Tensor], own: int, step: int, stop: bool) -> Outcome:
+    def _ask(
+        self, microbatches: Sequence[Batch], per_sample: list[Tensor], own: int, step: int, stop: bool, factor: float
+    ) -> Outcome:
         """Sum up the step over the processes and start the copy of its verdict to the host."""
         total = torch.cat(per_sample).sum(dtype=torch.float64)
         facts = torch.tensor([own, own * own, stop], dtype=torch.float64).to(self.device, non_blocking=True)
@@ -156,9 +173,10 @@ class Step:
         if self.world > 1:
             dist.all_reduce(sums)
         samples = own * self.spread.data_world
-        outcome = Outcome(step, (sums[0] / sums[1]).float(), self.spread.norm(), samples, microbatches[0].bucket)
-        finite = (torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)).to(sums.dtype)
-        answer = torch.cat([finite[None], sums[1:]])
+        norm = self._here(self.spread.norm()) / factor
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, microbatches[0].bucket)
+        finite = torch.isfinite(torch.stack([outcome.loss, outcome.grad_norm])).to(sums.dtype)
+        answer = torch.cat([finite, sums[1:]])
         ready = None
         if self.device.type == "cuda":
             verdict = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
@@ -170,10 +188,10 @@ class Step:
         self._pending = _Pending(outcome, per_sample, ids, answer, ready)
         return outcome
 
-    def _refuse(self, pending: _Pending) -> None:
+    def _refuse(self, pending: _Pending) -> NoReturn:
         losses = torch.cat(pending.per_sample).cpu().tolist()
         mine = list(zip(pending.sample_ids, losses, strict=True))
-        everyone = list(dict.fromkeys(item for part in gather(mine) for item in part))
+        everyone = dict(item for part in gather(mine) for item in part).items()
         bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
         what = "loss" if bad else "gradient norm"
         named = bad or [identity for identity, _ in everyone]

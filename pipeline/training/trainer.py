@@ -13,16 +13,19 @@ A run directory holds `config.yaml` (every option of the last start), `metrics.j
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
@@ -33,11 +36,12 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
-from pipeline.parallel.spread import Spread, spread
-from pipeline.training import checkpoint, optim, trackers
+from pipeline.parallel.spread import spread
+from pipeline.training import checkpoint, in_backward, optim, trackers
+from pipeline.training.ema import Average
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 from pipeline.training.watch import Watch, memory_errors
@@ -57,6 +61,7 @@ class Task:
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
+        batches: the global batch of each bucket, by the bucket's name.
     """
 
     origin: State
@@ -65,6 +70,7 @@ class Task:
     text_width: int
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,17 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     train = config.train
     quiet: Say = say if launch.is_main else lambda _: None
     check_accelerate(train, launch)
+    optim.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
     _check_packed(train, device)
     layout = check_sizes(train.parallel, launch.world)
-    if layout.tp > 1:
-        found_config = architecture_of(config, task)
-        tensor_parallel.check(found_config.tensor_parallel_parts, layout.tp, found_config.dropout)
+    if layout.copies > 1:
+        shape = architecture_of(config, task)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
+    in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
     with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
@@ -110,6 +120,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
+            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture)
         model.reset_buffers()
@@ -118,22 +129,30 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         if values is not None:
             _check_equal_start(values)
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        averages = [Average(held.module, train.ema)] if train.ema is not None else []
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
         done = 0
         if found is not None:
             source, document = found
-            checkpoint.load(source, document, held.module, optimizer)
+            absent = checkpoint.load(source, document, held.module, optimizer, _sections(averages, step))
             done = document.state.step
             for line in _changes(document.config, config):
                 quiet(f"changed since the checkpoint: {line}")
+            if "ema" in absent:
+                for average in averages:
+                    average.restart()
+                quiet(f"note: {source} holds no running average: it starts from the weights of step {done}")
             quiet(f"resumed from {source} after step {done}")
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, held)
         quiet(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, held, optimizer, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
@@ -176,6 +195,13 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
         return None
     source = checkpoint.resolve(Path(config.train.output) / "checkpoints", resume)
     return None if source is None else checkpoint.read_document(source).state.snapshot
+
+
+def generator_seed(train: TrainConfig, step: int, part: int) -> int:
+    """What torch's generators (of dropout, say) are seeded with before a step, on the processes that read this part of
+    the batch. A function of the step: a resumed run draws what an uninterrupted one does, and no state is stored."""
+    key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
@@ -324,6 +350,12 @@ def _signals() -> Iterator[_Wanted]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
+def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds beside model and optimizer."""
+    found = {"ema": averages[0].values} if averages else {}
+    return {**found, **({"loss_scale": step.scale.state} if step.scale.dynamic else {})}
+
+
 class _Loop:
     def __init__(
         self,
@@ -331,19 +363,20 @@ class _Loop:
         task: Task,
         layout: Layout,
         architecture: SanaConfig,
-        spread: Spread,
-        optimizer: torch.optim.Optimizer,
+        step: Step,
+        averages: list[Average],
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
         say: Say,
     ):
         self.config, self.train, self.task = config, config.train, task
-        self.architecture, self.model = architecture, spread.module
-        self.optimizer, self.device = optimizer, device
+        self.architecture, self.model = architecture, step.spread.module
+        self.step, self.averages, self.more = step, averages, _sections(averages, step)
+        self.optimizer, self.device = step.optimizer, device
         self.journal, self.wanted, self.say = journal, wanted, say
-        self.step = Step(spread, FlowMatching(config.train.flow), optimizer, config.train, device)
         self.watch = Watch(config.train, architecture, layout, device, say)
+        self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
         self.began = time.perf_counter()
         self.loss: float | None = None
@@ -361,8 +394,11 @@ class _Loop:
                 waited = time.perf_counter() - asked
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
                 optim.set_learning_rate(self.optimizer, rate)
+                self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed
                 outcome = self.step(microbatches, state.step, stop=stop)
+                for average in self.averages:
+                    average.update(state.step)
                 self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
@@ -370,7 +406,7 @@ class _Loop:
                 if last or state.step % self.train.save_every == 0:
                     with self.watch.aside():
                         self.step.settle()
-                        saver.save(self.model, self.optimizer, state)
+                        saver.save(self.model, self.optimizer, state, self.more)
                     saved = checkpoint.folder_of(self.root, state.step)
                 if last:
                     break
@@ -382,16 +418,29 @@ class _Loop:
             self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
         return Report(state.step, saved, self.loss, names[0] if names else None)
 
+    def _seed(self, step: int) -> None:
+        seed = generator_seed(self.train, step, self.part)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int) -> None:
         self.step.settle()
         counted = self.watch.values(replaced)
         self.loss = counted["loss"]
-        if self.journal is not None:
-            shape = {"bucket": list(outcome.bucket), "text_rows": microbatches[0].mask.shape[1]}
-            seconds = time.perf_counter() - self.began
-            self.journal.row(
-                self.train.steps, {"step": outcome.step, "lr": rate, **counted, **shape, "seconds": seconds}
-            )
+        if self.journal is None:
+            return
+        values = {
+            "step": outcome.step,
+            "lr": rate,
+            **counted,
+            "bucket": list(outcome.bucket),
+            "text_rows": microbatches[0].mask.shape[1],
+            "seconds": time.perf_counter() - self.began,
+        }
+        if self.step.scale.dynamic:
+            values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
+        self.journal.row(self.train.steps, values)
 
     def _saver(self) -> checkpoint.Saver:
         return checkpoint.Saver(self.root, self.architecture, self.config, self.say)

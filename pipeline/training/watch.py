@@ -121,7 +121,8 @@ class Watch:
         """Count one step. `waited`: seconds until its microbatches were there."""
         now = self._window
         now.losses.append(outcome.loss)
-        now.norms.append(outcome.grad_norm)
+        if not outcome.skipped:
+            now.norms.append(outcome.grad_norm)
         now.samples += outcome.samples
         now.waited += waited
         for batch in microbatches:
@@ -149,7 +150,7 @@ class Watch:
             replaced: samples that stood in for unreadable ones on this process since the start.
         """
         now = self._window
-        loss, norm = (float(torch.stack(found).double().mean()) for found in (now.losses, now.norms))
+        loss, norm = _mean(now.losses), _mean(now.norms) if now.norms else None
         elapsed = time.perf_counter() - now.began
         mine = [now.padded, replaced, now.tokens, now.flops, now.waited / elapsed, rss(), *self._gpu()]
         counts, (waited, host, allocated, reserved, share) = _split(_everyone(mine, self.device), 4)
@@ -202,6 +203,10 @@ def _everyone(mine: list[float], device: torch.device) -> list[list[float]]:
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return torch.stack(found, dim=1).tolist()
+
+
+def _mean(found: list[Tensor]) -> float:
+    return float(torch.stack(found).double().mean())
 
 
 def _split(columns: list[list[float]], at: int) -> tuple[list[list[float]], list[list[float]]]:

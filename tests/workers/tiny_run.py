@@ -126,7 +126,13 @@ def task(
             yield microbatches(batch, train.microbatch, rank, world), state
 
     return Task(
-        State(snapshot, train.seed, train.phase, 0, train.length_window), GLOBAL_BATCH, CHANNELS, TEXT_WIDTH, 8, loader
+        State(snapshot, train.seed, train.phase, 0, train.length_window),
+        GLOBAL_BATCH,
+        CHANNELS,
+        TEXT_WIDTH,
+        8,
+        loader,
+        {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
     )
 
 

@@ -1,0 +1,181 @@
+"""Real FSDP2 on four gloo processes, one memory technique after the other: peak memory and step time after each.
+
+Every rung keeps what the rungs before it switched on. A rung builds the model anew, does one step that is not timed and
+then timed ones, with the product's own step, AdamW and made-up batches. The peak is the process's resident set at its
+highest during these steps (VmHWM of /proc, reset before), less what was resident before the model was built; the
+largest of the four processes. One step in each precision goes before all of them, so that what is loaded and kept once
+per process is in no rung. malloc is told to give every tensor back to the system (MALLOC_MMAP_THRESHOLD_), or
+the figure would be that of its free lists.
+On a CPU, host memory and device memory are the same: the last rungs, which offload, cannot lower the resident set. For
+them the table shows what lies in host memory (saved tensors at the end of the forward pass; shards of parameters,
+gradients and moments by their sizes), which is what a GPU would be spared. `ladder_reduction` is that of the last
+rung before offload against the first. Step times are those of 4 processes on the cores at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.report import finish, median, table
+from pipeline.config import TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.launch import detect
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import data_parallel
+from pipeline.parallel.activation import Kept
+from pipeline.parallel.mesh import started
+from pipeline.parallel.spread import Spread, spread
+from pipeline.training import in_backward, optim
+from pipeline.training.step import Step
+
+PROCESSES = 4
+RUNGS: dict[str, dict[str, Any]] = {
+    "plain: one FSDP unit, fp32": {},
+    "+ each block a unit": {},
+    "+ checkpointing: full": {"activation_checkpointing": "full"},
+    "+ bf16 parameters and activations": {"precision": "bf16"},
+    "+ compression: int8": {"activation_compression": "int8"},
+    "+ optimizer's step in the backward pass": {"optim": {"in_backward": True}},
+    "+ offload of activations": {"activation_offload": True},
+    "+ offload of parameters and optimizer": {"parallel": {"offload": "all"}},
+}
+BEFORE_OFFLOAD = "+ optimizer's step in the backward pass"
+CPU = torch.device("cpu")
+
+
+def resident(key: str) -> int:
+    """Bytes: VmRSS now, or VmHWM, the most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def reset_peak() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def batch(step: int, rank: int, samples: int, side: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return Batch(
+        latents=normal(samples, 32, side, side).bfloat16(), captions=normal(samples, 32, 256).bfloat16(),
+        mask=torch.ones(samples, 32, dtype=torch.bool), noise=normal(samples, 32, side, side), logit=normal(samples),
+        sample_ids=tuple(rank * samples + i for i in range(samples)), bucket=(side * 32, side * 32),
+    )  # fmt: skip
+
+
+def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, steps: int) -> dict[str, float]:
+    """This process's figures of one rung, in bytes and seconds."""
+    shape = SanaConfig(
+        num_layers=size.layers, num_attention_heads=size.heads, num_cross_attention_heads=size.heads // 2,
+        cross_attention_head_dim=64, cross_attention_dim=size.heads * 32, caption_channels=256, sample_size=size.side,
+    )  # fmt: skip
+    reset_peak()
+    before = resident("VmRSS")
+    model = SanaTransformer.from_scratch(shape, 0)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if name == next(iter(RUNGS)):
+        data_parallel.shard(model, [], mesh, train)
+        held = Spread(model, dist.get_world_size())
+    else:
+        held = spread(model, mesh, train)
+    optimizer = optim.build(held.module, train.optim, CPU)
+    if train.optim.in_backward:
+        in_backward.fuse(optimizer, held)
+    step, host, times = Step(held, FlowMatching(train.flow), optimizer, train, CPU), [0], []
+    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
+
+    def forward_is_over(*_: Any) -> None:
+        host.append(sum(keeper.host_bytes() for keeper in keepers if keeper is not None))
+
+    model.norm_out.register_forward_hook(forward_is_over)
+    reset_peak()
+    for number in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        step([batch(number, dist.get_rank(), size.samples, size.side)], number + 1)
+        times.append(time.perf_counter() - start)
+    shards = 4 * parameters / dist.get_world_size() * (3 if train.optim.in_backward else 4)
+    offloaded = max(host) + (shards if train.parallel.offload == "all" else 0)
+    return {"peak": float(resident("VmHWM") - before), "host": float(offloaded), "seconds": median(times[1:] or times)}
+
+
+def worker(size: argparse.Namespace, result: Path) -> None:
+    """One process of the launch: climbs the ladder, the first one writes the largest figures."""
+    values: dict[str, Any] = {"precision": "fp32", "activation_checkpointing": "none", "microbatch": size.samples}
+    values |= {"optim": {"clip": None, "warmup_steps": 0, "lr": 1e-5}}
+    settings, found = {}, {}
+    for name, change in RUNGS.items():
+        for key, value in change.items():
+            values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+        settings[name] = TrainConfig.model_validate(values)
+    with started(detect(), TrainConfig().parallel, CPU) as mesh:
+        for name in (next(iter(RUNGS)), BEFORE_OFFLOAD):  # what is loaded and kept once per process, in both precisions
+            rung(name, settings[name], mesh, size, 1)
+        for name, train in settings.items():
+            figures = rung(name, train, mesh, size, 1 + size.steps)
+            keys = list(figures)
+            most = torch.tensor([figures[key] for key in keys], dtype=torch.float64)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            found[name] = dict(zip(keys, most.tolist(), strict=True))
+        if dist.get_rank() == 0:
+            result.write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    quick = {"layers": 6, "heads": 8, "side": 12, "samples": 2, "steps": 1}
+    size = argparse.Namespace(
+        **(quick if options.quick else {**quick, "layers": 8, "heads": 16, "side": 16, "steps": 3})
+    )
+    if options.worker:
+        worker(size, options.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "found.json"
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES), "-m",
+             "benchmarks.memory_ladder", "--worker", str(result), *(["--quick"] if options.quick else [])],
+            check=True, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ,
+                             "MALLOC_MMAP_THRESHOLD_": "65536"},
+        )  # fmt: skip
+        found = json.loads(result.read_text())
+    first = next(iter(found.values()))
+    rows = [
+        [name, f["peak"] / 2**20, 1 - f["peak"] / first["peak"], f["host"] / 2**20, f["seconds"]]
+        for name, f in found.items()
+    ]
+    print(f"{PROCESSES} processes, {size.layers} blocks {32 * size.heads} wide, {size.samples} x {size.side**2} tokens")
+    table(["technique", "peak MiB", "less than plain", "of it offloaded MiB", "s/step"], rows)
+    figures: dict[str, float | str] = {"ladder_reduction": 1 - found[BEFORE_OFFLOAD]["peak"] / first["peak"]}
+    for number, f in enumerate(found.values()):
+        figures[f"rung_{number}_mib"] = f["peak"] / 2**20
+        figures[f"rung_{number}_s"] = f["seconds"]
+    finish(figures)
+
+
+if __name__ == "__main__":
+    main()

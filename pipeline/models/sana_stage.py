@@ -1,0 +1,107 @@
+"""A slice of the Sana transformer: some of its blocks, for models that are cut into consecutive stages.
+
+What: `SanaStage` owns blocks [start, stop) under the names they have in the whole model; the first stage also what
+precedes the blocks, the last one what follows them. The state dicts of all stages together are that of the model.
+Between stages travel the image tokens, the captions after their projection, the six modulation vectors and the
+timestep's embedding. The caption mask and the token grid are given to every stage.
+Why the conditioning travels along: each of its tensors is computed once, from parameters that exist once, so that the
+gradients are those of the whole model; computing it on every stage would need copies of these parameters.
+Price: with 1024 image and 300 caption tokens, 30 % more bytes between stages than the image tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.sana import SanaTransformer, mask_bias
+
+
+class _Dense(torch.autograd.Function):
+    """Identity whose gradient is contiguous, as whoever sends it to the stage before needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class SanaStage(SanaTransformer):
+    """Blocks [start, stop) of `model`, sharing its modules and parameters.
+
+    Raises:
+        ValueError: no blocks, or blocks that the model does not have.
+    """
+
+    def __init__(self, model: SanaTransformer, start: int, stop: int):
+        nn.Module.__init__(self)
+        blocks = model.blocks
+        if not 0 <= start < stop <= len(blocks):
+            raise ValueError(f"blocks {start} to {stop} of {len(blocks)}")
+        self.config = model.config
+        self.is_first, self.is_last = start == 0, stop == len(blocks)
+        if self.is_first:
+            self.patch_embed = model.patch_embed
+            self.time_embed = model.time_embed
+            self.caption_projection = model.caption_projection
+            self.caption_norm = model.caption_norm
+        self.transformer_blocks = nn.ModuleDict({str(i): blocks[i] for i in range(start, stop)})  # type: ignore[assignment]
+        if self.is_last:
+            self.scale_shift_table = model.scale_shift_table
+            self.norm_out = model.norm_out
+            self.proj_out = model.proj_out
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The stage's blocks in order."""
+        return list(self.transformer_blocks.children())
+
+    def forward(self, *inputs: Tensor, mask: Tensor, grid: tuple[int, int]) -> Any:  # type: ignore[override]
+        """What the stage makes of the first part of `split` or of what the stage before returned.
+
+        Args:
+            mask, grid: the second part of `split`.
+
+        Returns:
+            (image tokens (B, N, D), captions (B, L, D), modulation (B, 6, D), embedding (B, D)), all contiguous and in
+            the model's dtype; the last stage returns the prediction (B, C, H, W).
+        """
+        if self.is_first:
+            latents, captions, timesteps = inputs
+            hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
+            conditions = context, modulation.clone(), embedded  # a copy, because FSDP2 warns of views
+        else:
+            hidden, context, modulation, embedded = (_Dense.apply(x) for x in inputs)
+            conditions = inputs[1:]  # type: ignore[assignment]
+            bias = mask_bias(mask, hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, context, bias, modulation, *grid)
+        if self.is_last:
+            return self.head(hidden, embedded, *grid)
+        return hidden.contiguous(), *conditions
+
+    def split(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """The inputs of `SanaTransformer.forward` as what the first stage takes and what every stage takes.
+
+        Raises:
+            TypeError, ValueError: as `SanaTransformer.forward`.
+        """
+        latents, captions, mask, timesteps = inputs
+        return (latents, captions, timesteps), {"mask": mask, "grid": self.grid(latents, mask)}
+
+    def received(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Stand-ins on the meta device for what the stages after the first receive, for these inputs of the model."""
+        latents, captions, mask, _ = inputs
+        batch, dim = latents.shape[0], self.config.inner_dim
+        height, width = self.grid(latents, mask)
+        shapes = (batch, height * width, dim), (batch, captions.shape[1], dim), (batch, 6, dim), (batch, dim)
+        return tuple(torch.empty(s, dtype=latents.dtype, device="meta", requires_grad=True) for s in shapes)
+
+    def returned(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """A stand-in on the meta device for what the last stage returns, for these inputs of the model."""
+        return torch.empty_like(inputs[0], device="meta", requires_grad=True)

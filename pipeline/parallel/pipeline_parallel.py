@@ -1,0 +1,249 @@
+"""Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches travelling through.
+
+What: `stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
+torch's schedules. A stage is wrapped by the other strategies as a whole model is (tensor parallel, recomputation,
+FSDP2), so products need nothing of their own.
+Why the shapes are declared: torch would otherwise run every stage once more to find them, for every new shape, and
+take the gradients of FSDP2 away afterwards. A schedule holds buffers for one shape only (another one ends the whole
+process from within gloo), and buckets change shapes, so there is one for each of the last few shapes.
+Price: a process idles for (pp_size - 1) / (microbatches + pp_size - 1) of a step under `1f1b` and `gpipe`, less under
+the others, and torch keeps a buffer of what a stage receives for every microbatch of each shape held. All microbatches
+of a step must have one size. It pays where the links between nodes are slow, or for a model whose blocks do not fit
+(Sana 4.8B); elsewhere FSDP2 alone is faster and simpler.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from pipeline.config import ParallelConfig
+from pipeline.errors import ConfigError
+
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+"""Our names of torch's schedules."""
+_V_SHAPED = ("zbv",)
+_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+_SHAPES_HELD = 4
+_SHOWN = 8
+
+Inputs = tuple[Tensor, ...]
+
+
+class Stage(Protocol):
+    """What a slice of a model must be able to do; see `pipeline.models.sana_stage.SanaStage`."""
+
+    def split(self, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]: ...
+
+    def received(self, inputs: Inputs) -> Inputs: ...
+
+    def returned(self, inputs: Inputs) -> Tensor: ...
+
+
+# ---------------------------------------------------------------------------------------------------------- cutting
+
+
+def slices(blocks: int, stages: int) -> list[range]:
+    """The blocks of each stage, as equal as can be; the last stages get one more where they must, because the first
+    ones hold the activations of more microbatches."""
+    edges = [number * blocks // stages for number in range(stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def stages(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
+    """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
+
+    Args:
+        model: with `blocks` and `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        mesh: one dimension, the processes of a pipeline.
+    """
+    if mesh.size() == 1:
+        return [model]
+    parts = slices(len(model.blocks), mesh.size() * parallel.stages_per_rank)  # type: ignore[arg-type]
+    mine = [parts[number] for number in _numbers(mesh.get_local_rank(), mesh.size(), parallel)]
+    return [model.stage(part.start, part.stop) for part in mine]  # type: ignore[operator]
+
+
+def _numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
+    """Which stages process `rank` of `size` has: every `size`-th one, or for a V the first and the last that remain."""
+    if parallel.pp_schedule in _V_SHAPED:
+        return [rank, 2 * size - 1 - rank]
+    return [rank + size * turn for turn in range(parallel.stages_per_rank)]
+
+
+def joined(stages: Sequence[nn.Module]) -> nn.Module:
+    """The stages of one process as one module, for the optimizer and for checkpoints: the names are those of the whole
+    model. To be called after the stages were wrapped."""
+    return stages[0] if len(stages) == 1 else _Joined(stages)
+
+
+class _Joined(nn.Module):
+    def __init__(self, stages: Sequence[nn.Module]):
+        super().__init__()
+        for stage in stages:
+            for name, child in stage.named_children():
+                held = self._modules.get(name)
+                both = isinstance(held, nn.ModuleDict) and isinstance(child, nn.ModuleDict)
+                self.add_module(name, nn.ModuleDict({**held, **child}) if both else child)  # type: ignore[dict-item]
+            if stage._parameters:
+                # One dictionary for both: FSDP2 exchanges the entries of the stage, and must not leave others here.
+                self._parameters = stage._parameters
+
+
+# ---------------------------------------------------------------------------------------------------------- running
+
+
+def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: ParallelConfig) -> None:
+    """Refuse a model or batches that cannot go through the pipeline.
+
+    Args:
+        shares: samples of a step for one pipeline (the global batch over the data-parallel processes), by bucket.
+
+    Raises:
+        ConfigError: with the values that would work.
+    """
+    size, schedule, each = parallel.pp_size, parallel.pp_schedule, parallel.stages_per_rank
+    if size == 1:
+        return
+    if blocks < size * each:
+        raise ConfigError(
+            f"a model of {blocks} blocks cannot be cut into {size * each} stages",
+            expected="a block for every stage",
+            found=f"train.parallel.pp_size = {size} with {each} stage(s) on each process",
+            fix=f"train.parallel.pp_size of at most {blocks // each}"
+            + (f", or fewer stages on each with pp_schedule = 1f1b (at most {blocks})" if each > 1 else ""),
+        )
+    wrong = [name for name, share in shares.items() if not _runs(schedule, size, share, microbatch)]
+    if not wrong:
+        return
+    first = shares[wrong[0]]
+    good = [m for m in range(1, max(shares.values()) + 1) if all(_runs(schedule, size, s, m) for s in shares.values())]
+    near = sorted(sorted(good, key=lambda m: abs(m - microbatch))[:_SHOWN])
+    others = [name for name in SCHEDULES if all(_runs(name, size, share, microbatch) for share in shares.values())]
+    fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
+    fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
+    least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
+    rules = {"1f1b": f", at least {size} of them", "gpipe": "", "zbv": ""}
+    raise ConfigError(
+        f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes by {schedule}"
+        + (f" (nor can those of {len(wrong) - 1} other buckets)" if wrong[1:] else ""),
+        expected="equal microbatches" + rules.get(schedule, f", as many as {size} processes take in equal rounds"),
+        found=f"train.microbatch = {microbatch}: {first // microbatch} of it and {first % microbatch} samples more",
+        fix=" or ".join(fixes or [least]),
+    )
+
+
+def _runs(schedule: str, size: int, share: int, microbatch: int) -> bool:
+    count, rest = divmod(share, microbatch)
+    if rest:
+        return False
+    if schedule == "1f1b":
+        return count >= size
+    return count % max(1, count // size) == 0 if schedule in _ROUNDS else True
+
+
+class Pipeline:
+    """Runs the microbatches of a step through the stages of a group of processes.
+
+    Args:
+        stages: this process's (see `stages`), wrapped.
+        mesh: one dimension, the processes of this pipeline in the order of their stages.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
+        self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()
+        self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
+        self.total = mesh.size() * parallel.stages_per_rank
+        self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
+        self.device = next(self.stages[0].parameters()).device
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward_backward(
+        self, parts: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor], share: int
+    ) -> list[Tensor]:
+        """Accumulate the gradient of sum(losses) / share over all microbatches in this process's stages.
+
+        Args:
+            parts: the model's inputs and the target of each microbatch, the same on every process of the pipeline.
+            loss: (prediction, target) -> (b,) fp32 losses of the samples.
+
+        Returns:
+            The losses of each microbatch, detached, on every process.
+
+        Raises:
+            ValueError: microbatches of different shapes.
+        """
+        inputs, targets = zip(*parts, strict=True)
+        if len({tuple(tensor.shape for tensor in given) for given in inputs}) > 1:
+            raise ValueError("the microbatches of a step through a pipeline must have one shape")
+        args, kwargs = self._stage.split(tuple(torch.cat(tensors) for tensors in zip(*inputs, strict=True)))
+        found: list[Tensor] = []
+
+        def last(prediction: Tensor, target: Tensor) -> Tensor:
+            losses = loss(prediction, target)
+            found.append(losses.detach())
+            return losses.sum() / share
+
+        self._loss = last
+        schedule = self._for(len(inputs), inputs[0])
+        first = args if 0 in self.numbers else ()
+        target = torch.cat(targets) if self.total - 1 in self.numbers else None
+        schedule.step(*first, target=target, return_outputs=False, **kwargs)
+        self._loss = None
+        losses = torch.cat(found) if found else targets[0].new_empty(sum(map(len, targets)), dtype=torch.float32)
+        dist.broadcast(losses, group=self.group, group_src=self.last)
+        return list(losses.split([len(target) for target in targets]))
+
+    @property
+    def _stage(self) -> Any:
+        return self.stages[0]
+
+    def _for(self, count: int, inputs: Inputs) -> Any:
+        """The schedule for `count` microbatches of these shapes. The same steps meet the same shapes on every process
+        of the pipeline, so all of them make and forget the same schedules."""
+        key = (count, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        if key not in self._schedules:
+            self._schedules[key] = self._make(count, inputs)
+            if len(self._schedules) > _SHAPES_HELD:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _make(self, count: int, inputs: Inputs) -> Any:
+        received, returned = self._stage.received(inputs), self._stage.returned(inputs)
+        first, _ = self._stage.split(inputs)
+        stages = [
+            PipelineStage(
+                stage,
+                number,
+                self.total,
+                self.device,
+                input_args=first if number == 0 else received,
+                output_args=returned if number == self.total - 1 else received,
+                group=self.group,
+            )
+            for stage, number in zip(self.stages, self.numbers, strict=True)
+        ]
+        kind = get_schedule_class(SCHEDULES[self.schedule])
+        several = self.schedule not in ("1f1b", "gpipe")
+        return kind(stages if several else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
+
+    def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(prediction, target)

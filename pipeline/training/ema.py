@@ -1,0 +1,63 @@
+"""A running average of the weights (EMA), sharded as they are.
+
+What: `Average` keeps an fp32 average of every parameter and moves it towards the weights after each `every`-th step;
+`tensors` gives it to the checkpoint, from which export and sampling read it.
+Why a list of tensors and no second model: FSDP2's modules cannot be copied, the update is elementwise, and a list can
+lie on the CPU, where it costs no memory of the card.
+The decay grows with the step, min(decay, (1 + step) / (10 + step)), so that an average that started from random weights
+forgets them; it is a function of the step and needs no state.
+Price: 4 bytes per parameter, on the device or on the host; on the host also one copy of the weights to it per update
+(`every` makes it rarer, with the same decay per step).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import EmaConfig
+from pipeline.training.stochastic import local
+
+
+def decay_at(config: EmaConfig, step: int) -> float:
+    """What is left of the average in the update after optimizer step `step` (the first is 1); it stands for `every`
+    steps. The warm-up is that of the usual implementations (TensorFlow's `num_updates`)."""
+    return min(config.decay, (1 + step) / (10 + step)) ** config.every
+
+
+class Average:
+    """The averages of a model's parameters, by their names.
+
+    Attributes:
+        values: fp32, plain or sharded like the parameters, on their device or on the CPU.
+    """
+
+    def __init__(self, model: nn.Module, config: EmaConfig):
+        """Start from the weights as they are. Call it after the model was spread."""
+        self.config = config
+        self._parameters = dict(model.named_parameters())
+        self.values = {name: self._copy(parameter) for name, parameter in self._parameters.items()}
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        device = "cpu" if self.config.device == "cpu" else parameter.device
+        return parameter.detach().to(device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Take the weights as they are now."""
+        for name, parameter in self._parameters.items():
+            local(self.values[name]).copy_(local(parameter))
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move towards the weights, after optimizer step `step` (1 for the first)."""
+        if step % self.config.every:
+            return
+        averages = [local(value) for value in self.values.values()]
+        weights = [local(parameter.detach()) for parameter in self._parameters.values()]
+        share = 1 - decay_at(self.config, step)
+        if all(w.dtype == a.dtype and w.device == a.device for w, a in zip(weights, averages, strict=True)):
+            torch._foreach_lerp_(averages, weights, share)
+            return
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight.to(average.device, torch.float32), share)

@@ -1,0 +1,63 @@
+"""The factor that keeps fp16 gradients from vanishing, and what happens when they overflow.
+
+What: the loss is multiplied by a power of two before the backward pass and the gradient divided by it after. If the
+gradient of a step is not finite, the step is left out and the factor halved; after 2000 good steps it is doubled.
+Why not torch's GradScaler: it looks for overflow in each process's own gradients, so processes could decide
+differently, and it does not know DTensors. Here the norm of the whole gradient decides, which is the same everywhere.
+Price: in fp16 the host waits for the verdict of every step before the optimizer may act on it.
+
+Constants are those of torch.amp.GradScaler; mixed precision training: arXiv 1710.03740.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INITIAL = 2.0**16
+PATIENCE = 2000
+
+
+class LossScale:
+    """The factor and its counters; at a constant 1 for every precision but fp16.
+
+    Attributes:
+        dynamic: whether it changes at all.
+        state: 0-d tensors for the checkpoint, changed in place: `scale`, `good_steps` (since the last change),
+            `skipped_steps` (of the whole run). Empty if not dynamic.
+    """
+
+    def __init__(self, dynamic: bool):
+        self.dynamic = dynamic
+        self.state: dict[str, Tensor] = {}
+        if dynamic:
+            self.state["scale"] = torch.tensor(INITIAL, dtype=torch.float64)
+            self.state["good_steps"] = torch.tensor(0)
+            self.state["skipped_steps"] = torch.tensor(0)
+
+    @property
+    def value(self) -> float:
+        return self.state["scale"].item() if self.dynamic else 1.0
+
+    @property
+    def skipped(self) -> int:
+        return int(self.state["skipped_steps"].item()) if self.dynamic else 0
+
+    def succeeded(self) -> None:
+        """The gradient of a step was finite."""
+        if not self.dynamic:
+            return
+        self.state["good_steps"] += 1
+        if self.state["good_steps"] >= PATIENCE:
+            self.state["scale"] *= 2
+            self.state["good_steps"].zero_()
+
+    def overflowed(self) -> bool:
+        """The gradient of a step was not finite. Returns whether the step is to be left out; False means that a smaller
+        factor cannot help, because it is 1 already."""
+        if self.value <= 1:
+            return False
+        self.state["scale"] /= 2
+        self.state["good_steps"].zero_()
+        self.state["skipped_steps"] += 1
+        return True

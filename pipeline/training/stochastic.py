@@ -1,0 +1,114 @@
+"""Rounding to bf16 by chance, and AdamW for parameters that exist in bf16 alone.
+
+What: `to_bf16` rounds up or down with the probability that makes the mean right; `Noise` gives it its random bits;
+`AdamW` computes in fp32 what torch's AdamW computes, and keeps parameters and moments in bf16 by such rounding.
+Why: bf16 has 8 bits. A step of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop nearly
+every update, and a moment with beta 0.999 would hardly ever move. Rounded by chance, both move right on the average.
+The bits follow from (seed, step, parameter, shard) alone: replicas of a shard stay equal, a resumed run draws what the
+uninterrupted one drew, and no random state goes into the checkpoint.
+Price: weights carry noise of half a bit (0.2 %), and another number of shards draws other noise. One pass of random
+numbers per tensor stored, and one fp32 copy of the parameter at hand.
+
+Rounding by chance for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Round fp32 to bf16, up with the probability of the part that is cut off: the mean is `value`.
+
+    Args:
+        value: float32, finite. What bf16 can hold is returned as it is.
+    """
+    bits = value.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    return noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Noise:
+    """Random bits by (seed, step, parameter, shard): one generator, seeded anew for each use."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def at(self, parameter: Tensor, step: int, index: int) -> torch.Generator:
+        """For parameter number `index` in optimizer step `step`: the same on all processes that hold the same shard."""
+        shard = 0
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+            for dimension, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    shard = shard * mesh.size(dimension) + coordinate[dimension]
+        device = local(parameter).device
+        generator = self._generators.setdefault(device, torch.Generator(device))
+        key = struct.pack("<4Q", self.seed, step, index, shard)
+        return generator.manual_seed(xxhash.xxh3_64_intdigest(key) >> 1)
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with bf16 parameters and bf16 moments: 4 bytes of state per parameter, fp32 arithmetic.
+
+    Args:
+        params: plain tensors or DTensors of any placement; elementwise, so nothing is communicated.
+        seed: of the rounding, see `Noise`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        seed: int = 0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
+            raise ValueError("this AdamW is for bf16 parameters; torch's own is for all others")
+        self.noise = Noise(seed)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update. Parameters without a gradient are left alone."""
+        index = -1
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                index += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                count = int(state["step"].item())
+                generator = self.noise.at(parameter, count, index)
+                gradient = local(parameter.grad).float()
+                mean = local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
+                square = local(state["exp_avg_sq"]).float().lerp_(gradient.square(), 1 - beta2)
+                local(state["exp_avg"]).copy_(to_bf16(mean, generator))
+                local(state["exp_avg_sq"]).copy_(to_bf16(square, generator))
+                root = square.div_(1 - beta2**count).sqrt_().add_(group["eps"])
+                value = local(parameter).float().mul_(1 - rate * group["weight_decay"])
+                value.addcdiv_(mean, root, value=-rate / (1 - beta1**count))
+                local(parameter).copy_(to_bf16(value, generator))

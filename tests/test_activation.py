@@ -1,0 +1,301 @@
+"""What blocks keep for the backward pass: fewer bytes, the same gradients, nothing kept that must not be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from pipeline.config import TrainConfig
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import activation
+from pipeline.parallel.activation import compressible, keep_activations
+from pipeline.parallel.compression import BLOCK, quantise, restore
+from pipeline.parallel.kept import kept_bytes
+from pipeline.parallel.saved import SMALLEST, Keeper
+from tests.workers import tiny_run
+
+SHAPE = SanaConfig(
+    in_channels=4, out_channels=4, num_attention_heads=8, attention_head_dim=32, num_cross_attention_heads=4,
+    cross_attention_head_dim=64, cross_attention_dim=256, caption_channels=24, num_layers=4,
+)  # fmt: skip
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def settings(checkpointing: str = "none", compression: str = "none", offload: bool = False) -> Any:
+    return tiny_run.config(
+        activation_checkpointing=checkpointing, activation_compression=compression, activation_offload=offload
+    ).train
+
+
+def model(dtype: torch.dtype, *way: Any, layers: int = 4) -> SanaTransformer:
+    made = SanaTransformer.from_scratch(replace(SHAPE, num_layers=layers), 0).to(dtype)
+    keep_activations(made.blocks, settings(*way))
+    return made
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(32)[None] < torch.tensor([20, 32])[:, None]
+    latents = torch.randn(2, 4, 12, 10, generator=generator).to(dtype)
+    captions = torch.randn(2, 32, 24, generator=generator).to(dtype)
+    return [latents, captions, mask, torch.tensor([300.0, 900.0])]
+
+
+def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict[str, Tensor]]:
+    """Bytes kept on the device, bytes kept in host memory, gradients."""
+    given = inputs(dtype)
+    total, out = kept_bytes(lambda: module(*given), [*module.parameters(), *given])
+    host = sum(keeper.host_bytes() for keeper in keepers(module))
+    out.float().square().mean().backward()
+    return total - host, host, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def keepers(module: nn.Module) -> set[Keeper]:
+    found = {m.kept.keeper for m in module.modules() if isinstance(m, activation.Kept)}
+    return {k for k in found | {m.keeper for m in module.modules() if isinstance(m, activation.Compressed)} if k}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, tuple[int, int, dict[str, Tensor]]]:
+    return {name: measure(model(dtype), dtype) for name, dtype in PRECISIONS.items()}
+
+
+# least number of times fewer bytes in fp32 and bf16 (all of the model, its ends included), gradients exact?
+WAYS = {
+    "full": (("full",), 18, 19, True),
+    "selective": (("selective",), 3.8, 4.1, True),
+    "every-2": (("every-2",), 1.85, 1.85, True),
+    "int8": (("none", "int8"), 1.75, 1.3, False),
+    "fp8": (("none", "fp8"), 1.75, 1.3, False),
+    "full, int8": (("full", "int8"), 27, 24, False),
+    "every-2, int8": (("every-2", "int8"), 3.1, 2.4, False),
+    "offload": (("none", "none", True), 32, 32, True),
+    "full, offload": (("full", "none", True), 35, 35, True),
+    "selective, offload": (("selective", "none", True), 4.3, 4.5, True),
+    "full, int8, offload": (("full", "int8", True), 35, 35, False),
+    "int8, offload": (("none", "int8", True), 32, 32, False),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", WAYS)
+def test_fewer_bytes_are_kept_and_the_gradients_are_the_same(
+    name: str, precision: str, plain: dict[str, tuple[int, int, dict[str, Tensor]]]
+) -> None:
+    way, fp32, bf16, exact = WAYS[name]
+    without, _, expected = plain[precision]
+    module = model(PRECISIONS[precision], *way)
+    kept, host, found = measure(module, PRECISIONS[precision])
+    assert without / kept >= (fp32 if precision == "fp32" else bf16), f"{without / kept:.2f} times fewer"
+    assert (host > 0) == ("offload" in name)
+    if exact:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    else:
+        assert tiny_run.distance(found, expected) <= (1e-2 if "int8" in name else 4e-2)
+        assert tiny_run.distance(found, expected) > 0
+    gc.collect()
+    assert all(keeper.host_bytes() == 0 for keeper in keepers(module)), "nothing stays after the backward pass"
+
+
+# ------------------------------------------------------------------------------------------- what is kept, and how
+
+
+class _Saves(torch.autograd.Function):
+    """Saves a tensor as it is and hands out what came back."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, tensor: Tensor, back: list[Tensor]) -> Tensor:
+        context.save_for_backward(tensor)
+        context.back = back
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        context.back.extend(context.saved_tensors)
+        return gradient, None, None
+
+
+def through(keeper: Keeper, *tensors: Tensor, module: nn.Module | None = None, **options: Any) -> list[Tensor]:
+    """The tensors as the backward pass gets them."""
+    x, back = torch.zeros(1, requires_grad=True), list[Tensor]()
+    with keeper.around(module or nn.Identity(), **options):
+        for tensor in tensors:
+            x = _Saves.apply(x, tensor, back)  # type: ignore[no-untyped-call]
+    x.backward()
+    return back[::-1]
+
+
+def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
+    x = torch.randn(2, 16, 12, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return {
+        "contiguous": x,
+        "transposed": x.flatten(2).transpose(1, 2),
+        "channels last": x.contiguous(memory_format=torch.channels_last),
+        "every second channel": x[:, 0::2],
+        "every second channel, transposed": x[:, 1::2].flatten(2).transpose(1, 2),
+        "a part": x[:, 3:15, 1:],
+        "expanded": x[:, :, None].expand(2, 16, 7, 12, 10),
+        "with a dimension of one": x[:, :1].as_strided((2, 1, 120 * 8), (1920, 7, 1)),
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("compress", [None, "int8", "fp8"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_size_strides_and_type_come_back(compress: Any, offload: bool, precision: str) -> None:
+    if compress is None and not offload:
+        return
+    keeper, given = Keeper(compress, offload), layouts(PRECISIONS[precision])
+    for (name, tensor), back in zip(given.items(), through(keeper, *given.values()), strict=True):
+        assert back is not tensor, name
+        assert (back.shape, back.stride(), back.dtype) == (tensor.shape, tensor.stride(), tensor.dtype), name
+        if compress is None:
+            assert torch.equal(back, tensor), name
+        else:
+            worst = tensor.float().abs().max() * (1 / 254 if compress == "int8" else 1 / 16) + 1e-2
+            assert (back.float() - tensor.float()).abs().max() <= worst, name
+    assert keeper.packed == len(given)
+
+
+def test_what_must_not_be_touched_is_not() -> None:
+    linear = nn.Linear(64, 64)
+    whole = torch.randn(64, 64)
+    untouched = [
+        linear.weight, linear.weight.detach().t(), torch.randn(SMALLEST - 1),
+        torch.randn(1).expand(5000), torch.randn(4000).as_strided((3000, 2), (1, 1)),
+    ]  # fmt: skip
+    for keeper in (Keeper("int8"), Keeper(None, True), Keeper("int8", True)):
+        back = through(keeper, *untouched, module=linear)
+        assert all(b.data_ptr() == t.data_ptr() for b, t in zip(back, untouched, strict=True))
+        assert keeper.packed == 0
+    counted = [torch.arange(5000), torch.ones(5000, dtype=torch.bool)]
+    assert all(b is t for b, t in zip(through(Keeper("int8"), *counted), counted, strict=True))
+    assert all(torch.equal(b, t) for b, t in zip(through(Keeper("int8", True), *counted), counted, strict=True))
+    other = torch.randn(64, 64)
+    back = through(Keeper("int8"), whole, other, whole.t(), only=whole)
+    assert [torch.equal(b, t) for b, t in zip(back, (whole, other, whole.t()), strict=True)] == [False, True, False]
+    back = through(Keeper("int8", True), whole, compress=False)
+    assert torch.equal(back[0], whole) and back[0] is not whole
+
+
+def test_equal_tensors_are_kept_once_and_changed_ones_again() -> None:
+    keeper, x = Keeper("int8"), torch.randn(2048)
+    through(keeper, x, x.view(2048), x.detach())
+    assert keeper.packed == 1
+    through(keeper, x, x.view(32, 64))
+    assert keeper.packed == 3
+    start, back = torch.zeros(1, requires_grad=True), list[Tensor]()
+    with Keeper(None, True).around(nn.Identity()):
+        first = _Saves.apply(start, x.detach(), back)  # type: ignore[no-untyped-call]
+        x.neg_()
+        second = _Saves.apply(first, x.detach(), back)  # type: ignore[no-untyped-call]
+    second.backward()
+    assert torch.equal(back[0], -back[1])
+
+
+def test_memory_that_is_used_again_is_another_tensor() -> None:
+    """The allocator gives the same addresses to later tensors; what was kept of the earlier ones stays theirs."""
+    keeper, x, back = Keeper(None, True), torch.zeros(1, requires_grad=True), list[Tensor]()
+    with keeper.around(nn.Identity()):
+        for number in range(50):
+            x = _Saves.apply(x, torch.full((4096,), float(number)), back)  # type: ignore[no-untyped-call]
+    x.backward()
+    assert [float(tensor[0]) for tensor in back[::-1]] == list(range(50))
+    assert keeper.packed == 50
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_one_scale_for_128_values(kind: Any) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values[:BLOCK] *= 1e6
+    values[BLOCK : 2 * BLOCK] = 0
+    codes, scales = quantise(values, kind)
+    assert codes.element_size() == 1 and codes.numel() == 1024 and scales.shape == (8,)
+    back = restore(codes, scales, 1000, torch.float32)
+    for start in range(0, 1000, BLOCK):
+        block, found = values[start : start + BLOCK], back[start : start + BLOCK]
+        bound = block.abs().max() / 254 if kind == "int8" else block.abs() / 16 + block.abs().max() / 448 / 512
+        assert ((found - block).abs() <= bound * 1.001).all()
+    values[300] = float("inf")
+    values[700] = float("nan")
+    back = restore(*quantise(values, kind), 1000, torch.float32)
+    assert not torch.isfinite(back[300]) and not torch.isfinite(back[700]), "a bad number stays visible"
+
+
+def test_the_parts_that_are_compressed() -> None:
+    block = model(torch.float32).blocks[0]
+    names = {id(module): name for name, module in block.named_modules()}
+    assert {names[id(part)] for part in compressible(block)} == {
+        *(f"{attn}.{part}" for attn in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")), "ff",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [("full",), ("selective",), ("none", "int8", True), ("every-2", "int8")])
+def test_names_copies_and_second_calls(way: tuple[Any, ...]) -> None:
+    plain, module = model(torch.float32), model(torch.float32, *way)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    classes = [type(m) for m in module.modules()]
+    keep_activations(module.blocks, settings(*way))
+    assert [type(m) for m in module.modules()] == classes
+    twin = copy.deepcopy(module)
+    assert len(keepers(twin)) == len(keepers(module)) and not keepers(twin) & keepers(module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+    _, _, expected = measure(plain, torch.float32)
+    _, _, found = measure(twin, torch.float32)
+    assert tiny_run.distance(found, expected) <= 1e-2, "a copy recomputes itself, not the model it was copied from"
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    module = model(torch.float32, "none", "int8", True)
+    with torch.no_grad():
+        module(*inputs(torch.float32))
+    assert all(keeper.packed == 0 for keeper in keepers(module))
+
+
+def test_every_third_block() -> None:
+    module = model(torch.float32, "every-3", layers=7)
+    assert [isinstance(block, activation.Kept) for block in module.blocks] == [False, False, True] * 2 + [False]
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"activation_checkpointing": "every-1"}, r"none, full, selective, or every-K"),
+        ({"activation_checkpointing": "every-x"}, r"none, full, selective, or every-K"),
+        ({"activation_checkpointing": "some"}, r"none, full, selective, or every-K"),
+        ({"activation_checkpointing": "selective", "activation_compression": "int8"}, r"full, every-K or none"),
+        ({"optim": {"in_backward": True}}, r"optim.clip: null"),
+        ({"optim": {"in_backward": True, "clip": None}, "parallel": {"pp_size": 2}}, r"parallel.pp_size: 1"),
+    ],
+)
+def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TrainConfig.model_validate(train)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "every-2", "every-12"])
+def test_possible_settings(mode: str) -> None:
+    assert TrainConfig.model_validate({"activation_checkpointing": mode}).activation_checkpointing == mode
+
+
+@pytest.mark.parametrize(("checkpointing", "compression"), [("none", "int8"), ("full", "fp8"), ("every-2", "int8")])
+def test_offload_changes_nothing_that_is_compressed(checkpointing: str, compression: str) -> None:
+    _, _, here = measure(model(torch.float32, checkpointing, compression), torch.float32)
+    _, _, there = measure(model(torch.float32, checkpointing, compression, True), torch.float32)
+    assert all(torch.equal(here[name], there[name]) for name in here)

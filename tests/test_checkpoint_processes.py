@@ -1,0 +1,72 @@
+"""Start values, saves and resumed runs on several processes.
+
+One process (`tests/workers/checkpoints.py`) forks all the launches; the tests below judge what they found.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers import checkpoints, tiny_run
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("checkpoints")
+    command = [sys.executable, "-m", "tests.workers.checkpoints", str(where)]
+    done = subprocess.run(
+        command, cwd=tiny_run.ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return where
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_resumed_under_other_strategies_is_uninterrupted(folder: Path) -> None:
+    found = read(folder, "chain")
+    assert found["legs"] == [""] * len(checkpoints.CHAIN)
+    assert found["processes"] == [world for _, world, _ in checkpoints.CHAIN]
+    assert len(found["losses"]) == 2 * len(checkpoints.CHAIN)
+    assert max(found["losses"]) <= 1e-5
+    assert found["weights"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", checkpoints.LAYOUTS)
+def test_start_values_in_slices_are_those_of_one_process(folder: Path, name: str) -> None:
+    found = read(folder, f"filled {name}")
+    assert found["drawn"]
+    assert found["stored"]
+    assert found["stored, dtypes"] == ["torch.float32"], "the files are bf16"
+
+
+def test_each_of_two_processes_reads_and_holds_half(folder: Path) -> None:
+    found = read(folder, "memory")
+    for own in found["processes"]:
+        assert 0.4 < own["drawn"]["grown"] / found["model"] < 0.7
+        assert own["stored"]["grown"] / found["model"] < 0.7
+        assert 0.45 < own["stored"]["read"] / found["file"] < 0.55
+
+
+def test_a_late_thread_does_not_meet_the_training(folder: Path) -> None:
+    assert read(folder, "aside") == read(folder, "waited") == ""
+    aside, waited = read(folder, "aside files")
+    assert {**aside, ".metadata": None} == {**waited, ".metadata": None}
+
+
+def test_a_save_that_fails_on_one_process_stops_all_in_the_same_words(folder: Path) -> None:
+    first, second = read(folder, "failing")
+    assert first == second
+    assert "CheckpointError" in first
+    assert "step-00000004.tmp: could not be written" in first
+    assert "No space left on device" in first

@@ -1,0 +1,84 @@
+"""Optimizers and precisions on four processes: CAME for any sharding, copies that stay equal, one verdict on overflow,
+states and averages through a chain of strategies.
+
+One launch (`tests/workers/optimizers.py`) runs all of it; the tests below judge what it found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.training import checkpoint, metrics
+from tests.test_dist_training import ROOT
+from tests.workers import optimizers, tiny_run
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("optimizers")
+    command = [sys.executable, "-m", "tests.workers.optimizers", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=tiny_run.environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("place", optimizers.PLACES)
+def test_came_on_shards_is_came(found: dict[str, Any], place: str) -> None:
+    """Parameters and every mean, whole."""
+    assert found["came"][place] <= 1e-5
+
+
+@pytest.mark.parametrize("name", optimizers.MODELS)
+def test_came_on_a_spread_model_is_came_in_one_process(found: dict[str, Any], name: str) -> None:
+    assert found["models"][name] <= 1e-5
+
+
+def test_came_sums_few_times(found: dict[str, Any]) -> None:
+    assert found["calls"] == {"FSDP2": 3, "HSDP": 3, "DDP": 0, "FSDP2 x TP": found["calls"]["FSDP2 x TP"]}
+    assert found["calls"]["FSDP2 x TP"] <= 14
+
+
+def test_copies_of_bf16_weights_stay_equal(found: dict[str, Any]) -> None:
+    for optimizer in ("adamw", "came"):
+        a, b, c, d = found["copies"][f"HSDP, {optimizer}"]
+        assert (a, b) == (c, d)
+        assert a != b
+        assert len(set(found["copies"][f"DDP, {optimizer}"])) == 1
+        a, b, c, d = found["copies"][f"FSDP2 x TP, {optimizer}"]
+        assert (a, c) == (b, d)
+        assert a != c
+
+
+def test_an_overflow_on_one_process_is_left_out_on_all(found: dict[str, Any]) -> None:
+    assert found["overflow"] == [[True, 2.0**15, True]] * 4
+
+
+@pytest.mark.parametrize("name", ["came", "adamw8bit"])
+def test_state_and_average_survive_a_chain_of_strategies(folder: Path, name: str) -> None:
+    if name == "adamw8bit" and not importlib.util.find_spec("torchao"):
+        pytest.skip("torchao is not installed")
+    limit = 1e-5 if name == "came" else 2e-3
+    last = f"checkpoints/step-{optimizers.CHAIN[-1][2]:08d}"
+    for ema in (False, True):
+        _, chain = checkpoint.load_model_state(folder / f"chain-{name}" / last, ema=ema)
+        _, whole = checkpoint.load_model_state(folder / f"whole-{name}" / last, ema=ema)
+        distance = tiny_run.distance(optimizers.without_noise(chain), optimizers.without_noise(whole))
+        assert distance <= limit, f"ema {ema}"
+    losses = [
+        [row["loss"] for row in metrics.read(folder / f"{run}-{name}/metrics.jsonl")] for run in ("chain", "whole")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5 if name == "came" else 1e-2)

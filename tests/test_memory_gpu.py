@@ -1,0 +1,66 @@
+"""Memory techniques where device and host memory are two: only a GPU can show this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.launch import Launch
+from pipeline.models.objective import FlowMatching
+from pipeline.parallel import mesh
+from pipeline.parallel.spread import spread
+from pipeline.training import in_backward, optim
+from pipeline.training.step import Step
+from tests import test_activation as one
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.gpu
+
+
+def on_device(*way: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes allocated between the passes beyond the parameters, and the gradients."""
+    module = one.model(torch.bfloat16, *way).cuda()
+    given = [tensor.cuda() for tensor in one.inputs(torch.bfloat16)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = module(*given)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    out.float().square().mean().backward()
+    return kept, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", one.WAYS)
+def test_less_is_allocated(name: str) -> None:
+    way, _, least, exact = one.WAYS[name]
+    on_device()  # what libraries allocate once
+    without, expected = on_device()
+    kept, found = on_device(*way)
+    assert without >= 0.8 * least * kept, without / kept
+    assert tiny_run.distance(found, expected) <= (1e-3 if exact else 4e-2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_in_host_memory(fused: bool) -> None:
+    device, losses = torch.device("cuda", 0), {}
+    for offload in ("none", "all"):
+        settings = tiny_run.config(
+            microbatch=8, precision="bf16", device="cuda", parallel={"offload": offload},
+            optim={"clip": None if fused else 0.1, "in_backward": fused},
+        )  # fmt: skip
+        with mesh.started(Launch(), settings.train.parallel, device) as found:
+            held = spread(tiny_run.model(settings), found, settings.train)
+            optimizer = optim.build(held.module, settings.train.optim, device)
+            if fused:
+                in_backward.fuse(optimizer, held)
+            step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, device)
+            outcomes = [step([tiny_run.global_batch(number)], number + 1) for number in range(3)]
+            step.settle()
+            losses[offload] = [float(outcome.loss) for outcome in outcomes]
+            here = {p.to_local().device.type for p in held.module.parameters()}  # type: ignore[attr-defined]
+            pinned = all(p.to_local().is_pinned() for p in held.module.parameters())  # type: ignore[attr-defined]
+            assert here == {"cpu" if offload == "all" else "cuda"}
+            assert pinned == (offload == "all")
+    assert losses["all"] == pytest.approx(losses["none"], abs=1e-3)

@@ -1,0 +1,519 @@
+"""CAME, 8-bit AdamW, rounding by chance, loss scaling and running averages, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config, EmaConfig, OptimConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import mesh
+from pipeline.parallel.spread import Spread, spread
+from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic
+from pipeline.training.came import CAME
+from pipeline.training.ema import Average
+from pipeline.training.step import NonFiniteError, Step
+from pipeline.training.trainer import Report, fit
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+SHAPES = [(16, 8), (12, 8, 1, 1), (10, 1, 3, 3), (6, 16), (5, 3, 2, 2), (7,), ()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
+
+
+# ----------------------------------------------------------------------------------------------------------- CAME
+
+
+def _published(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+    """One step of the published algorithm on a whole float64 parameter, by the letter: no sharing of means, outer
+    products written out."""
+    rows = parameter.shape[0] if parameter.ndim > 1 else 1
+    value, g = parameter.view(rows, -1), gradient.view(rows, -1)
+    vector = parameter.ndim < 2
+
+    def moved(name: str, new: Tensor, beta: float) -> Tensor:
+        state[name] = beta * state.get(name, torch.zeros_like(new)) + (1 - beta) * new
+        return state[name]
+
+    def approximated(name: str, squares: Tensor, beta: float) -> Tensor:
+        if vector:
+            return moved(name, squares, beta)
+        r, c = moved(name + "r", squares.mean(1), beta), moved(name + "c", squares.mean(0), beta)
+        return torch.outer(r, c) / r.mean()
+
+    value *= 1 - lr * decay
+    u = g / approximated("v", g**2 + 1e-30, 0.999).sqrt()
+    u = u / max(1.0, float((u**2).mean()) ** 0.5)
+    m = moved("m", u, 0.9)
+    value -= lr * (m if vector else m / approximated("s", (u - m) ** 2 + 1e-16, 0.9999).sqrt())
+
+
+def test_came_is_the_published_algorithm() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    exact = [p.detach().double().clone() for p in ours]
+    states: list[dict[str, Tensor]] = [{} for _ in SHAPES]
+    optimizer = CAME([{"params": ours[:4], "weight_decay": 0.1}, {"params": ours[4:]}], lr=1e-2)
+    for step in range(20):
+        for i, parameter in enumerate(ours):
+            parameter.grad = torch.randn(parameter.shape) * 10.0 ** (-step % 7 - 3)
+            _published(exact[i], parameter.grad.double(), states[i], 1e-2, 0.1 if i < 4 else 0.0)
+        optimizer.step()
+    for mine, true in zip(ours, exact, strict=True):
+        assert float((mine.detach() - true).norm() / true.norm()) < 1e-6
+
+
+def test_a_group_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Tensor]:
+        settings = tiny_run.config(optim={"name": "came"})
+        model = tiny_run.model(settings)
+        tiny_run.train_losses(model, settings, 2)
+        return model.state_dict()
+
+    whole = run()
+    monkeypatch.setattr(came, "_GROUP", 500)
+    assert all(torch.equal(value, whole[name]) for name, value in run().items())
+
+
+def test_came_refuses_dtypes_it_would_spoil() -> None:
+    with pytest.raises(ValueError, match="fp32 or bf16"):
+        CAME([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))], lr=1e-3)
+
+
+def _state_bytes(name: str, dtype: torch.dtype) -> float:
+    """Bytes of optimizer state per parameter of Sana 1.6B, on the meta device."""
+    model = SanaTransformer.on_meta(SanaConfig()).to(dtype)
+    optimizer = optim.build(model, OptimConfig(name=name), CPU)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+
+    def size(value: Tensor) -> int:
+        if hasattr(value, "codes"):
+            return sum(getattr(value, part).nbytes for part in ("codes", "scale", "qmap"))
+        return value.nbytes
+
+    held = sum(size(value) for state in optimizer.state.values() for value in state.values())
+    return held / sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "low", "high"),
+    [
+        ("adamw", torch.float32, 8.0, 8.01),
+        ("came", torch.float32, 4.0, 4.02),
+        ("adamw8bit", torch.float32, 2.0, 2.05),
+        ("adamw", torch.bfloat16, 4.0, 4.01),
+        ("came", torch.bfloat16, 2.0, 2.02),
+    ],
+)
+def test_state_of_sana_1600m(
+    name: str, dtype: torch.dtype, low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stochastic.Noise, "at", lambda *key: None)  # the meta device has no random numbers
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    found = _state_bytes(name, dtype)
+    print(f"{name}: {found:.3f} bytes of state per parameter")
+    assert low <= found <= high
+
+
+# ----------------------------------------------------------------------------------------------- rounding by chance
+
+
+def _far(found: Tensor, value: float, gap: float) -> float:
+    """Distance of the mean from `value` in standard errors of a draw between two neighbours `gap` apart."""
+    return abs(float(found.double().mean()) - value) / (gap / 2 / math.sqrt(found.numel()))
+
+
+@pytest.mark.parametrize("value", [1.0 + 1 / 512, -1.0 - 1 / 2048, 3.14159, 1e-3 / 3, -2.0e20 / 3])
+def test_rounding_by_chance_is_right_on_the_average(value: float) -> None:
+    exact = torch.full((200_000,), value)
+    rounded = stochastic.to_bf16(exact, torch.Generator().manual_seed(1))
+    near = sorted(set(rounded.tolist()))
+    true = float(exact[0])
+    assert len(near) == 2
+    assert near[0] < true < near[1]
+    assert near[1] - near[0] <= abs(true) / 128
+    assert _far(rounded, true, near[1] - near[0]) < 5
+    assert _far(exact.bfloat16(), true, near[1] - near[0]) > 5, "the check would not see rounding to nearest"
+
+
+def test_what_bf16_can_hold_is_not_changed() -> None:
+    values = torch.randn(1000).bfloat16().float()
+    values[:3] = torch.tensor([0.0, -0.0, 2.0**-130])
+    assert torch.equal(stochastic.to_bf16(values).float(), values)
+
+
+def test_noise_belongs_to_seed_step_and_parameter() -> None:
+    parameter = torch.zeros(4)
+
+    def drawn(seed: int, step: int, index: int) -> list[int]:
+        generator = stochastic.Noise(seed).at(parameter, step, index)
+        return torch.randint(0, 1 << 16, (8,), generator=generator).tolist()
+
+    every = [drawn(*key) for key in itertools.product((0, 1), (1, 2), (0, 1))]
+    assert len({tuple(draw) for draw in every}) == 8
+    assert drawn(1, 2, 1) == every[-1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "came", "adamw8bit"])
+def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 steps of 2e-6 of the weight each: rounded to nearest, nothing would ever move."""
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+
+    def moved(dtype: torch.dtype) -> float:
+        model = nn.Linear(64, 64, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        model.to(dtype)
+        settings = OptimConfig(name=name, lr=1e-5, weight_decay=0.0)  # type: ignore[arg-type]
+        optimizer = optim.build(model, settings, CPU, seed=3)
+        torch.manual_seed(0)
+        for _ in range(300):
+            model.weight.grad = torch.full((64, 64), 1.0, dtype=dtype) + 0.5 * torch.randn(64, 64).to(dtype)
+            optimizer.step()
+        assert model.weight.dtype == dtype
+        assert optimizer.state[model.weight]["exp_avg"].dtype == (torch.float32 if name == "adamw8bit" else dtype)
+        return float(model.weight.detach().double().mean()) - 1.0
+
+    exact, found = moved(torch.float32), moved(torch.bfloat16)
+    assert exact < -1e-3
+    assert found == pytest.approx(exact, rel=0.1)
+    for module in (stochastic, came, *([sys.modules["pipeline.training.eight_bit"]] if name == "adamw8bit" else [])):
+        monkeypatch.setattr(module, "to_bf16", lambda value, generator=None: value.bfloat16())
+    assert abs(moved(torch.bfloat16) - exact) > 0.5 * abs(exact), "rounding to nearest passes the check"
+
+
+def test_adamw_in_bf16_is_adamw() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(64, 32).bfloat16()
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    mine, torchs = stochastic.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(20):
+        gradient = torch.randn(64, 32).bfloat16()
+        ours.grad, theirs.grad = gradient, gradient.float()
+        mine.step()
+        torchs.step()
+    moved, off = (theirs - start.float()).detach(), (ours - theirs).detach()
+    assert off.norm() < 0.25 * moved.norm()
+    assert off.mean().abs() < 1e-3
+    with pytest.raises(ValueError, match="bf16"):
+        stochastic.AdamW([theirs], lr=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- 8-bit AdamW
+
+
+def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimizer]:
+    settings = tiny_run.config(layers=1, optim={"name": name})
+    model = tiny_run.model(settings)
+    optimizer = optim.build(model, settings.train.optim, CPU)
+    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    for number in range(steps):
+        step([tiny_run.global_batch(number)], number + 1)
+    return model, optimizer
+
+
+def test_adamw8bit_follows_adamw() -> None:
+    pytest.importorskip("torchao")
+    (exact, _), (model, optimizer) = _trained("adamw", 10), _trained("adamw8bit", 10)
+    start = tiny_run.model(tiny_run.config(layers=1)).state_dict()
+    difference = {n: v - exact.state_dict()[n] for n, v in model.state_dict().items()}
+    moved = {n: v - start[n] for n, v in exact.state_dict().items()}
+    norm = [math.sqrt(sum(float(t.square().sum()) for t in tree.values())) for tree in (difference, moved)]
+    assert norm[0] < 0.05 * norm[1]
+    held = optimizer.state[model.get_parameter("transformer_blocks.0.ff.conv_inverted.weight")]["exp_avg"]
+    assert held.codes.dtype == torch.uint8  # type: ignore[attr-defined]
+    small = optimizer.state[model.get_parameter("proj_out.bias")]["exp_avg"]
+    assert not hasattr(small, "codes")
+
+
+def test_states_of_adamw8bit_come_back_as_they_were() -> None:
+    pytest.importorskip("torchao")
+    model, optimizer = _trained("adamw8bit", 5)
+    saved = optimizer.state_dict()
+    assert all(type(value) is Tensor for state in saved["state"].values() for value in state.values())
+    twin = optim.build(model, OptimConfig(name="adamw8bit"), CPU)
+    twin.load_state_dict(saved)
+    for parameter in model.parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            one, other = optimizer.state[parameter][name], twin.state[parameter][name]
+            assert type(one) is type(other)
+            if hasattr(one, "codes"):
+                assert torch.equal(one.codes, other.codes)
+                torch.testing.assert_close(one.scale, other.scale, rtol=1e-6, atol=1e-12)
+            else:
+                assert torch.equal(one, other)
+
+
+def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pipeline.training.eight_bit", raising=False)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
+    with pytest.raises(UserError, match=r"(?s)needs torchao.*pip install 'sana-pipe\[torchao\]'"):
+        _fit(tiny_run.config(tmp_path / "run", optim={"name": "adamw8bit"}))
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------- configuration
+
+
+def test_betas_and_eps_are_those_of_the_optimizer() -> None:
+    assert (OptimConfig().betas, OptimConfig().eps) == ((0.9, 0.999), 1e-8)
+    assert OptimConfig(name="came").betas == came.BETAS
+    again = OptimConfig.model_validate(OptimConfig(name="came").model_dump())
+    assert (again.betas, again.eps) == (came.BETAS, None)
+    groups = optim.build(nn.Linear(2, 2), OptimConfig(name="came", lr=2e-5), CPU).param_groups
+    assert [(g["lr"], g["betas"], g["eps"], g["clip"]) for g in groups] == [
+        (2e-5, (0.9, 0.999, 0.9999), (1e-30, 1e-16), 1.0)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "came", "betas": (0.9, 0.999)}, "came has 3 betas, not 2; betas: null"),
+        ({"betas": (0.9, 0.999, 0.9999)}, "adamw has 2 betas, not 3"),
+        ({"name": "came", "eps": 1e-8}, "write eps: null"),
+    ],
+)
+def test_settings_of_another_optimizer_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        OptimConfig(**options)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    _fit(tiny_run.config(tmp_path / "run", steps=1))
+    with pytest.raises(
+        ConfigError, match=r"(?s)state of adamw, this run has train.optim.name: came.*adamw or adamw8bit"
+    ):
+        _fit(tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}), resume="auto")
+
+
+# ------------------------------------------------------------------------------------------------------ loss scaling
+
+
+def _stepper(settings: Config, model: nn.Module | None = None) -> Step:
+    module = model or tiny_run.model(settings)
+    return Step(Spread(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU)  # type: ignore[arg-type]
+
+
+def _in_fp16(run: Callable[[Spread], Any]) -> Any:
+    settings = tiny_run.config(precision="fp16")
+    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+        return run(spread(tiny_run.model(settings), found, settings.train))
+
+
+def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss made 1e-4 times as long: its fp16 gradients are subnormal or zero unless they are scaled."""
+    settings = tiny_run.config()
+    _, norm, exact = tiny_run.gradients(tiny_run.model(settings), settings, [tiny_run.global_batch(0)])
+    plain = FlowMatching.loss
+    monkeypatch.setattr(FlowMatching, "loss", lambda self, output, target: plain(self, output, target) * 1e-4)
+
+    def found(held: Spread) -> tuple[float, float]:
+        _, length, gradients = tiny_run.gradients(held, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)])
+        return length * 1e4, tiny_run.distance({n: g * 1e4 for n, g in gradients.items()}, exact)
+
+    length, distance = _in_fp16(found)
+    assert length == pytest.approx(norm, rel=1e-2)
+    assert distance < 1e-2
+    monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
+    assert _in_fp16(found)[1] > 3 * distance
+
+
+def _overflowing(model: nn.Module, times: int) -> nn.Module:
+    """The last gradient is infinite in the first `times` backward passes."""
+    left = itertools.count(times, -1)
+    weight = model.proj_out.weight  # type: ignore[union-attr]
+    weight.register_hook(lambda gradient: gradient * (float("inf") if next(left) > 0 else 1.0))  # type: ignore[union-attr,operator]
+    return model
+
+
+def test_a_step_that_overflows_is_left_out(tmp_path: Path) -> None:
+    settings = tiny_run.config(precision="fp16")
+    model = _overflowing(tiny_run.model(settings), 2)
+    optimizer = optim.build(model, settings.train.optim, CPU)
+    step = Step(Spread(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step.dtype = torch.float32  # computed in fp32: the overflow is made
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert [step([tiny_run.global_batch(i)], i + 1).skipped for i in range(2)] == [True, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert (step.scale.value, step.scale.skipped) == (2.0**14, 2)
+    outcome = step([tiny_run.global_batch(2)], 3)
+    assert not outcome.skipped
+    assert torch.isfinite(outcome.grad_norm)
+    assert not torch.equal(model.get_parameter("proj_out.weight"), before["proj_out.weight"])
+
+
+def test_a_gradient_that_no_scale_can_mend_stops_the_run() -> None:
+    settings = tiny_run.config(precision="fp16")
+    step = _stepper(settings, _overflowing(tiny_run.model(settings), 100))
+    step.dtype = torch.float32
+    for number in range(16):
+        assert step([tiny_run.global_batch(0)], number + 1).skipped
+    assert step.scale.value == 1
+    with pytest.raises(NonFiniteError, match="step 17: the gradient norm"):
+        step([tiny_run.global_batch(0)], 17)
+
+
+def test_a_loss_that_is_no_number_stops_fp16_too() -> None:
+    settings = tiny_run.config(precision="fp16")
+    batch = tiny_run.global_batch(0)
+    step = _stepper(settings)
+    step.dtype = torch.float32
+    with pytest.raises(NonFiniteError, match="the loss is not a finite number"):
+        step([replace(batch, noise=batch.noise * float("inf"))], 1)
+
+
+def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "PATIENCE", 3)
+    scale = loss_scale.LossScale(dynamic=True)
+    found = []
+    for good in (True, True, False, True, True, True, True):
+        scale.succeeded() if good else scale.overflowed()
+        found.append(math.log2(scale.value))
+    assert found == [16, 16, 15, 15, 15, 16, 16]
+    assert not loss_scale.LossScale(dynamic=False).overflowed()
+
+
+def test_overflows_are_counted_in_the_metrics_and_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a scale of 2^24 the first steps overflow; a resumed run goes on with the scale that was found."""
+    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**24)
+    said: list[str] = []
+    _fit(tiny_run.config(tmp_path / "run", steps=16, log_every=1, precision="fp16"), say=said.append)
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    skipped = rows[-1]["skipped_steps"]
+    assert 0 < skipped < 16
+    assert [row["grad_norm"] is None for row in rows].count(True) == skipped
+    assert rows[-1]["loss_scale"] == 2.0 ** (24 - skipped)
+    assert "grad overflow" in next(line for line in said if "step  1/16" in line)
+    _fit(tiny_run.config(tmp_path / "run", steps=17, precision="fp16"), resume="auto")
+    last = metrics.read(tmp_path / "run/metrics.jsonl")[-1]
+    assert (last["step"], last["loss_scale"], last["skipped_steps"]) == (17, rows[-1]["loss_scale"], skipped)
+
+
+# ------------------------------------------------------------------------------------------------------- the average
+
+
+def test_the_average_is_the_formula() -> None:
+    model = nn.Linear(3, 2)
+    average = Average(model, EmaConfig(decay=0.5, every=2))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(1, 13):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape)
+        average.update(step)
+        if step % 2 == 0:
+            decay = min(0.5, (1 + step) / (10 + step)) ** 2
+            expected = {n: decay * expected[n] + (1 - decay) * p.detach() for n, p in model.named_parameters()}
+        for name, value in average.values.items():
+            torch.testing.assert_close(value, expected[name])
+    assert not torch.equal(average.values["weight"], model.weight)
+
+
+def test_an_average_of_bf16_weights_is_kept_in_fp32() -> None:
+    model = nn.Linear(8, 8, dtype=torch.bfloat16)
+    average = Average(model, EmaConfig(decay=0.999, device="cpu"))
+    before = average.values["weight"].clone()
+    with torch.no_grad():
+        model.weight += 0.01
+    average.update(100_000)
+    change = (average.values["weight"] - before) / (model.weight.detach().float() - before)
+    assert average.values["weight"].dtype == torch.float32
+    torch.testing.assert_close(change, torch.full_like(change, 0.001), rtol=1e-2, atol=0)
+
+
+def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+    _fit(tiny_run.config(tmp_path / "run", steps=2))
+    with pytest.raises(checkpoint.CheckpointError, match="no running average"):
+        checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)
+    _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
+    said: list[str] = []
+    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", say=said.append)
+    assert any("no running average: it starts from the weights of step 2" in line for line in said)
+    _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
+    _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
+    share = 1 - 4 / 13  # step 3
+    for name, value in averages.items():
+        torch.testing.assert_close(value, weights[name] + share * (last[name] - weights[name]))
+    assert not torch.equal(averages["proj_out.weight"], last["proj_out.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------- the run
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("came", "fp32"), ("came", "bf16_pure"), ("adamw", "bf16_pure"), ("adamw", "fp16"), ("adamw8bit", "bf16")],
+)
+def test_interrupted_and_resumed_is_uninterrupted(name: str, precision: str, tmp_path: Path) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    options: dict[str, Any] = {"precision": precision, "optim": {"name": name}, "ema": {"decay": 0.9, "every": 2}}
+    _fit(tiny_run.config(tmp_path / "whole", steps=6, **options))
+    _fit(tiny_run.config(tmp_path / "parts", steps=3, **options))
+    _fit(tiny_run.config(tmp_path / "parts", steps=6, **options), resume="auto")
+    close = {"rtol": 0, "atol": 0} if name != "adamw8bit" else {"rtol": 1e-5, "atol": 1e-7}
+    for ema in (False, True):
+        _, whole = checkpoint.load_model_state(tmp_path / "whole/checkpoints/step-00000006", ema=ema)
+        _, parts = checkpoint.load_model_state(tmp_path / "parts/checkpoints/step-00000006", ema=ema)
+        for tensor, value in whole.items():
+            torch.testing.assert_close(
+                parts[tensor], value, **close, msg=lambda text, tensor=tensor: f"{tensor}: {text}"
+            )
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16_pure"])
+def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**8)  # from 2^16 the first steps are left out
+
+    def losses(name: str) -> list[float]:
+        _fit(tiny_run.config(tmp_path / name, steps=20, precision=name, optim={"lr": 1e-3}))
+        return [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl")]
+
+    exact, found = losses("fp32"), losses(precision)
+    assert found == pytest.approx(exact, abs=3e-2)
+    assert found != exact
+    assert sum(found[-4:]) < sum(found[:4])
+
+
+def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
+    settings = tiny_run.config(precision="bf16_pure")
+    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+        held = spread(tiny_run.model(settings), found, settings.train)
+        _, norm, gradients = tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])
+        assert {p.dtype for p in held.module.parameters()} == {torch.bfloat16}
+        assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
+    exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"

@@ -1,0 +1,311 @@
+"""The model cut into stages, what a pipeline refuses, and the schedules it keeps: in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.config import ParallelConfig
+from pipeline.errors import ConfigError
+from pipeline.launch import Launch
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_stage import SanaStage
+from pipeline.parallel import pipeline_parallel
+from pipeline.training.trainer import fit
+from tests.workers import tiny_run
+
+CPU = torch.device("cpu")
+
+
+def config(**changes: Any) -> SanaConfig:
+    arch = tiny_run.config(layers=7).model.arch
+    assert arch is not None
+    return SanaConfig.from_arch(arch.model_copy(update=changes), 8)
+
+
+def stages_of(model: SanaTransformer, count: int) -> list[SanaStage]:
+    return [model.stage(part.start, part.stop) for part in pipeline_parallel.slices(len(model.blocks), count)]  # type: ignore[misc]
+
+
+def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    mask = torch.arange(9)[None] < torch.randint(1, 10, (batch, 1))
+    return (
+        torch.randn(batch, 4, 6, 10, dtype=dtype),
+        torch.randn(batch, 9, 24, dtype=dtype),
+        mask,
+        torch.rand(batch) * 999,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- cutting
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(20, 1), (20, 3), (7, 4), (5, 5), (60, 8)])
+def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
+    parts = pipeline_parallel.slices(blocks, stages)
+    assert [block for part in parts for block in part] == list(range(blocks))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == min(sizes), "the first stage holds the activations of the most microbatches"
+
+
+@pytest.mark.parametrize("schedule", pipeline_parallel.SCHEDULES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_stage_has_one_process(schedule: Any, size: int) -> None:
+    parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)
+    numbers = [number for rank in range(size) for number in pipeline_parallel._numbers(rank, size, parallel)]
+    assert sorted(numbers) == list(range(size * parallel.stages_per_rank))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_stages_partition_the_state_dict(count: int) -> None:
+    model = SanaTransformer.from_scratch(config(qk_norm="rms_norm_across_heads"), 0)
+    names = [name for stage in stages_of(model, count) for name in stage.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    for stage in stages_of(model, count):
+        for name, parameter in stage.named_parameters():
+            assert parameter is model.get_parameter(name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": "rms_norm_across_heads"}, {"interpolation_scale": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    """Also that what is declared to travel between them is what does, to the stride: buffers are made after it."""
+    model = SanaTransformer.from_scratch(config(**changes), 0, dtype=dtype)
+    given = inputs(dtype=dtype)
+    stages = stages_of(model, 3)
+    travelling, shared = stages[0].split(given)
+    declared: Any
+    for stage in stages:
+        travelling = stage(*travelling, **shared)
+        found = (travelling,) if stage.is_last else travelling
+        declared = (stage.returned(given),) if stage.is_last else stage.received(given)
+        for tensor, stand_in in zip(found, declared, strict=True):
+            assert (tensor.shape, tensor.dtype, tensor.stride()) == (stand_in.shape, stand_in.dtype, stand_in.stride())
+            assert tensor.requires_grad
+            assert not tensor._is_view(), "FSDP2 warns of views, and zero-bubble schedules cannot detach them"
+    assert torch.equal(travelling, model(*given))
+
+
+def test_a_stage_refuses_what_the_model_refuses() -> None:
+    stage = stages_of(SanaTransformer.on_meta(config()), 2)[0]
+    latents, captions, mask, timesteps = inputs()
+    with pytest.raises(TypeError, match="must be bool"):
+        stage.split((latents, captions, mask.float(), timesteps))
+    with pytest.raises(TypeError, match="must be float32"):
+        SanaTransformer.from_scratch(config(), 0).time_embed(timesteps.bfloat16(), torch.bfloat16)
+
+
+def test_gradients_for_the_stage_before_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order a block leaves them in: they are sent as they lie in memory."""
+    stage = stages_of(SanaTransformer.from_scratch(config(), 0), 2)[1]
+
+    class Turned(nn.Module):
+        def forward(self, hidden: Tensor, *_: Any) -> Tensor:
+            return hidden.transpose(1, 2).contiguous().sin().transpose(1, 2)
+
+    stage.transformer_blocks = nn.ModuleDict({"0": Turned()})  # type: ignore[assignment]
+    received = [torch.randn(t.shape, requires_grad=True) for t in stage.received(inputs())]
+    _, shared = stage.split(inputs())
+    (gradient,) = torch.autograd.grad(stage(*received, **shared).square().sum(), received[:1])
+    assert gradient.is_contiguous()
+
+
+# ------------------------------------------------------------------------------------- several stages, one process
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
+    """Names, identity of every parameter after sharding, and what is loaded through it reaches the stages."""
+    model = SanaTransformer.from_scratch(config(), 0)
+    first, _, third, last = stages_of(model, 4)
+    for stage in (first, third, last):
+        fully_shard(stage, mesh=alone)
+    parts = pipeline_parallel.joined([first, third, last])
+    expected = by_name(first, third, last)
+    found = dict(parts.named_parameters())
+    assert found.keys() == expected.keys() and "scale_shift_table" in found
+    assert all(found[name] is expected[name] and isinstance(found[name], DTensor) for name in found)
+    parts.load_state_dict({name: torch.full_like(value, 3.0) for name, value in parts.state_dict().items()})
+    assert all(bool((p.full_tensor() == 3).all()) for p in last.parameters())  # type: ignore[attr-defined]
+    parts.double()  # exchanges the parameters
+    found = dict(parts.named_parameters())
+    assert all(found[name] is value and value.dtype == torch.float64 for name, value in by_name(first, last).items())
+
+
+def by_name(*stages: nn.Module) -> dict[str, Tensor]:
+    return {name: value for stage in stages for name, value in stage.named_parameters()}
+
+
+# -------------------------------------------------------------------------------------------------------- schedules
+
+
+@pytest.fixture
+def one_of_many() -> Iterator[Any]:
+    """This process as one of some that do not exist; nothing is sent."""
+    opened = []
+
+    def open_group(size: int) -> dist.ProcessGroup:
+        if opened:
+            dist.destroy_process_group()
+        opened.append(size)
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    yield open_group
+    if opened:
+        dist.destroy_process_group()
+
+
+def first_of_two(one_of_many: Any) -> pipeline_parallel.Pipeline:
+    one_of_many(2)
+    stage = stages_of(SanaTransformer.from_scratch(config(), 0), 2)[0]
+    return pipeline_parallel.Pipeline([stage], init_device_mesh("cpu", (2,)), ParallelConfig(pp_size=2))
+
+
+def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessGroup) -> bool:
+    size, several = parallel.pp_size, parallel.stages_per_rank > 1
+    numbers = pipeline_parallel._numbers(0, size, parallel)
+    total = size * parallel.stages_per_rank
+    stages = [PipelineStage(nn.Identity(), number, total, CPU, group=group) for number in numbers]
+    kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[parallel.pp_schedule])
+    try:
+        kind(stages if several else stages[0], count, loss_fn=nn.MSELoss())
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_is_refused_is_what_torch_refuses(one_of_many: Any, size: int) -> None:
+    group = one_of_many(size)
+    for schedule in pipeline_parallel.SCHEDULES:
+        parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)  # type: ignore[arg-type]
+        for count in range(1, 12):
+            try:
+                pipeline_parallel.check(20, {"8x8": count}, 1, parallel)
+                passed = True
+            except ConfigError:
+                passed = False
+            assert passed == accepted_by_torch(parallel, count, group), (schedule, count)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share", "microbatch"),
+    [("1f1b", 12, 5), ("1f1b", 12, 4), ("gpipe", 12, 8), ("interleaved_1f1b", 18, 2), ("zbv", 12, 7)],
+)
+def test_the_refusal_names_values_that_work(schedule: Any, share: int, microbatch: int) -> None:
+    parallel = ParallelConfig(pp_size=4, pp_schedule=schedule)
+    shares = {"16x64": 6 * microbatch, "32x32": share}  # the first one is right
+    with pytest.raises(ConfigError, match=f"bucket 32x32: {share} samples") as caught:
+        pipeline_parallel.check(20, shares, microbatch, parallel)
+    named = re.search(r"train.microbatch = ([\d, ]+) ?(or|$)", str(caught.value))
+    assert named is not None
+    for value in named[1].split(", "):
+        pipeline_parallel.check(20, shares, int(value), parallel)
+
+
+def test_shares_that_no_microbatch_saves() -> None:
+    four = ParallelConfig(pp_size=4)
+    with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe, ") as caught:
+        pipeline_parallel.check(20, {"32x32": 3}, 1, four)
+    with pytest.raises(
+        ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      bucket.batch_multiple = 4"
+    ):
+        pipeline_parallel.check(20, {"32x32": 2, "64x16": 3}, 2, four)
+    assert "train.microbatch" not in str(caught.value).partition("fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ("1f1b", r"(?s)3 blocks .* 4 stages.*pp_size = 4 with 1 stage.*pp_size of at most 3$"),
+        ("zbv", r"(?s)3 blocks .* 8 stages.*pp_size = 4 with 2 stage.*pp_size of at most 1, .*1f1b \(at most 3\)"),
+    ],
+)
+def test_fewer_blocks_than_stages_are_refused(schedule: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        pipeline_parallel.check(3, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
+    pipeline_parallel.check(8, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"layers": 1}, "1 blocks"),
+        ({"microbatch": 8}, "bucket 64x64: 8 samples"),
+    ],
+)
+def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str, Any], says: str) -> None:
+    """Nobody listens at this address: waiting for it would be an error of its own, and much later."""
+    given = tiny_run.config(parallel={"pp_size": 2}, **settings)
+    launch = Launch(world=2, local_world=2, rendezvous="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=says):
+        fit(given, tiny_run.task(given), launch)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"pp_schedule": "1f1b", "pp_stages_per_rank": 2}, "interleaved_1f1b takes several"),
+        ({"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1}, "1f1b takes 1"),
+        ({"pp_schedule": "zbv", "pp_stages_per_rank": 3}, "zbv has pp_stages_per_rank 2"),
+        ({"pp_schedule": "zbv"}, "set activation_checkpointing to none"),
+        ({"pp_schedule": "interleaved_zero_bubble"}, "set activation_checkpointing to none"),
+    ],
+)
+def test_impossible_settings(parallel: dict[str, Any], says: str) -> None:
+    recomputed = {"activation_checkpointing": "full"}
+    with pytest.raises(ValidationError, match=says):
+        tiny_run.config(parallel={"pp_size": 2, **parallel}, **recomputed)
+    tiny_run.config(parallel={"pp_size": 2, "pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 3}, **recomputed)
+    tiny_run.config(parallel={"pp_size": 2, "pp_schedule": "zbv"})
+
+
+def test_parameters_stay_gathered_in_a_pipeline() -> None:
+    assert ParallelConfig().reshards and not ParallelConfig(pp_size=2).reshards
+    assert ParallelConfig(pp_size=2, reshard_after_forward=True).reshards
+
+
+def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
+    pipeline = first_of_two(one_of_many)
+    parts = [(inputs(batch), inputs(batch)[0]) for batch in (2, 1)]
+    with pytest.raises(ValueError, match="one shape"):
+        pipeline.forward_backward(parts, lambda found, target: found, 3)
+
+
+def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:
+    pipeline = first_of_two(one_of_many)
+    shapes = [inputs(batch) for batch in (1, 2, 3)]
+    first = [pipeline._for(2, given) for given in shapes]
+    assert len({id(schedule) for schedule in first}) == 3
+    assert [pipeline._for(2, given) for given in shapes] == first
+    assert pipeline._for(3, shapes[0]) not in first
+    for batch in range(4, 40):
+        pipeline._for(2, inputs(batch))
+    assert len(pipeline._schedules) <= 4

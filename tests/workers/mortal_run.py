@@ -1,0 +1,48 @@
+"""A run in argv[1] whose processes kill themselves: argv[2] is a JSON list of [step, rank, seconds].
+
+A process of that rank dies by SIGKILL so many seconds after it got the batch of that step, once. Each leaves its id as
+`rank-N.pid` beside the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pipeline.launch import detect
+from pipeline.training.trainer import fit
+from tests.workers import tiny_run
+
+STEPS = 12
+
+
+def main() -> None:
+    run, deaths, launch = Path(sys.argv[1]), json.loads(sys.argv[2]), detect()
+    (run.parent / f"rank-{launch.rank}.pid").write_text(str(os.getpid()))
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def touch(step: int) -> None:
+        for number, (when, rank, seconds) in enumerate(deaths):
+            mark = run.parent / f"death-{number}"
+            if (step, launch.rank) == (when, rank) and not mark.exists():
+                mark.touch()
+                if seconds:
+                    threading.Timer(seconds, die).start()
+                else:
+                    die()
+        time.sleep(0.02)  # so that a death some seconds later is in the middle of something
+
+    settings = tiny_run.config(run, steps=STEPS, save_every=2, microbatch=2)
+    task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
+    fit(settings, task, launch, resume="auto", say=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()
