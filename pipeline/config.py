@@ -520,13 +520,12 @@ class TrainConfig(_Section):
     def _compiled(self) -> TrainConfig:
         if self.compile == "none":
             return self
-        wanted = {
-            "activation_checkpointing": (self.activation_checkpointing, ("none", "full")),
+        wanted: dict[str, tuple[object, tuple[object, ...]]] = {
             "activation_compression": (self.activation_compression, ("none",)),
             "activation_offload": (self.activation_offload, (False,)),
-            "parallel.tp_size": (self.parallel.tp_size, (1,)),
-            "parallel.pp_size": (self.parallel.pp_size, (1,)),
         }
+        if self.parallel.pp_size > 1:  # the others take a block's backward pass apart, and compiled it is one piece
+            wanted["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
         for name, (found, works) in wanted.items():
             if found not in works:
                 raise ValueError(
@@ -565,8 +564,6 @@ class TrainConfig(_Section):
             for key, needed in (("text", "packed"), ("compile", "none")):
                 if getattr(self, key) != needed:
                     raise ValueError(f"packed_attention: true needs {key}: {needed} (found {getattr(self, key)!r})")
-            if self.parallel.pp_size > 1:
-                raise ValueError("packed_attention: true cannot be had with parallel.pp_size > 1")
         return self
 
 

@@ -99,8 +99,7 @@ def keep_activations(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
     """Set up every block as the configuration says, in place, before `fully_shard`. Twice is once.
 
     Args:
-        blocks: all blocks of the model (or of this process's stage), in order. Their first argument is what runs
-            through them.
+        blocks: all blocks of the model, in order. Their first argument is what runs through them.
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
     keeper = None
