@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         )
 
 
-def finish(figures: dict[str, float | str]) -> None:
+def finish(figures: Mapping[str, float | str | None]) -> None:
     """The last line: one JSON object."""
     print(f"{machine()}; commit {commit()}")
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)

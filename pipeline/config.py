@@ -502,11 +502,12 @@ class TrainConfig(_Section):
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
                     f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
                 )
-            if self.optim.name != "adamw" or self.precision not in ("fp32", "bf16"):
+            if self.precision not in ("fp32", "bf16"):
+                why = {"fp16": "the loss scale decides afterwards whether a step counts"}
                 raise ValueError(
-                    "optim.in_backward updates one parameter at a time, which is offered for optim.name: adamw with "
-                    f"precision fp32 or bf16 (they are {self.optim.name} and {self.precision}); change these or set "
-                    "optim.in_backward: false"
+                    f"optim.in_backward does not go with precision: {self.precision} "
+                    f"({why.get(self.precision, 'its rounding is drawn in the order of all parameters')}); "
+                    "set precision to fp32 or bf16, or optim.in_backward: false"
                 )
             if self.parallel.pp_size > 1:
                 raise ValueError(
@@ -519,13 +520,12 @@ class TrainConfig(_Section):
     def _compiled(self) -> TrainConfig:
         if self.compile == "none":
             return self
-        wanted = {
-            "activation_checkpointing": (self.activation_checkpointing, ("none", "full")),
+        wanted: dict[str, tuple[object, tuple[object, ...]]] = {
             "activation_compression": (self.activation_compression, ("none",)),
             "activation_offload": (self.activation_offload, (False,)),
-            "parallel.tp_size": (self.parallel.tp_size, (1,)),
-            "parallel.pp_size": (self.parallel.pp_size, (1,)),
         }
+        if self.parallel.pp_size > 1:  # the others take a block's backward pass apart, and compiled it is one piece
+            wanted["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
         for name, (found, works) in wanted.items():
             if found not in works:
                 raise ValueError(
@@ -564,8 +564,6 @@ class TrainConfig(_Section):
             for key, needed in (("text", "packed"), ("compile", "none")):
                 if getattr(self, key) != needed:
                     raise ValueError(f"packed_attention: true needs {key}: {needed} (found {getattr(self, key)!r})")
-            if self.parallel.pp_size > 1:
-                raise ValueError("packed_attention: true cannot be had with parallel.pp_size > 1")
         return self
 
 

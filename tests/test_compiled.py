@@ -44,7 +44,7 @@ def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     return [tiny_run.gradients(model, settings, own)[2] for own in parts]
 
 
-@pytest.mark.parametrize("way", ["plain", "recomputed", "recomputed and sharded"])
+@pytest.mark.parametrize("way", ["plain", "recomputed", "recomputed and sharded", "selective"])
 def test_gradients_are_those_without_compilation(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     found = {}
@@ -52,8 +52,8 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
         for compiled in (False, True):
             model = tiny_run.model(tiny_run.config())
             names = list(model.state_dict())
-            if "recomputed" in way:
-                checkpoint_blocks(model.blocks)
+            if way != "plain":
+                checkpoint_blocks(model.blocks, "selective" if way == "selective" else "full")
             if compiled:
                 compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
             if "sharded" in way:

@@ -134,6 +134,30 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     assert "'steps' is given twice" in refusal(tmp_path, MINIMAL + "train:\n  steps: 1\n  steps: 2\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("packed_attention: true", "packed_attention: true needs text: packed"),
+        ("{packed_attention: true, text: packed, compile: block}", "packed_attention: true needs compile: none"),
+        ("{packed_attention: true, text: packed, parallel: {pp_size: 2}}", "pp_size"),
+        ("{compile: block, activation_compression: int8}", "activation_compression to none"),
+        ("{compile: block, activation_offload: true}", "activation_offload to False"),
+        ("{compile: block, parallel: {pp_size: 2, pp_schedule: zbv}, activation_checkpointing: none}", "1f1b or gpipe"),
+        ("{compile: whole}", "train.compile"),
+        ("{trackers: [tensorboards]}", "train.trackers"),
+        ("{peak_tflops: 0}", "train.peak_tflops"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused_with_what_can(tmp_path: Path, text: str, says: str) -> None:
+    message = refusal(tmp_path, MINIMAL + "train: " + (text if text.startswith("{") else "{" + text + "}"))
+    assert says in message
+
+
+def test_compiled_blocks_go_with_every_other_strategy(tmp_path: Path) -> None:
+    for more in ("activation_checkpointing: selective", "parallel: {tp_size: 2}", "parallel: {pp_size: 2}"):
+        load(write(tmp_path, MINIMAL + f"train: {{compile: block, {more}}}"))
+
+
 NOT_OURS = ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"]
 
 

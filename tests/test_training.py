@@ -87,6 +87,23 @@ def test_only_matrices_decay() -> None:
 # ----------------------------------------------------------------------------------------------------------- step
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_captions_that_are_never_padded_train_alike(empty: bool) -> None:
+    """Also where one of them has no rows: it attends to padding, which then has to be there."""
+    settings = tiny_run.config(text="packed", packed_attention=True)
+    batch = tiny_run.global_batch(0)
+    if empty:
+        mask = batch.mask & (torch.arange(8) != 3)[:, None]
+        batch = replace(batch, mask=mask, captions=batch.captions * mask[..., None])
+    ends = torch.cat([torch.zeros(1), batch.mask.sum(1).cumsum(0)]).int()
+    packed = replace(batch, captions=batch.captions[batch.mask], cu_seqlens=ends)
+    loss, norm, found = tiny_run.gradients(tiny_run.model(settings), settings, [packed])
+    expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert norm == pytest.approx(expected[1], rel=1e-5)
+    assert tiny_run.distance(found, expected[2]) < 2e-6
+
+
 @pytest.mark.parametrize("size", [4, 3, 1])
 def test_any_split_into_microbatches_is_the_whole_batch(size: int) -> None:
     settings = tiny_run.config()
@@ -593,6 +610,8 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     padded = losses("padded")
     packed = losses("packed", "train.text=packed", "train.prefetch_mib=1", "train.length_window=1")
     assert [row["loss"] for row in packed] == [row["loss"] for row in padded]
+    never = losses("never padded", "train.text=packed", "train.packed_attention=true")
+    assert [row["loss"] for row in never] == pytest.approx([row["loss"] for row in padded], rel=1e-5)
     assert [row["quarantined"] for row in padded] == [0, 0, 0]
 
     snapshot = Cache(small_cache_copy).open_snapshot()

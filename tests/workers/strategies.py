@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 STEPS = 20
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
+COMPILED = {"compile": "block", "compile_backend": "aot_eager"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"parallel": DDP},
@@ -38,6 +39,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "TP, norm": {"parallel": TP, "norm": True},
         "TP, bf16": {"parallel": TP, "precision": "bf16"},
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
+        "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED},
+        "TP, compiled": {"parallel": TP, **COMPILED},
     },
     4: {
         "HSDP": {"parallel": HSDP},
