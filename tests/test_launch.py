@@ -184,6 +184,17 @@ def test_accelerate_and_the_memory_techniques(train: dict[str, Any], name: str, 
         check_accelerate(settings, Launch(), {**AGREEING, name: {"true": "false", "false": "true"}[value]})
 
 
+@pytest.mark.parametrize(
+    ("precision", "theirs"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16_pure", "no")]
+)
+def test_a_precision_has_one_name_with_accelerate(precision: str, theirs: str) -> None:
+    train = tiny_run.config(precision=precision).train
+    check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": theirs})
+    for other in {"no", "bf16", "fp16", "fp8"} - {theirs}:
+        with pytest.raises(UserError, match=f"train.precision is {precision} "):
+            check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": other})
+
+
 def test_accelerate_parallelism_config() -> None:
     train = tiny_run.config().train
     environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}

@@ -1,6 +1,6 @@
 """AdamW with moments in 8 bits, on torchao's quantised tensors.
 
-What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.03
+What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.04
 bytes of state per parameter. Tensors whose shard has less than 4096 values or no multiple of 256 keep fp32 moments.
 Why not torchao's own class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then mixes up
 the kinds of tensors inside (another kind's code is loaded for the same shapes). Here its kernel gets this process's
