@@ -117,7 +117,7 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any])
 
 def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
     """The command line under torchrun, the cache's own loader, against one process."""
-    runs = {}
+    runs, padded = {}, {}
     for processes in (1, 2):
         sets = [
             f"cache={small_cache}", f"train.output={tmp_path / str(processes)}", "train.steps=3", "train.log_every=1",
@@ -127,9 +127,13 @@ def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_
         process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-        runs[processes] = [row["loss"] for row in metrics.read(tmp_path / str(processes) / "metrics.jsonl")]
+        rows = metrics.read(tmp_path / str(processes) / "metrics.jsonl")
+        runs[processes] = [row["loss"] for row in rows]
+        padded[processes] = [row["padded_tokens"] for row in rows]
+        assert all(row["rss_rank"] < processes and row["rss_gib"] > 0.1 for row in rows)
     assert len(runs[1]) == 3
     assert runs[2] == pytest.approx(runs[1], abs=1e-5)
+    assert padded[2] == padded[1] != [0, 0, 0]
 
 
 @pytest.mark.parametrize("whom", ["one worker", "the launcher"])
