@@ -15,6 +15,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.report import finish, table
 from pipeline.config import OptimConfig, TrainConfig
@@ -107,16 +108,24 @@ def activations(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     return found
 
 
-def state_bytes(config: OptimConfig, heads: int) -> float:
-    """Bytes of an optimizer's state per parameter, after one step."""
-    model = SanaTransformer.from_scratch(shape(1, heads=heads, cross=heads // 9), 0)
+def state_bytes(name: str) -> float:
+    """Bytes of an optimizer's state per parameter, after one step. Each storage once, also inside of tensors."""
+    config = OptimConfig.model_validate({"name": name, "betas": None, "eps": None})
+    model = SanaTransformer.from_scratch(shape(1, heads=36, cross=16), 0)
     optimizer = optim.build(model, config, torch.device("cpu"))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    total = sum({s._cdata: s.nbytes() for tensor in tensors for s in storages(tensor)}.values())
     return total / sum(parameter.numel() for parameter in model.parameters())
+
+
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.untyped_storage()]
+    names, _ = tensor.__tensor_flatten__()
+    return [storage for name in names for storage in storages(getattr(tensor, name))]
 
 
 def main() -> None:
@@ -136,7 +145,10 @@ def main() -> None:
         table(["technique", "MB a block", "times fewer", "MB of the ends", "MB of all", "times fewer"], rows)
         figures |= {name + suffix: block / found[name][0] for name in ("full", "selective", "int8")}
         figures["full_model" + suffix] = rows[1][-1]
-    finish(figures)
+    states = {name: state_bytes(name) for name in ("adamw", "came", "adamw8bit")}
+    print()
+    table(["optimizer", "bytes of state per parameter"], [[name, f"{value:.3f}"] for name, value in states.items()])
+    finish({**figures, **{name + "_bytes_per_param": value for name, value in states.items()}})
 
 
 if __name__ == "__main__":

@@ -502,11 +502,12 @@ class TrainConfig(_Section):
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
                     f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
                 )
-            if self.optim.name != "adamw" or self.precision not in ("fp32", "bf16"):
+            if self.precision not in ("fp32", "bf16"):
+                why = {"fp16": "the loss scale decides afterwards whether a step counts"}
                 raise ValueError(
-                    "optim.in_backward updates one parameter at a time, which is offered for optim.name: adamw with "
-                    f"precision fp32 or bf16 (they are {self.optim.name} and {self.precision}); change these or set "
-                    "optim.in_backward: false"
+                    f"optim.in_backward does not go with precision: {self.precision} "
+                    f"({why.get(self.precision, 'its rounding is drawn in the order of all parameters')}); "
+                    "set precision to fp32 or bf16, or optim.in_backward: false"
                 )
             if self.parallel.pp_size > 1:
                 raise ValueError(

@@ -67,6 +67,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             fix="torchrun --nproc-per-node N --no-python sana-pipe train ...",
         )
     advice: tuple[str, ...] = ()
+    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_PORT" in env:
+        advice = (
+            "accelerate launch --cpu starts one process and leaves the others to mpirun, whatever --num_processes is: "
+            "this runs as a single process; for several on the CPU use torchrun --standalone --nproc-per-node N",
+        )
     if "SLURM_JOB_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         advice = (
             f"this SLURM job has {env['SLURM_NTASKS']} tasks, but the command was not started by srun or torchrun: "
@@ -123,14 +128,37 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     if "LOCAL_WORLD_SIZE" not in env and "LOCAL_RANK" in env:
         local_world = max(local_rank + 1, 1)
     advice: tuple[str, ...] = ()
-    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    if _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) > 0 and shares_store:
-        advice = (
-            "torchrun --max-restarts restarts the processes on a store that still holds the old addresses, and they "
-            "then fail to connect; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
-        )
+    if _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) > 0 and _shares_store(env):
+        advice = (f"--max-restarts will not help a training run: {_STALE}; {_restart_fix(env)}",)
     kind: Kind = "accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "torchrun"
     return _checked(Launch(rank, world, local_rank, local_world, kind, "env://" if world > 1 else None, advice))
+
+
+_STALE = "restarted processes meet on a store that still holds the addresses of the lost ones"
+
+
+def _shares_store(env: Mapping[str, str]) -> bool:
+    return env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+
+
+def _restart_fix(env: Mapping[str, str]) -> str:
+    if env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":  # no effect on a fixed address
+        return "start with torchrun --standalone or --rdzv-backend c10d instead of a main address and port"
+    return (
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, with --standalone or --rdzv-backend c10d "
+        "(see configs/launch/torchrun.sh)"
+    )
+
+
+def check_restart(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse a restart by torchrun whose processes would wait for the lost ones until the time-out.
+
+    Raises:
+        UserError: torchrun restarted this process and shares its store with it.
+    """
+    env = os.environ if environ is None else environ
+    if _number(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0 and _shares_store(env):
+        raise UserError(f"torchrun's restart cannot work: {_STALE}", fix=_restart_fix(env) + "; then --resume auto")
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
@@ -216,17 +244,28 @@ _FSDP_WITHOUT_EFFECT = {
 _BLOCK_CLASS = "SanaTransformerBlock"
 
 
-def check_accelerate(train: TrainConfig, launch: Launch, environ: Mapping[str, str] | None = None) -> None:
+def check_accelerate(
+    train: TrainConfig,
+    launch: Launch,
+    environ: Mapping[str, str] | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
     """Refuse what accelerate's environment asks for and the configuration does not say.
 
     `accelerate launch` exports its answers (`ACCELERATE_*`, `FSDP_*`, `PARALLELISM_CONFIG_*`) and expects the script
     to hand the model to `Accelerator.prepare`. Here the configuration alone decides; a difference would be ignored
     in silence, so it stops the run, each one by name.
 
+    Args:
+        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: every process holds a
+            shard.
+
     Raises:
         UserError: one line per contradiction, with the setting that ends it.
     """
     env = os.environ if environ is None else environ
+    layout = sizes or {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1}
     wrong: list[str] = []
 
     def need(name: str, allowed: set[str], here: str) -> None:
@@ -239,12 +278,18 @@ def check_accelerate(train: TrainConfig, launch: Launch, environ: Mapping[str, s
     off = {"", "0", "false", "no"}
     need("ACCELERATE_USE_DEEPSPEED", off, "the model is spread with FSDP2, not DeepSpeed")
     need("ACCELERATE_USE_MEGATRON_LM", off, "the model is spread with FSDP2, not Megatron-LM")
-    need("ACCELERATE_DYNAMO_BACKEND", off, "the model is not compiled")
+    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
+    need("ACCELERATE_DYNAMO_BACKEND", dynamo, f"train.compile is {train.compile} ({train.compile_backend})")
     need("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {"1"}, "accumulation follows from bucket.batch and train.microbatch")
-    if train.device.startswith("cuda"):
+    need("ACCELERATE_CPU_AFFINITY", off, "processes are bound to no cores here (torchrun has --numa-binding)")
+    kind = _kind_of_device(train.device)
+    if kind == "cuda":
         need("ACCELERATE_USE_CPU", off, f"train.device is {train.device}")
-    _check_parallelism_config(env, launch, wrong)
-    _check_fsdp(env, train, need, wrong)
+    torch_device = env.get("ACCELERATE_TORCH_DEVICE", kind)
+    if torch_device.partition(":")[0] != kind:
+        wrong.append(f"ACCELERATE_TORCH_DEVICE={torch_device}, but train.device is {train.device}")
+    _check_parallelism_config(env, layout, wrong)
+    _check_fsdp(env, train, layout, need, wrong)
     if wrong:
         raise UserError(
             "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(wrong),
@@ -253,13 +298,31 @@ def check_accelerate(train: TrainConfig, launch: Launch, environ: Mapping[str, s
         )
 
 
+def _kind_of_device(name: str) -> str:
+    if name != "auto":
+        return name.partition(":")[0]
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _check_fsdp(
-    env: Mapping[str, str], train: TrainConfig, need: Callable[[str, set[str], str], None], wrong: list[str]
+    env: Mapping[str, str],
+    train: TrainConfig,
+    sizes: Mapping[str, int],
+    need: Callable[[str, set[str], str], None],
+    wrong: list[str],
 ) -> None:
     parallel = train.parallel
+    strategy = {"1", "full_shard"}
+    what = "every process holds its own shard (FULL_SHARD)"
+    if sizes["dp_replicate"] > 1 and env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() not in {"1", "true"}:
+        both = sizes["dp_shard"] > 1
+        strategy = {"4", "hybrid_shard"} if both else {"3", "no_shard"}
+        what = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({'HYBRID_SHARD' if both else 'NO_SHARD'})"
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
-        "FSDP_SHARDING_STRATEGY": ({"1", "full_shard"}, "every process holds its own shard (FULL_SHARD)"),
+        "FSDP_SHARDING_STRATEGY": (strategy, what),
         "FSDP_RESHARD_AFTER_FORWARD": (
             {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
             f"train.parallel.reshard_after_forward is {str(parallel.reshards).lower()}",
@@ -287,14 +350,14 @@ def _check_fsdp(
         wrong.extend(f"{name}={env[name]}, but there is no such setting here" for name in unknown)
 
 
-def _check_parallelism_config(env: Mapping[str, str], launch: Launch, wrong: list[str]) -> None:
+def _check_parallelism_config(env: Mapping[str, str], sizes: Mapping[str, int], wrong: list[str]) -> None:
     if env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() not in {"1", "true"}:
         return
-    sizes = dict.fromkeys(("DP_REPLICATE_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE"), "1")
-    for short, allowed in {**sizes, "DP_SHARD_SIZE": str(launch.world)}.items():
-        value = env.get("PARALLELISM_CONFIG_" + short, allowed)
-        if value != allowed:
-            wrong.append(f"PARALLELISM_CONFIG_{short}={value}, but here it is {allowed}")
+    here = {**{name.upper(): size for name, size in sizes.items()}, "CP": 1, "SP": 1}
+    for name, size in here.items():
+        value = env.get(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
+        if value != str(size):
+            wrong.append(f"PARALLELISM_CONFIG_{name}_SIZE={value}, but here it is {size}")
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:

@@ -22,8 +22,9 @@ from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana_files import save_weights
+from pipeline.models.sana_start import Drawn, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import checkpoint, metrics, optim
+from pipeline.training import checkpoint, metrics, optim, trainer
 from pipeline.training.trainer import Report, fit, generator_seed
 from tests.workers import tiny_run
 
@@ -82,17 +83,23 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
 
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, running, most = dcp.save, threading.Semaphore(1), []
+    """No second copy of the tensors is taken while one is being written."""
+    save, host_copy, running, seen = dcp.save, checkpoint.host_copy, threading.Event(), []
 
     def slow(*args: Any, **options: Any) -> Any:
-        most.append(running.acquire(blocking=False))
-        threading.Event().wait(0.2)
-        running.release()
+        threading.Event().wait(0.3)
+        running.clear()
         return save(*args, **options)
 
+    def copy(tensors: Any) -> Any:
+        seen.append(running.is_set())
+        running.set()
+        return host_copy(tensors)
+
     monkeypatch.setattr(dcp, "save", slow)
+    monkeypatch.setattr(checkpoint, "host_copy", copy)
     train(tiny_run.config(tmp_path / "run", steps=3, save_every=1))
-    assert most == [True, True, True]
+    assert seen == [False, False, False]
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (1, 2, 3)]
 
 
@@ -125,6 +132,16 @@ def test_a_save_that_fails_stops_the_run_at_the_next_step(
     assert newest is not None and newest.name == "step-00000002"
 
 
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(writer: FileSystemWriter, *rest: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002\.tmp: could not be written"):
+        train(tiny_run.config(tmp_path / "run", steps=2))
+    assert checkpoint.newest(tmp_path / "run/checkpoints") is None
+
+
 def test_a_save_in_flight_is_published_when_another_error_ends_the_run(tmp_path: Path) -> None:
     def touch(step: int) -> Batch | None:
         if step == 2:
@@ -142,7 +159,7 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         model = tiny_run.model(settings)
         data_parallel.shard(model, model.blocks, found, settings.train)
         optimizer = optim.build(model, settings.train.optim, CPU)
-        before = checkpoint._tensors(model, optimizer)
+        before = checkpoint._tensors(model, optimizer, None)
         copy = checkpoint.host_copy(before)
         flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
         for (kind, name), value in flat.items():
@@ -154,6 +171,53 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         assert any(isinstance(value, DTensor) for value in flat.values())
         assert any(type(value) is Tensor for value in flat.values())
     assert not dist.is_initialized()
+
+
+# ----------------------------------------------------------------------------------------------------- first values
+
+
+def test_the_model_has_no_memory_until_it_is_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread, seen = trainer.spread, []
+
+    def watched(model: torch.nn.Module, *rest: Any) -> Any:
+        seen.append({parameter.device.type for parameter in model.parameters()})
+        return spread(model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "spread", watched)
+    train(tiny_run.config(tmp_path / "run", steps=1))
+    train(tiny_run.config(tmp_path / "run", steps=2), resume="auto")
+    assert seen == [{"meta"}, {"meta"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_box_of_a_stored_parameter(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny_run.model(tiny_run.config())
+    save_weights(model.state_dict(), model.config, tmp_path, dtype, max_shard_bytes=20_000)
+    files, drawn = Stored(tmp_path), Drawn(model.config, 0)
+    chance = torch.Generator().manual_seed(0)
+    for name, whole in model.state_dict().items():
+        for _ in range(4):
+            offsets = [int(torch.randint(side, (), generator=chance)) for side in whole.shape]
+            lengths = [
+                1 + int(torch.randint(side - at, (), generator=chance))
+                for side, at in zip(whole.shape, offsets, strict=True)
+            ]
+            box = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
+            assert torch.equal(files.read(name, offsets, lengths), whole[box].to(dtype)), (name, box)
+            assert torch.equal(drawn.read(name, offsets, lengths), whole[box]), (name, box)
+
+
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    model = tiny_run.model(tiny_run.config())
+    prints = [Drawn(model.config, 0).fingerprint(), Drawn(model.config, 1).fingerprint()]
+    for name, change in (("a", 0.0), ("b", 1.0)):
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        state["transformer_blocks.1.attn1.to_q.weight"][0, 0] += change
+        save_weights(state, model.config, tmp_path / name, torch.float32)
+        prints.append(Stored(tmp_path / name).fingerprint())
+    assert len(set(prints)) == 4
+    save_weights(model.state_dict(), model.config, tmp_path / "c", torch.float32, max_shard_bytes=20_000)
+    assert Stored(tmp_path / "c").fingerprint() == prints[2], "the cut into files does not matter"
 
 
 # --------------------------------------------------------------------------------------------------- random numbers

@@ -40,6 +40,8 @@ def test_resumed_under_other_strategies_is_uninterrupted(folder: Path) -> None:
     assert len(found["losses"]) == 2 * len(checkpoints.CHAIN)
     assert max(found["losses"]) <= 1e-5
     assert found["weights"] <= 1e-5
+    assert found["averages"] <= 1e-5
+    assert found["averages from weights"] > 1e-4
 
 
 @pytest.mark.parametrize("name", checkpoints.LAYOUTS)

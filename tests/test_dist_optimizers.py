@@ -44,7 +44,7 @@ def test_came_on_shards_is_came(found: dict[str, Any], place: str) -> None:
 
 @pytest.mark.parametrize("name", optimizers.MODELS)
 def test_came_on_a_spread_model_is_came_in_one_process(found: dict[str, Any], name: str) -> None:
-    assert found["models"][name] <= 1e-5
+    assert found["models"][name] <= 1e-6
 
 
 def test_came_sums_few_times(found: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def test_copies_of_bf16_weights_stay_equal(found: dict[str, Any]) -> None:
 
 
 def test_an_overflow_on_one_process_is_left_out_on_all(found: dict[str, Any]) -> None:
-    assert found["overflow"] == [[True, 2.0**15, True]] * 4
+    assert found["overflow"] == [[True, 2.0**7, True]] * 4
 
 
 @pytest.mark.parametrize("name", ["came", "adamw8bit"])

@@ -72,6 +72,7 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
     assert names == sorted([*whole] * copies), "every parameter on one process of each pipeline"
     blocks = sorted(block for part in there for stage in part["blocks"] for block in stage)
     assert blocks == sorted([str(block) for block in range(pipelines.LAYERS)] * copies)
+    every = {"none": 1000, "full": 1, "every-2": 2}[train.activation_checkpointing]
     for part in there:
         own = sum(map(len, part["blocks"]))
         assert len(part["stages"]) == len(part["blocks"]) == parallel.stages_per_rank
@@ -79,7 +80,9 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
         assert part["schedule"] == [SCHEDULES[parallel.pp_schedule]]
         sharded = layout.data_world > 1 or train.precision == "bf16"
         assert part["sharded"] == (own + len(part["stages"]) if sharded else 0)
-        assert part["recomputed"] == (own if train.activation_checkpointing == "full" else 0)
+        assert part["recomputed"] == [
+            name for stage in part["blocks"] for name in stage if (int(name) + 1) % every == 0
+        ]
         data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
         assert part["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
 
@@ -89,6 +92,7 @@ def test_a_run_changes_its_stages(found: dict[int, dict[str, Any]], chain: str) 
     row = found[1][chain]
     assert row["losses"] <= 1e-5
     assert row["weights"] <= 1e-5
+    assert row["averages"] <= 1e-5
     assert row["files"] == {"one, then pp": 2, "one, then pp x fsdp2": 4}.get(chain, 1), "all processes wrote"
 
 

@@ -25,12 +25,18 @@ ALONE = ("--standalone", "--nproc-per-node", "2")
 
 
 def torchrun(
-    folder: Path, *options: str, deaths: list[list[float]] | None = None, name: str = "log"
+    folder: Path,
+    *options: str,
+    deaths: list[list[float]] | None = None,
+    name: str = "log",
+    train: dict[str, Any] | None = None,
+    **variables: str,
 ) -> subprocess.Popen[bytes]:
     """Start torchrun on `mortal_run` in `folder`; what it prints is in `folder`/name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options]
     command += ["-m", "tests.workers.mortal_run", str(folder / "run"), json.dumps(deaths or [])]
-    environ = {**tiny_run.environ(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    command += [json.dumps(train)] if train else []
+    environ = {**tiny_run.environ(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
     with (folder / name).open("w") as log:
         return subprocess.Popen(
             command, env=environ, cwd=tiny_run.ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -90,6 +96,40 @@ def test_a_killed_process_is_restarted_and_nothing_else_changes(
     assert losses(tmp_path) == losses(undisturbed)
     assert tensors(tmp_path) == tensors(undisturbed)
     assert not checkpoint.leftovers(tmp_path / "run/checkpoints")
+
+
+def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(undisturbed: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    process = torchrun(
+        tmp_path, *ALONE, "--max-restarts", "1", deaths=[[5, 1, -1]], train={"parallel": {"timeout_s": 15}},
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
+    )  # fmt: skip
+    ended(process, tmp_path / "log")
+    assert time.monotonic() - began > 15
+    assert [step for step, _ in starts(tmp_path)] == [0, 4]
+    assert tensors(tmp_path) == tensors(undisturbed)
+
+
+def test_the_signal_before_a_time_limit_passes_through_torchrun(undisturbed: Path, tmp_path: Path) -> None:
+    """SIGUSR1 to torchrun, as the SLURM recipe has it: both save after the same step; the next start ends the run."""
+    signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    process = torchrun(tmp_path, *ALONE, *signals)
+    rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not rows.exists() or len(metrics.read(rows)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGUSR1)
+    process.wait(120)
+    log = (tmp_path / "log").read_text()
+    assert "stopped by SIGUSR1 after step" in log
+    newest = checkpoint.newest(tmp_path / "run/checkpoints")
+    assert newest is not None
+    step = checkpoint.read_document(newest).state.step
+    assert step == metrics.read(rows)[-1]["step"] < STEPS
+    assert not checkpoint.leftovers(tmp_path / "run/checkpoints")
+    ended(torchrun(tmp_path, *ALONE), tmp_path / "log")
+    assert [first for first, _ in starts(tmp_path)] == [0, step]
+    assert tensors(tmp_path) == tensors(undisturbed)
 
 
 def test_of_two_nodes_one_is_lost_and_the_other_goes_on(undisturbed: Path, tmp_path: Path) -> None:

@@ -13,9 +13,19 @@ import torch.distributed as dist
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.launch import Launch, check_accelerate, detect, first_host, ray_address, resolve_device, share_of_work
+from pipeline.launch import (
+    Launch,
+    check_accelerate,
+    check_restart,
+    detect,
+    first_host,
+    ray_address,
+    resolve_device,
+    share_of_work,
+)
 from pipeline.parallel import mesh
-from tests.workers import tiny_run
+from pipeline.training import metrics
+from tests.workers import mortal_run, tiny_run
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"
@@ -89,7 +99,24 @@ def test_contradictions_are_refused_by_name(environ: dict[str, str], named: str)
 def test_restarts_on_a_shared_store_are_warned_of() -> None:
     environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in detect(environ).advice[0]
+    fixed = {**environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a main address is shared in spite of it
+    assert "--rdzv-backend c10d instead" in detect(fixed).advice[0]
     assert detect({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).advice == ()
+
+
+def test_a_restart_on_a_shared_store_is_refused_at_once() -> None:
+    environ = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(UserError, match=r"(?s)restart cannot work.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_restart(environ)
+    check_restart({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    check_restart({**environ, "TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+def test_accelerate_on_the_cpu_starts_one_process_and_that_is_said() -> None:
+    found = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
+    assert found.world == 1
+    assert "torchrun --standalone" in found.advice[0]
+    assert detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}).advice == ()
 
 
 AGREEING = {
@@ -119,6 +146,8 @@ def test_accelerate_may_say_what_the_configuration_says() -> None:
         ("ACCELERATE_USE_MEGATRON_LM", "true"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_CPU_AFFINITY", "1"),
+        ("ACCELERATE_TORCH_DEVICE", "xpu:0"),
         ("FSDP_VERSION", "1"),
         ("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD"),
         ("FSDP_RESHARD_AFTER_FORWARD", "false"),
@@ -144,6 +173,22 @@ def test_accelerate_parallelism_config() -> None:
     check_accelerate(train, Launch(world=2, local_world=2), environ)
     with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2"):
         check_accelerate(train, Launch(world=2, local_world=2), {**environ, "PARALLELISM_CONFIG_TP_SIZE": "2"})
+
+
+def test_accelerate_and_copies_of_the_model() -> None:
+    train, launch = tiny_run.config().train, Launch(world=4, local_world=4)
+    hybrid = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
+    check_accelerate(train, launch, hybrid, sizes={"dp_replicate": 2, "dp_shard": 2, "tp": 1})
+    with pytest.raises(UserError, match=r"HYBRID_SHARD, but .*dp_replicate is 4 \(NO_SHARD\)"):
+        check_accelerate(train, launch, hybrid, sizes={"dp_replicate": 4, "dp_shard": 1, "tp": 1})
+    full = {**hybrid, "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+    with pytest.raises(UserError, match=r"FULL_SHARD, but .*dp_replicate is 2 \(HYBRID_SHARD\)"):
+        check_accelerate(train, launch, full, sizes={"dp_replicate": 2, "dp_shard": 2, "tp": 1})
+    named = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+             "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1", "PARALLELISM_CONFIG_TP_SIZE": "2"}  # fmt: skip
+    check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 2})
+    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2, but here it is 1"):
+        check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 1})
 
 
 def test_cpu_of_accelerate_against_a_gpu_of_the_configuration() -> None:
@@ -215,6 +260,30 @@ def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
     assert runs["bf16"].returncode == 0, runs["bf16"].stderr
     assert runs["no"].returncode != 0
     assert "ACCELERATE_MIXED_PRECISION=no" in runs["no"].stderr
+
+
+@pytest.mark.dist
+def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None:
+    """With the answers for FSDP2, which agree with the configuration; then with one that does not."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--num_machines", "1", "--num_processes", "2", "--main_process_port", "0", "--dynamo_backend", "no"]
+    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    command += ["--fsdp_transformer_layer_cls_to_wrap", "SanaTransformerBlock"]
+    runs = {}
+    for precision in ("no", "bf16"):
+        words = ["--mixed_precision", precision, "-m", "tests.workers.mortal_run", str(tmp_path / precision), "[]"]
+        runs[precision] = subprocess.run(
+            [*command, *words], env=tiny_run.environ(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200
+        )
+    assert runs["no"].returncode == 0, runs["no"].stdout + runs["no"].stderr
+    assert "2 x cpu (2 dp_shard)" in runs["no"].stdout
+    settings = tiny_run.config()
+    expected = tiny_run.train_losses(tiny_run.model(settings), settings, mortal_run.STEPS)
+    found = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert runs["bf16"].returncode != 0
+    assert "ACCELERATE_MIXED_PRECISION=bf16, but train.precision is fp32" in runs["bf16"].stderr
+    assert not (tmp_path / "bf16").exists()
 
 
 # ---------------------------------------------------------------- shares of work

@@ -22,7 +22,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.spread import Spread, spread
-from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic
+from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic, trainer
 from pipeline.training.came import CAME
 from pipeline.training.ema import Average
 from pipeline.training.step import NonFiniteError, Step
@@ -272,10 +272,36 @@ def test_states_of_adamw8bit_come_back_as_they_were() -> None:
                 assert torch.equal(one, other)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adamw8bit_compiled_is_adamw8bit() -> None:
+    """Also right after another kind of torchao's states was compiled for the same shapes."""
+    pytest.importorskip("torchao")
+    from torchao.optim import AdamWFp8
+
+    from pipeline.training.eight_bit import AdamW8bit
+
+    torch.manual_seed(0)
+    start, gradients = torch.randn(64, 128), torch.randn(3, 64, 128)
+
+    def run(make: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Tensor:
+        parameter = nn.Parameter(start.clone())
+        optimizer = make(parameter)
+        for gradient in gradients:
+            parameter.grad = gradient
+            optimizer.step()
+        return parameter.detach()
+
+    run(lambda parameter: AdamWFp8([parameter], lr=1e-2))
+    found = [run(lambda parameter, on=on: AdamW8bit([parameter], lr=1e-2, compiled=on)) for on in (True, False)]  # type: ignore[misc]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pipeline.training.eight_bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
+    monkeypatch.setattr(trainer, "started", lambda *arguments: pytest.fail("processes were started"))
     with pytest.raises(UserError, match=r"(?s)needs torchao.*pip install 'sana-pipe\[torchao\]'"):
         _fit(tiny_run.config(tmp_path / "run", optim={"name": "adamw8bit"}))
     assert not (tmp_path / "run").exists()
@@ -346,6 +372,18 @@ def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch)
     assert distance < 1e-2
     monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
     assert _in_fp16(found)[1] > 3 * distance
+
+
+def test_fp16_gradients_are_clipped_as_they_are_without_the_scale() -> None:
+    settings = tiny_run.config(precision="fp16", optim={"clip": 0.1})
+    step = _stepper(settings)
+    step.dtype = torch.float32
+    outcome = step([tiny_run.global_batch(0)], 1)
+    assert not outcome.skipped
+    assert outcome.grad_norm > 1
+    gradients = step.optimizer.gradients  # type: ignore[attr-defined]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    assert norm == pytest.approx(0.1, rel=1e-4)
 
 
 def _overflowing(model: nn.Module, times: int) -> nn.Module:
@@ -517,3 +555,29 @@ def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
         assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("came", "bf16"), ("came", "bf16_pure"), ("adamw", "bf16_pure"), ("adamw", "fp16"), ("adamw8bit", "bf16")],
+)
+def test_on_a_gpu_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp_path: Path) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    rows = {}
+    for device in ("cpu", "cuda"):
+        settings = tiny_run.config(
+            tmp_path / device, steps=6, save_every=3, precision=precision, device=device, optim={"name": name},
+            ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
+        )  # fmt: skip
+        _fit(settings)
+        rows[device] = [row["loss"] for row in metrics.read(tmp_path / device / "metrics.jsonl")]
+    assert rows["cuda"] == pytest.approx(rows["cpu"], rel=3e-2)
+    halfway = tiny_run.config(
+        tmp_path / "again", steps=6, precision=precision, device="cuda", optim={"name": name},
+        ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
+    )  # fmt: skip
+    _fit(halfway, resume=tmp_path / "cuda/checkpoints/step-00000003")
+    again = [row["loss"] for row in metrics.read(tmp_path / "again/metrics.jsonl")]
+    assert again == pytest.approx(rows["cuda"][3:], rel=1e-3)

@@ -14,7 +14,7 @@ rename them), a deep copy of it recomputes the copy, and `fully_shard` on top ga
 recomputation. The class is exchanged for one that inherits from it, so nothing can be half on: a flag that is set
 while no function is installed, as in diffusers, does not exist.
 Price: full costs one more forward pass of each block per step, about a third of the step's arithmetic, selective about
-a ninth; see `compression` and `saved` for theirs.
+an eighth; see `compression` and `saved` for theirs.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def keep_activations(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
     """Set up every block as the configuration says, in place, before `fully_shard`. Twice is once.
 
     Args:
-        blocks: all blocks of the model (or of this process's stage), in order. Their first argument is what runs
-            through them.
+        blocks: all blocks of the model, in order. Their first argument is what runs through them.
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
     keeper = None

@@ -1,8 +1,8 @@
 """Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches travelling through.
 
 What: `stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
-torch's schedules. A stage is wrapped by the other strategies as a whole model is (tensor parallel, recomputation,
-FSDP2), so products need nothing of their own.
+torch's schedules. A stage has the blocks of the model, cut and recomputing as they are, and is sharded as a whole model
+is, so products need nothing of their own.
 Why the shapes are declared: torch would otherwise run every stage once more to find them, for every new shape, and
 take the gradients of FSDP2 away afterwards. A schedule holds buffers for one shape only (another one ends the whole
 process from within gloo), and buckets change shapes, so there is one for each of the last few shapes.
@@ -65,16 +65,17 @@ def slices(blocks: int, stages: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-def stages(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
+def stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
     """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
 
     Args:
-        model: with `blocks` and `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        model: with `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        blocks: how many blocks it has.
         mesh: one dimension, the processes of a pipeline.
     """
     if mesh.size() == 1:
         return [model]
-    parts = slices(len(model.blocks), mesh.size() * parallel.stages_per_rank)  # type: ignore[arg-type]
+    parts = slices(blocks, mesh.size() * parallel.stages_per_rank)
     mine = [parts[number] for number in _numbers(mesh.get_local_rank(), mesh.size(), parallel)]
     return [model.stage(part.start, part.stop) for part in mine]  # type: ignore[operator]
 
@@ -134,7 +135,8 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     first = shares[wrong[0]]
     good = [m for m in range(1, max(shares.values()) + 1) if all(_runs(schedule, size, s, m) for s in shares.values())]
     near = sorted(sorted(good, key=lambda m: abs(m - microbatch))[:_SHOWN])
-    others = [name for name in SCHEDULES if all(_runs(name, size, share, microbatch) for share in shares.values())]
+    simple = ("1f1b", "gpipe") if parallel.pp_stages_per_rank in (None, 1) else ()  # those that need nothing else
+    others = [name for name in simple if all(_runs(name, size, share, microbatch) for share in shares.values())]
     fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
     fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
     least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
@@ -170,7 +172,9 @@ class Pipeline:
         self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
-        self.device = next(self.stages[0].parameters()).device
+        self.device = torch.device(mesh.device_type)  # parameters may wait in host memory: they do not tell
+        if self.device.type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 

@@ -105,9 +105,6 @@ class Keeper:
         self.compress, self.offload, self.packed = compress, offload, 0
         self._slots: WeakValueDictionary[tuple[Any, ...], _Slot] = WeakValueDictionary()
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a deep copy of a model keeps its own tensors
-        return Keeper, (self.compress, self.offload)
-
     def host_bytes(self) -> int:
         """Bytes that are held in host memory at this moment."""
         return sum(part.nbytes for slot in self._slots.values() for part in slot.parts) if self.offload else 0
@@ -164,7 +161,7 @@ def _movable(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor):
         return False
     plain = local(tensor)
-    if plain.layout != torch.strided or plain.numel() < SMALLEST:
+    if plain.layout != torch.strided:
         return False
     once = _once(plain)
     extent = 1

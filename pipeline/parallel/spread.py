@@ -3,9 +3,10 @@
 What: `spread` cuts, recomputes and shards a model as the configuration says and returns a `Spread`, which runs the
 forward and backward passes of a step's microbatches and knows the norm of its gradients.
 Why: the step and the loop then have no branch for any strategy, and a strategy knows no objective and no optimizer.
-Order matters and is written once, here: the stages of a pipeline first (each is then treated like a model), then tensor
-parallelism (it exchanges parameters), then recomputation (it exchanges the blocks' classes), then compilation (of what
-the class then does), then sharding (it takes hold of what it finds).
+Order matters and is written once, here: tensor parallelism first (it exchanges parameters), then recomputation (it
+exchanges the blocks' classes, counting them through the whole model), then compilation (of what the class then does),
+then the stages of a pipeline, each of which is from there on treated like a model, then sharding (it takes hold of what
+it finds).
 Price: the norm takes one sum over the processes for each dimension of the mesh that parameters are sharded over.
 """
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation import keep_activations
+from pipeline.parallel.blocks import find_blocks
 from pipeline.parallel.compiled import compile_blocks
 from pipeline.parallel.mesh import PP, TP
 
@@ -35,11 +37,9 @@ _Kinds = dict[tuple[ProcessGroup, ...], list[Tensor]]
 
 
 class Model(Protocol):
-    """What a strategy must know of a model: its blocks in order, how one of them is cut for tensor parallelism (see
-    `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are alone (see `pipeline_parallel.Stage`)."""
-
-    @property
-    def blocks(self) -> list[nn.Module]: ...
+    """What a strategy must know of a model beside its blocks, which are found (`pipeline.parallel.blocks`): how one of
+    them is cut for tensor parallelism (see `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are
+    alone (see `pipeline_parallel.Stage`)."""
 
     @property
     def tensor_parallel_plan(self) -> Mapping[str, str]: ...
@@ -89,7 +89,7 @@ class Spread:
         def complete(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
             assert gradient is not None and self._handed is not None
-            length = torch.linalg.vector_norm(_local(gradient))
+            length = torch.linalg.vector_norm(_local(gradient), dtype=torch.float32)
             self._handed.setdefault(_sharded_over(gradient), []).append(length)
             update(parameter)
             parameter.grad = None
@@ -158,14 +158,15 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
     model.to(data_parallel.STORED.get(train.precision, torch.float32))
-    stages = pipeline_parallel.stages(model, mesh[PP], train.parallel)
+    blocks = find_blocks(model)
+    tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
+    keep_activations(blocks, train)
+    if train.compile == "block":
+        compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
+    stages = pipeline_parallel.stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
-        blocks: list[nn.Module] = stage.blocks  # type: ignore[assignment]
-        tensor_parallel.cut(blocks, stage.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
-        keep_activations(blocks, train)
-        if train.compile == "block":
-            compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
-        data_parallel.shard(stage, blocks, mesh, train)
+        inside = set(stage.modules())
+        data_parallel.shard(stage, [block for block in blocks if block in inside], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() == 1:
         return Spread(model, data_world)

@@ -57,15 +57,16 @@ class AdamW8bit(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.noise = Noise(seed)
-        compiler = torch.compile(fullgraph=True, dynamic=False) if compiled else lambda function: function
-        self._update = compiler(single_param_adam)
+        self._update = single_param_adam
+        if compiled:
+            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # for people who write torchao
+            self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update. Parameters without a gradient are left alone."""
         index = -1
-        with torch._dynamo.utils.disable_cache_limit(), warnings.catch_warnings():  # as many graphs as shapes
-            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")
+        with torch._dynamo.utils.disable_cache_limit():  # as many graphs as shapes
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:

@@ -67,7 +67,7 @@ def build(model: nn.Module, config: OptimConfig, device: torch.device, *, seed: 
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type == "cuda" and all(p.device.type == "cuda" for _, p in named)  # they may wait in host memory
     if config.name == "came":
         return CAME(groups, config.lr, config.betas, seed=seed)  # type: ignore[arg-type]
     usual: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
@@ -75,7 +75,8 @@ def build(model: nn.Module, config: OptimConfig, device: torch.device, *, seed: 
         check(config)
         from pipeline.training.eight_bit import AdamW8bit
 
-        return AdamW8bit(groups, **usual, compiled=on_gpu, seed=seed)
+        there = all(parameter.device.type == "cuda" for _, parameter in named)  # not offloaded to host memory
+        return AdamW8bit(groups, **usual, compiled=there, seed=seed)
     if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
         return stochastic.AdamW(groups, **usual, seed=seed)
     return torch.optim.AdamW(groups, **usual, foreach=None if on_gpu else False, fused=True if on_gpu else None)

@@ -30,7 +30,7 @@ from torch import Tensor
 from pipeline.config import Config, TrainConfig, dump
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
-from pipeline.launch import Launch, check_accelerate, resolve_device
+from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
@@ -38,7 +38,7 @@ from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
-from pipeline.parallel.mesh import Layout, check_sizes, gather, on_main, started, together
+from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, in_backward, optim, trackers
 from pipeline.training.ema import Average
@@ -97,12 +97,13 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     """
     train = config.train
     quiet: Say = say if launch.is_main else lambda _: None
-    check_accelerate(train, launch)
+    layout = check_sizes(train.parallel, launch.world)
+    check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
+    check_restart()
     optim.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
     _check_packed(train, device)
-    layout = check_sizes(train.parallel, launch.world)
     if layout.copies > 1:
         shape = architecture_of(config, task)
         tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)

@@ -39,11 +39,13 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("one process", 1, {}),
     ("FSDP2", 2, FSDP2),
     ("TP", 2, TP),
+    ("PP x FSDP2", 4, {"pp_size": 2}),
     ("FSDP2 x TP", 4, {"tp_size": 2}),
     ("DDP", 2, DDP),
     ("one process again", 1, {}),
 ]
 """Name, processes and `train.parallel` of the legs of a run; each does two steps and hands over a checkpoint."""
+EMA = {"decay": 0.9}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2": (2, FSDP2), "FSDP2 over 3": (3, {}), "TP": (2, TP), "FSDP2 x TP": (4, {"tp_size": 2}), "DDP": (2, DDP),
 }  # fmt: skip
@@ -86,16 +88,18 @@ def run(own: Launch, settings: Config, **options: Any) -> str:
 def chain() -> None:
     """A run that changes its strategy every two steps, and one that does not."""
     steps = 2 * len(CHAIN)
-    launch("whole", 1, lambda own: run(own, tiny_run.config(FOLDER / "whole run", steps=steps)))
+    launch("whole", 1, lambda own: run(own, tiny_run.config(FOLDER / "whole run", steps=steps, ema=EMA)))
     for number, (name, world, parallel) in enumerate(CHAIN, start=1):
-        settings = tiny_run.config(FOLDER / "chain run", steps=2 * number, parallel=parallel, microbatch=2)
+        settings = tiny_run.config(FOLDER / "chain run", steps=2 * number, parallel=parallel, microbatch=2, ema=EMA)
         launch(f"leg {name}", world, lambda own, settings=settings: run(own, settings))  # type: ignore[misc]
     whole, found = (metrics.read(FOLDER / name / "metrics.jsonl") for name in ("whole run", "chain run"))
     ends = [FOLDER / name / "checkpoints" / f"step-{steps:08d}" for name in ("whole run", "chain run")]
-    weights = [checkpoint.load_model_state(end)[1] for end in ends]
+    weights, averages = ([dict(checkpoint.ModelTensors(end, ema=ema)) for end in ends] for ema in (False, True))
     result = {
         "losses": [abs(a["loss"] - b["loss"]) for a, b in zip(whole, found, strict=True)],
         "weights": tiny_run.distance(weights[1], weights[0]),
+        "averages": tiny_run.distance(averages[1], averages[0]),
+        "averages from weights": tiny_run.distance(averages[1], weights[1]),
         "legs": [json.loads((FOLDER / f"leg {name}.json").read_text()) for name, _, _ in CHAIN],
         "processes": [row["processes"] for row in starts(FOLDER / "chain run/metrics.jsonl")],
     }

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, offload": {"activation_checkpointing": "full", "activation_offload": True},
     "parameters on the host": {"parallel": {"offload": "all"}},
 }
+IN_BF16 = ("none", "full", "selective", "int8", "full, offload")
 
 
 def settings(precision: str, **train: Any) -> Any:
@@ -80,8 +81,8 @@ def sharded(found: Any) -> dict[str, Any]:
     for precision, dtype in one.PRECISIONS.items():
         _, _, alone = one.measure(one.model(dtype), dtype)
         plain = {name: gradient.float() for name, gradient in alone.items()}
-        for name, way in WAYS.items():
-            device, host, gradients = kept(found, settings(precision, **way))
+        for name in WAYS if precision == "fp32" else IN_BF16:
+            device, host, gradients = kept(found, settings(precision, **WAYS[name]))
             result[f"{precision} {name}"] = {
                 "device": device, "host": host, "distance": tiny_run.distance(gradients, plain),
             }  # fmt: skip
@@ -136,6 +137,13 @@ def updates(found: Any) -> dict[str, Any]:
         "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
         "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
         "cut, within": {"optim": {"in_backward": True}, "parallel": {"dp_shard": 1, "tp_size": 2}},
+        "came after": {"optim": {"name": "came", "betas": None, "eps": None}},
+        "came within": {"optim": {"name": "came", "betas": None, "eps": None, "in_backward": True}},
+        "stages, on the host": {
+            "parallel": {"dp_shard": 1, "pp_size": 2, "offload": "all"},
+            "activation_checkpointing": "selective",
+            "activation_offload": True,
+        },
     }
     for name, way in variants.items():
         train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
@@ -148,15 +156,17 @@ def updates(found: Any) -> dict[str, Any]:
         parameters = list(spreaded.module.parameters())
         count_gradients(parameters, alive)
         step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
+        size = 4 if layout.pp > 1 else 8
         own = layout.data_rank(dist.get_rank()), layout.data_world
-        batches = (tiny_run.microbatches(tiny_run.global_batch(n), 8, *own) for n in range(5))
+        batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
         outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
         weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
+        reference = weights["came after" if "came" in name else "after"]
         result[name] = {
             "losses": [float(o.loss) for o in outcomes],
             "norms": [float(o.grad_norm) for o in outcomes],
             "gradients at once": max(alive),
-            "distance": tiny_run.distance(weights[name], weights["after"]),
+            "distance": tiny_run.distance(weights[name], {n: reference[n] for n in weights[name]}),
             "devices": sorted({saved.local(p).device.type for p in parameters}),
             "offloaded": sum(
                 group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"

@@ -45,7 +45,9 @@ MODELS = {
     "DDP": {"dp_replicate": 4, "dp_shard": 1},
 }  # fmt: skip
 STEPS = 10
-CHAIN = ((4, {"dp_shard": 4}, 3), (1, {}, 5), (4, {"dp_shard": 2, "tp_size": 2}, 7))
+CHAIN = (
+    (4, {"dp_shard": 4}, 2), (1, {}, 4), (4, {"dp_shard": 2, "tp_size": 2}, 6), (4, {"dp_shard": 2, "pp_size": 2}, 8),
+)  # fmt: skip
 """(processes, how, until which step)."""
 FOLDER = Path()
 
@@ -80,7 +82,9 @@ def came_of(place: str | None) -> dict[str, Tensor]:
 
 
 def settings_of(parallel: dict[str, int], **train: Any) -> Config:
-    return tiny_run.config(**{"microbatch": 2, "parallel": parallel, "optim": {"name": "came"}, **train})
+    # CAME's first steps are ten times as long as later ones: at 3e-4 they would magnify rounding errors.
+    base = {"microbatch": 2, "parallel": parallel, "optim": {"name": "came", "lr": 3e-5}}
+    return tiny_run.config(**{**base, **train})
 
 
 def trained(launch: Launch, settings: Config, group: Any) -> tuple[Spread, int]:
@@ -142,6 +146,7 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
         held.forward_backward = spoilt  # type: ignore[method-assign]
     optimizer = optim.build(held.module, settings.train.optim, CPU)
     step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step.scale.state["scale"].fill_(2.0**8)  # nothing else overflows
     before = digest(dict(held.module.named_parameters()))
     outcome = step(tiny_run.microbatches(tiny_run.global_batch(0), 2, launch.rank, launch.world), 1)
     same = digest(dict(held.module.named_parameters())) == before

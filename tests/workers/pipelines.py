@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import mesh
-from pipeline.parallel.activation import Recomputed
+from pipeline.parallel.activation import Kept
 from pipeline.parallel.pipeline_parallel import Pipeline
 from pipeline.parallel.spread import Pipelined, Spread, spread
 from pipeline.training import checkpoint, metrics
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b, norm": {"parallel": pp(), "norm": True, **SHORT},
         "1f1b, bf16": {"parallel": pp(), "precision": "bf16"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
-        "interleaved_1f1b, recomputed": {"parallel": pp("interleaved_1f1b"), **RECOMPUTED},
+        "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
         "interleaved_zero_bubble": {"parallel": pp("interleaved_zero_bubble"), **SHORT},
         "zbv": {"parallel": pp("zbv")},
     },
@@ -140,7 +140,12 @@ def wrapping(held: Spread) -> dict[str, Any]:
         "stages": held.pipeline.numbers,
         "blocks": [sorted(stage.transformer_blocks) for stage in held.pipeline.stages],  # type: ignore[arg-type]
         "sharded": sum(isinstance(module, FSDPModule) for module in (*held.pipeline.stages, *blocks)),
-        "recomputed": sum(isinstance(block, Recomputed) for block in blocks),
+        "recomputed": [
+            name
+            for stage in held.pipeline.stages
+            for name, block in stage.transformer_blocks.items()  # type: ignore[union-attr,operator]
+            if isinstance(block, Kept) and block.kept.checkpointing == "full"
+        ],
         "dims": sorted("/".join(names) for names in dims),
         "schedule": sorted({type(schedule).__name__ for schedule in held.pipeline._schedules.values()}),
     }
@@ -152,9 +157,7 @@ def wrapping(held: Spread) -> dict[str, Any]:
 def run(
     folder: Path, name: str, launch: Launch, steps: int, case: dict[str, Any], resume: Any = None, **task: Any
 ) -> None:
-    settings = strategies.settings_of(
-        {"layers": LAYERS, "microbatch": 2, **case, "output": str(folder / name), "steps": steps}
-    )
+    settings = settings_of({**case, "output": str(folder / name), "steps": steps, "ema": {"decay": 0.9}})
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     given = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, **task)
     fit(settings, given, launch, resume=resume, say=lambda line: None)
@@ -177,19 +180,25 @@ def chains(folder: Path, then: bool) -> dict[str, Any]:
         run(folder, "one", Launch(), 6, alone)
         return {}
     found = {}
-    _, expected = checkpoint.load_model_state(folder / "one/checkpoints/step-00000006")
+    expected = stored(folder / "one/checkpoints/step-00000006")
     losses = {row["step"]: row["loss"] for row in metrics.read(folder / "one/metrics.jsonl")}
     for name in ("pp", "pp x fsdp2"):
         run(folder, f"{name}, then one", Launch(), 6, alone, resume=folder / f"{name} first/checkpoints/step-00000003")
         for chain in (f"{name}, then one", f"one, then {name}"):
-            _, weights = checkpoint.load_model_state(folder / chain / "checkpoints/step-00000006")
+            weights, averages = stored(folder / chain / "checkpoints/step-00000006")
             rows = {row["step"]: row["loss"] for row in metrics.read(folder / chain / "metrics.jsonl")}
             found[chain] = {
-                "weights": tiny_run.distance(weights, expected),
+                "weights": tiny_run.distance(weights, expected[0]),
+                "averages": tiny_run.distance(averages, expected[1]),
                 "losses": max(abs(rows[step] - losses[step]) for step in (4, 5, 6)),
                 "files": len(list((folder / chain / "checkpoints/step-00000006").glob("*.distcp"))),
             }
     return found
+
+
+def stored(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Weights and running averages of a checkpoint."""
+    return [checkpoint.load_model_state(folder, ema=ema)[1] for ema in (False, True)]
 
 
 def bad_number(launch: Launch, folder: Path) -> str:
