@@ -57,6 +57,7 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
     sharded = layout.data_world > 1 or settings.train.precision == "bf16"
     assert there["data_world"] == layout.data_world
     assert there["fsdp_blocks"] == (there["blocks"] if sharded else 0)
+    assert there["compiled"] == (there["blocks"] if settings.train.compile == "block" else 0)
     per_block = 20 if row["qk_norm"] else 16
     assert there["over_tp"] == (per_block * there["blocks"] if layout.tp > 1 else 0)
     data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
