@@ -16,7 +16,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import fetching, shapes
 from pipeline.data.loader import Loader, State
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.parallel.mesh import check_sizes
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
@@ -58,6 +58,12 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
     """What the trainer needs to know of a snapshot."""
     train = config.train
     layout = check_sizes(train.parallel, launch.world)
+    if quarantine is not None and layout.copies > 1:
+        raise ConfigError(
+            f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes that share a "
+            "batch read it each for itself, and one that alone finds a record unreadable would go on with other samples",
+            fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify --repair)",
+        )
     if train.compile == "block":
         shapes.check(snapshot, train, layout.data_world)
 

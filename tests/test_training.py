@@ -629,6 +629,11 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     assert {line["sample"] for line in lines} == {f"{sample.sample_id:016x}"}
     assert rows[-1]["quarantined"] == len(lines)
 
+    shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
+    stages.train.task(shared, snapshot, Launch(world=2))
+    with pytest.raises(ConfigError, match="--quarantine with train.parallel.tp_size = 2"):
+        stages.train.task(shared, snapshot, Launch(world=2), file)
+
 
 def test_the_stage_brings_in_no_encoder() -> None:
     code = (
