@@ -61,7 +61,7 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
     if quarantine is not None and layout.copies > 1:
         raise ConfigError(
             f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes that share a "
-            "batch read it each for itself, and one that alone finds a record unreadable would go on with other samples",
+            "batch read it each for itself; one that alone finds a record unreadable would go on with other samples",
             fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify --repair)",
         )
     if train.compile == "block":

@@ -631,7 +631,7 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
     stages.train.task(shared, snapshot, Launch(world=2))
-    with pytest.raises(ConfigError, match="--quarantine with train.parallel.tp_size = 2"):
+    with pytest.raises(ConfigError, match=r"--quarantine with train\.parallel\.tp_size = 2"):
         stages.train.task(shared, snapshot, Launch(world=2), file)
 
 
