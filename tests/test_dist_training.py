@@ -117,7 +117,7 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any])
 
 def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
     """The command line under torchrun, the cache's own loader, against one process."""
-    runs = {}
+    runs, padded = {}, {}
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
     for name, processes, more in (("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline)):
         sets = [
@@ -128,10 +128,14 @@ def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_
         process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-        runs[name] = [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl")]
+        rows = metrics.read(tmp_path / name / "metrics.jsonl")
+        runs[name] = [row["loss"] for row in rows]
+        padded[name] = [row["padded_tokens"] for row in rows]
+        assert all(row["rss_rank"] < processes and row["rss_gib"] > 0.1 for row in rows)
     assert len(runs["one"]) == 3
     assert runs["FSDP2"] == pytest.approx(runs["one"], abs=1e-5)
     assert runs["pipeline"] == pytest.approx(runs["one"], abs=1e-5)
+    assert padded["pipeline"] == padded["FSDP2"] == padded["one"] != [0, 0, 0]
 
 
 @pytest.mark.parametrize("whom", ["one worker", "the launcher"])

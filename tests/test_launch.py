@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,22 @@ def test_accelerate_may_not_say_otherwise(name: str, value: str) -> None:
         check_accelerate(train, Launch(), {**AGREEING, name: value})
     assert f"{name}={value}" in str(caught.value)
     assert str(caught.value).count(", but ") == 1, "only the contradiction is named"
+
+
+@pytest.mark.parametrize(
+    ("train", "name", "value"),
+    [
+        ({"parallel": {"offload": "all"}}, "FSDP_OFFLOAD_PARAMS", "true"),
+        ({"activation_offload": True}, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"),
+        ({"activation_checkpointing": "selective"}, "FSDP_ACTIVATION_CHECKPOINTING", "true"),
+        ({"activation_checkpointing": "none"}, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
+    ],
+)
+def test_accelerate_and_the_memory_techniques(train: dict[str, Any], name: str, value: str) -> None:
+    settings = tiny_run.config(**{"precision": "bf16", "activation_checkpointing": "full", **train}).train
+    check_accelerate(settings, Launch(), {**AGREEING, name: value})
+    with pytest.raises(UserError, match=name):
+        check_accelerate(settings, Launch(), {**AGREEING, name: {"true": "false", "false": "true"}[value]})
 
 
 @pytest.mark.parametrize(

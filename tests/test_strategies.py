@@ -11,10 +11,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel import mesh, tensor_parallel
+from pipeline.parallel.blocks import find_blocks
 from tests.test_dist_training import ROOT
 from tests.workers import strategies, tiny_run
 
@@ -55,12 +57,28 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
     sharded = layout.data_world > 1 or settings.train.precision == "bf16"
     assert there["data_world"] == layout.data_world
     assert there["fsdp_blocks"] == (there["blocks"] if sharded else 0)
+    assert there["compiled"] == (there["blocks"] if settings.train.compile == "block" else 0)
     per_block = 20 if row["qk_norm"] else 16
     assert there["over_tp"] == (per_block * there["blocks"] if layout.tp > 1 else 0)
     data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
     assert there["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
     whole = 0.63 if layout.tp > 1 else 1.0  # of the tiny model; the rest stays whole on every process
     assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
+
+
+def test_blocks_are_found_whatever_they_are_called() -> None:
+    ours = tiny_run.model(tiny_run.config())
+    assert find_blocks(ours) == ours.blocks
+    stage = ours.stage(1, 3)
+    assert find_blocks(stage) == ours.blocks[1:]
+    layers = [torch.nn.Linear(8, 8) for _ in range(3)]
+    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ModuleDict({str(i): x for i, x in enumerate(layers)}))
+    assert find_blocks(other) == layers
+    with pytest.raises(ValueError, match=r"Sequential has no list of equal blocks.*found 0 x nothing"):
+        find_blocks(torch.nn.Sequential(*layers))
+    layers.append(torch.nn.Conv2d(8, 8, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no list of equal blocks"):
+        find_blocks(torch.nn.ModuleList(layers))
 
 
 def test_sizes_that_remain() -> None:

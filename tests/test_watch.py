@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import TrainConfig
+from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
@@ -141,11 +142,29 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     keys = [line.partition("=")[0].removeprefix("--set train.") for line in watch.relief(TrainConfig())]
     assert keys[0] == "microbatch"  # blocks are recomputed by default
     plain = watch.relief(TrainConfig(activation_checkpointing="none", microbatch=6))
-    assert plain[0].startswith("--set train.activation_checkpointing=full ")
-    assert plain[1].startswith("--set train.microbatch=3 ")
+    assert plain[0].startswith("--set train.activation_checkpointing=selective ")
+    assert plain[1].startswith("--set train.activation_checkpointing=full ")
+    fused = TrainConfig.model_validate({"optim": {"in_backward": True, "clip": None}})
+    assert not any("microbatch" in line for line in watch.relief(fused)), "it needs a batch in one microbatch"
+    assert plain[2].startswith("--set train.microbatch=3 ")
     small = watch.relief(TrainConfig(microbatch=1))
     assert not any("microbatch" in line or "precision" in line for line in small)
     assert any("precision=bf16" in line for line in watch.relief(TrainConfig(precision="fp32")))
+    refusing = TrainConfig(
+        compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
+    )
+    assert [line.partition(" ")[2].partition("   ")[0] for line in watch.relief(refusing)] == [
+        "train.parallel.offload=all"
+    ]
+    copies = watch.relief(
+        TrainConfig(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
+    )
+    for flag in (
+        "ema.device=cpu",
+        "parallel.dp_replicate=1 --set train.parallel.dp_shard=-1",
+        "reshard_after_forward=true",
+    ):
+        assert any(flag in line for line in copies), flag
     for line in watch.relief(TrainConfig(activation_checkpointing="none", precision="fp32")):
         words = line.partition("   (")[0].replace("--set train.", "").split()
         tree: dict[str, Any] = TrainConfig(activation_checkpointing="none", precision="fp32").model_dump()
@@ -203,6 +222,7 @@ def test_tensorboard_gets_every_row_and_drops_repeated_steps(tmp_path: Path) -> 
     for steps, resume in ((3, None), (5, "auto")):
         settings = tiny_run.config(run, steps=steps, save_every=2, trackers=["tensorboard"])
         fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=lambda line: None)
+        shutil.rmtree(run / "checkpoints/step-00000003", ignore_errors=True)  # so that step 3 is done again
     rows = metrics.read(run / "metrics.jsonl")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()

@@ -33,8 +33,9 @@ torchrun --nnodes 2 --node-rank "$NODE" --nproc-per-node 8 --master-addr first-n
 # leave train.parallel.dp_shard at -1.
 # Without the first line restarted processes meet at the addresses of the lost ones; sana-pipe then refuses to wait.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# How long torchrun waits after SIGTERM before it kills: long enough for a checkpoint.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
+# How long torchrun waits after SIGTERM before it kills: long enough for a checkpoint, and no longer than you would wait
+# for survivors of a crash that hang in a collective.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 
 # one node: restarts after a crash
 torchrun --standalone --nproc-per-node 8 --max-restarts 10 --no-python sana-pipe train --resume auto

@@ -65,16 +65,17 @@ def slices(blocks: int, stages: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-def stages(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
+def stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
     """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
 
     Args:
-        model: with `blocks` and `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        model: with `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        blocks: how many blocks it has.
         mesh: one dimension, the processes of a pipeline.
     """
     if mesh.size() == 1:
         return [model]
-    parts = slices(len(model.blocks), mesh.size() * parallel.stages_per_rank)  # type: ignore[arg-type]
+    parts = slices(blocks, mesh.size() * parallel.stages_per_rank)
     mine = [parts[number] for number in _numbers(mesh.get_local_rank(), mesh.size(), parallel)]
     return [model.stage(part.start, part.stop) for part in mine]  # type: ignore[operator]
 

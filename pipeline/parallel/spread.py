@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation import keep_activations
+from pipeline.parallel.blocks import find_blocks
 from pipeline.parallel.compiled import compile_blocks
 from pipeline.parallel.mesh import PP, TP
 
@@ -36,11 +37,9 @@ _Kinds = dict[tuple[ProcessGroup, ...], list[Tensor]]
 
 
 class Model(Protocol):
-    """What a strategy must know of a model: its blocks in order, how one of them is cut for tensor parallelism (see
-    `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are alone (see `pipeline_parallel.Stage`)."""
-
-    @property
-    def blocks(self) -> list[nn.Module]: ...
+    """What a strategy must know of a model beside its blocks, which are found (`pipeline.parallel.blocks`): how one of
+    them is cut for tensor parallelism (see `pipeline.parallel.tensor_parallel`), and what blocks [start, stop) are
+    alone (see `pipeline_parallel.Stage`)."""
 
     @property
     def tensor_parallel_plan(self) -> Mapping[str, str]: ...
@@ -159,14 +158,15 @@ def spread(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Spread:
         mesh: with the dimensions of `pipeline.parallel.mesh`.
     """
     model.to(data_parallel.STORED.get(train.precision, torch.float32))
-    blocks: list[nn.Module] = model.blocks  # type: ignore[assignment]
+    blocks = find_blocks(model)
     tensor_parallel.cut(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     keep_activations(blocks, train)
     if train.compile == "block":
         compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
-    stages = pipeline_parallel.stages(model, mesh[PP], train.parallel)
+    stages = pipeline_parallel.stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
-        data_parallel.shard(stage, stage.blocks, mesh, train)  # type: ignore[arg-type]
+        inside = set(stage.modules())
+        data_parallel.shard(stage, [block for block in blocks if block in inside], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() == 1:
         return Spread(model, data_world)

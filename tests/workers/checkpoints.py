@@ -45,9 +45,9 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("one process again", 1, {}),
 ]
 """Name, processes and `train.parallel` of the legs of a run; each does two steps and hands over a checkpoint."""
-EMA = {"decay": 0.9}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2": (2, FSDP2), "FSDP2 over 3": (3, {}), "TP": (2, TP), "FSDP2 x TP": (4, {"tp_size": 2}), "DDP": (2, DDP),
+    "PP": (2, {"pp_size": 2}),
 }  # fmt: skip
 LARGE = SanaConfig.from_arch(
     ArchConfig(
@@ -87,19 +87,30 @@ def run(own: Launch, settings: Config, **options: Any) -> str:
 
 def chain() -> None:
     """A run that changes its strategy every two steps, and one that does not."""
-    steps = 2 * len(CHAIN)
-    launch("whole", 1, lambda own: run(own, tiny_run.config(FOLDER / "whole run", steps=steps, ema=EMA)))
+    steps, common = 2 * len(CHAIN), {"ema": {"decay": 0.9}, "keep_checkpoints": 99}
+    whole = tiny_run.config(FOLDER / "whole run", steps=steps, save_every=2, **common)
+    launch("whole", 1, lambda own: run(own, whole))
     for number, (name, world, parallel) in enumerate(CHAIN, start=1):
-        settings = tiny_run.config(FOLDER / "chain run", steps=2 * number, parallel=parallel, microbatch=2, ema=EMA)
+        settings = tiny_run.config(FOLDER / "chain run", steps=2 * number, parallel=parallel, microbatch=2, **common)
         launch(f"leg {name}", world, lambda own, settings=settings: run(own, settings))  # type: ignore[misc]
-    whole, found = (metrics.read(FOLDER / name / "metrics.jsonl") for name in ("whole run", "chain run"))
-    ends = [FOLDER / name / "checkpoints" / f"step-{steps:08d}" for name in ("whole run", "chain run")]
-    weights, averages = ([dict(checkpoint.ModelTensors(end, ema=ema)) for end in ends] for ema in (False, True))
+    runs = [FOLDER / name for name in ("whole run", "chain run")]
+    expected, found = (metrics.read(folder / "metrics.jsonl") for folder in runs)
+
+    def distances(ema: bool) -> list[float]:
+        """From the uninterrupted run, of the weights that each leg hands over, as `export` reads them."""
+        legs = []
+        for step in range(2, steps + 1, 2):
+            ends = [checkpoint.folder_of(folder / "checkpoints", step) for folder in runs]
+            ours, theirs = (dict(checkpoint.ModelTensors(end, ema=ema)) for end in ends)
+            legs.append(tiny_run.distance(theirs, ours))
+        return legs
+
+    last = [dict(checkpoint.ModelTensors(checkpoint.newest(runs[1] / "checkpoints"), ema=ema)) for ema in (False, True)]  # type: ignore[arg-type]
     result = {
-        "losses": [abs(a["loss"] - b["loss"]) for a, b in zip(whole, found, strict=True)],
-        "weights": tiny_run.distance(weights[1], weights[0]),
-        "averages": tiny_run.distance(averages[1], averages[0]),
-        "averages from weights": tiny_run.distance(averages[1], weights[1]),
+        "losses": [abs(a["loss"] - b["loss"]) for a, b in zip(expected, found, strict=True)],
+        "weights": distances(ema=False),
+        "averages": distances(ema=True),
+        "averages from weights": tiny_run.distance(last[1], last[0]),
         "legs": [json.loads((FOLDER / f"leg {name}.json").read_text()) for name, _, _ in CHAIN],
         "processes": [row["processes"] for row in starts(FOLDER / "chain run/metrics.jsonl")],
     }
@@ -128,7 +139,9 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
                 module = spread(SanaTransformer.on_meta(config), group, settings.train).module
                 fill(module, source)
                 found = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
-                result[kind] = all(torch.equal(found[n].detach(), expected[n].float()) for n in expected)
+                right = all(torch.equal(value.detach(), expected[name].float()) for name, value in found.items())
+                there = {name for names in mesh.gather(list(found)) for name in names}
+                result[kind] = all(mesh.gather(right)) and there == set(expected)
                 result[f"{kind}, dtypes"] = sorted({str(p.dtype) for p in found.values()})
         return result
 

@@ -102,6 +102,7 @@ def wrapping(held: Spread) -> dict[str, Any]:
     return {
         "fsdp_blocks": sum(isinstance(block, FSDPModule) for block in blocks),
         "blocks": len(blocks),
+        "compiled": sum("forward" in vars(block) for block in blocks),
         "over_tp": len(over_tp),
         "dims": sorted({"/".join(names) for names in dims.values()}),
         "share": local / sum(p.numel() for p in parameters.values()),
