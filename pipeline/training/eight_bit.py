@@ -8,9 +8,9 @@ plain shards. For bf16 parameters the rounding by chance is ours too: torchao dr
 and replicas of a shard would part.
 The state dict holds the moments dequantised, as AdamW's: a checkpoint fits any number of processes, and a run may go
 from `adamw` to `adamw8bit` and back.
-Price: a save holds both moments in fp32 in host memory, 8 bytes per parameter of this process; values that are
-quantised again for another sharding lose up to half a code. On a GPU the kernel is compiled once per shape, at the
-start.
+Price: a save holds both moments in fp32 in host memory, 8 bytes per parameter of this process (for a moment 16, where
+it is written beside the training); values that are quantised again for another sharding lose up to half a code. On a
+GPU the kernel is compiled once per shape, at the start.
 """
 
 from __future__ import annotations
