@@ -112,10 +112,10 @@ def test_too_many_shapes_are_refused_with_what_would_lower_them(tmp_path: Path) 
     shapes.check(one, TrainConfig(compile_max_shapes=5, microbatch=12), 2)
 
 
-def test_the_stage_refuses_before_anything_starts(small_cache: Path, make_config: object, tmp_path: Path) -> None:
+def test_the_stage_refuses_before_anything_starts(small_cache_copy: Path, make_config: object, tmp_path: Path) -> None:
     import stages.train
 
-    config = make_config(tmp_path, f"cache={small_cache}", "train.compile=block", "train.compile_max_shapes=1")  # type: ignore[operator]
+    config = make_config(tmp_path, f"cache={small_cache_copy}", "train.compile=block", "train.compile_max_shapes=1")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"train\.compile: block would have to compile"):
         stages.train.run(config, say=lambda line: None)
     assert not (tmp_path / "run").exists()

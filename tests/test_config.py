@@ -281,7 +281,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in shipped()])
-def test_every_shipped_configuration_trains(name: str, small_cache: Path, tmp_path: Path) -> None:
+def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, tmp_path: Path) -> None:
     """One optimizer step of everything that the file says of training, for a small model on a real cache."""
     import stages.train
     from pipeline.training import metrics
@@ -290,7 +290,7 @@ def test_every_shipped_configuration_trains(name: str, small_cache: Path, tmp_pa
     assert small is not None
     given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
-    own = [f"cache={small_cache}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    own = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     config = load(name, [*overrides, *own])
     report = stages.train.run(config, say=lambda line: None)
     assert report.step == 1

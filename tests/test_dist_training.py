@@ -115,13 +115,13 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any])
     assert found["resumed"]["weights"]["shifted"] > 1e-4
 
 
-def test_two_processes_on_a_real_cache(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """The command line under torchrun, the cache's own loader, against one process."""
     runs, padded = {}, {}
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
     for name, processes, more in (("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline)):
         sets = [
-            f"cache={small_cache}", f"train.output={tmp_path / name}", "train.steps=3", "train.log_every=1",
+            f"cache={small_cache_copy}", f"train.output={tmp_path / name}", "train.steps=3", "train.log_every=1",
             "train.precision=fp32", "train.device=cpu", "train.optim.warmup_steps=0", *more,
         ]  # fmt: skip
         options = [word for text in sets for word in ("--set", text)]
