@@ -150,9 +150,7 @@ class Saver:
         final = folder_of(root, state.step)
         work = final.with_name(final.name + ".tmp")
         on_main(lambda: _prepare(root, final, work), group)
-        _dcp(
-            lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written"
-        )  # fmt: skip
+        _dcp(lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written")
         rank, world = dist.get_rank(), dist.get_world_size()
         own: dict[str, list[Any]] = {}
         error = None
@@ -203,9 +201,8 @@ def host_copy(tree: Any) -> Any:
 def _host_copy(tensor: Tensor) -> Tensor:
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        parts = {
-            name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names
-        }  # a mesh may be among
+        # What is among the names and no tensor (a mesh) stays as it is.
+        parts = {name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     source = tensor.detach()
     return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
