@@ -87,6 +87,17 @@ def s3_bucket() -> Iterator[str]:
     server.stop()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that threads only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def small_cache_copy(small_cache: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(small_cache, tmp_path / "cache"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tarfile
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,9 @@ from pipeline.training import checkpoint, metrics, optim, trainer
 from pipeline.training.trainer import Report, fit, generator_seed
 from tests.workers import tiny_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 DATA = Path(__file__).parent / "data"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(settings: Config, *, resume: str | Path | None = None, **options: Any) -> Report:

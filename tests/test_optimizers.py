@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,9 @@ from pipeline.training.step import NonFiniteError, Step
 from pipeline.training.trainer import Report, fit
 from tests.workers import tiny_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 SHAPES = [(16, 8), (12, 8, 1, 1), (10, 1, 3, 3), (6, 16), (5, 3, 2, 2), (7,), ()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:

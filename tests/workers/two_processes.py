@@ -122,17 +122,18 @@ def bf16(launch: Launch) -> dict[str, Any]:
     whole = tiny_run.config(precision="bf16")  # the same microbatches of 4 in one process: only the reduction differs
     plain_loss, _, _ = tiny_run.gradients(tiny_run.model(whole).bfloat16(), whole, [late()])
     _, _, exact = tiny_run.gradients(tiny_run.model(whole), tiny_run.config(), [late()])
-    parts = tiny_run.config(precision="bf16", microbatch=8)
     one_loss, _, one = gradients(ALONE, whole, late())
     two_loss, _, two = gradients(launch, settings, late())
-    one_losses, two_losses = losses(ALONE, whole), losses(launch, settings)
+    # The norm is summed in another order by two processes, and one weight that clipping then rounds the other way to
+    # bf16 hides what is compared here; clipping is compared in fp32.
+    free = tiny_run.config(precision="bf16", optim={"clip": None})
+    one_losses, two_losses = losses(ALONE, free), losses(launch, free)
     found: dict[str, Any] = {
         "one from plain": abs(one_loss - plain_loss),
         "two from plain": abs(two_loss - plain_loss),
         "gradient of two from one": tiny_run.distance(two, one),
         "gradient from fp32": tiny_run.distance(two, exact),
-        "losses": [abs(a - b) for a, b in zip(one_losses, two_losses, strict=True)],
-        "losses by microbatch": [abs(a - b) for a, b in zip(one_losses, losses(ALONE, parts), strict=True)],
+        "losses": max(abs(a - b) for a, b in zip(one_losses, two_losses, strict=True)),
     }
     # Sabotage: FSDP2's own default, without the model's refusal of a rounded timestep.
     policy, sinusoid = data_parallel.MixedPrecisionPolicy, sana.timestep_sinusoid
