@@ -189,6 +189,24 @@ def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
     assert [seen(b) for b, _ in padded] == [seen(b) for b, _ in packed]
 
 
+def test_there_is_room_for_a_null_record_that_is_shown(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loader(cache, caption_drop=0.5, null_mask="bos")
+    assert own.planner.least == own._null_valid > 0
+    assert loader(cache, caption_drop=0.5, null_mask="caption").planner.least == 0
+    plain = loader(cache, caption_drop=0.0, null_mask="bos").planner
+    assert plain.least == 0
+    real = Planner._columns
+
+    def short(self: Planner, *args: Any) -> Any:
+        samples, texts = real(self, *args)
+        return samples, {**texts, "rows": np.minimum(texts["rows"], 3)}
+
+    monkeypatch.setattr(Planner, "_columns", short)
+    roomy = Planner(plain.snapshot, seed=plain.seed, phase=plain.phase, least=9)
+    assert max(plain.step(step).length for step in range(6)) < 9
+    assert all(roomy.step(step).length == 9 for step in range(6))
+
+
 def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: Cache) -> None:
     own, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
     own._null, own._null_valid = np.full((40, 3), 7, np.uint16), 40

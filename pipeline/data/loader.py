@@ -169,7 +169,6 @@ class Loader:
         if self.quarantine is not None:
             self._write_down([])  # found out now, not at the first bad record
         self.replaced = 0
-        self.planner = Planner(snapshot, seed=seed, phase=phase, length_window=length_window)
         handles = _handles(snapshot)
         self._latents = snapshot.reader("latent", limit=handles)
         self._text = snapshot.reader("text", limit=handles)
@@ -178,6 +177,8 @@ class Loader:
         null = snapshot.null
         self._null = np.empty((null["rows"], snapshot.text_recipe.width), np.uint16)
         self._null_valid = int(null["valid"])
+        shown = self._null_valid if null_mask == "bos" and caption_drop > 0 else 0
+        self.planner = Planner(snapshot, seed=seed, phase=phase, length_window=length_window, least=shown)
         self._text.read(
             null["shard"],
             null["offset"],

@@ -69,10 +69,11 @@ class Planner:
     Args:
         seed, phase: key the order and the choice of captions.
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
+        least: rows that there must be room for in every batch, whatever its captions.
     """
 
-    def __init__(self, snapshot: Snapshot, *, seed: int, phase: int, length_window: int = 0):
-        self.snapshot, self.seed, self.phase = snapshot, seed, phase
+    def __init__(self, snapshot: Snapshot, *, seed: int, phase: int, length_window: int = 0, least: int = 0):
+        self.snapshot, self.seed, self.phase, self.least = snapshot, seed, phase, least
         self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._multiple = int(snapshot.head["policies"]["pad_text_multiple"])
         self._order: Schedule | Windows = self.schedule
@@ -84,7 +85,7 @@ class Planner:
         """The whole global batch of a step."""
         own = self._order.step(step)
         samples, texts = self._columns(own.bucket, own.positions, own.visits)
-        longest = int(texts["rows"].max())
+        longest = max(int(texts["rows"].max()), self.least)
         length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.text_recipe.max_length)
         return Plan(own.step, own.epoch, own.bucket, own.visits, samples, texts, length)
 
