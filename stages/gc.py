@@ -6,8 +6,8 @@ import json
 
 import click
 
-from pipeline.cache import audit
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config
 
 
@@ -22,7 +22,7 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
         0.
     """
     cache = Cache.of(config)
-    found = list(audit.unneeded(cache, older_than_hours * 3600))
+    found = list(unneeded(cache, older_than_hours * 3600))
     size = sum(entry[1] for entry in found)
     if yes:
         for path, _, _ in found:
