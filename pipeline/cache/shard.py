@@ -18,6 +18,7 @@ import json
 import os
 import tarfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,8 @@ from pipeline.cache.files import Files, Handle, explained
 from pipeline.errors import IntegrityError
 
 BLOCK = 512
+TOUCH_S = 3600
+"""How often a shard that is being written is marked as alive, for sweepers on other machines."""
 
 _KEY = pa.binary(16)
 RECORDS = {
@@ -94,6 +97,7 @@ class TarWriter:
             self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
+        self._touched = time.monotonic()
         self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
 
     def __enter__(self) -> Self:
@@ -140,6 +144,9 @@ class TarWriter:
     def _write(self, data: bytes | memoryview) -> None:
         with explained(self._path):
             self._file.write(data)
+            if time.monotonic() - self._touched >= TOUCH_S:
+                os.utime(self._path)
+                self._touched = time.monotonic()
         self._state.update(data)
         self._offset += len(data)
 
