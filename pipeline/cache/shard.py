@@ -30,12 +30,15 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import codec, layout
+from pipeline.cache.arrow import ipc_table
 from pipeline.cache.files import Files, Handle, explained
 from pipeline.errors import IntegrityError
 
 BLOCK = 512
 TOUCH_S = 3600
 """How often a shard that is being written is marked as alive, for sweepers on other machines."""
+_HEAD = 4096
+"""Bytes at the beginning of a shard that hold its head."""
 
 _KEY = pa.binary(16)
 RECORDS = {
@@ -74,7 +77,7 @@ def to_ipc(table: pa.Table) -> bytes:
 
 def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
     try:
-        return pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        return ipc_table(data)
     except (pa.ArrowInvalid, OSError) as error:
         raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
 
@@ -475,6 +478,24 @@ class Reader:
             while len(self._open) > self._limit:
                 self._open.popitem(last=False)
             return handle
+
+
+def read_head(files: Files, name: str) -> dict[str, Any]:
+    """What a shard says of itself, from its first bytes: `recipe` (or `pack`) and `unit`.
+
+    Raises:
+        IntegrityError: not a shard of this format, or it cannot be read.
+    """
+    data = bytearray(_HEAD)
+    try:
+        got = files.ranged(name).read_into(memoryview(data), 0)
+        member = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "strict")
+        head = json.loads(data[BLOCK : min(got, BLOCK + member.size)])
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise IntegrityError(f"{files.where(name)}: not a shard: {error}") from None
+    if member.name != f"{layout.META}/head.json" or not isinstance(head, dict) or "unit" not in head:
+        raise IntegrityError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
+    return head
 
 
 def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
