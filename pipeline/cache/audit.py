@@ -116,13 +116,18 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
     """
     wanted: dict[str, str] = {}  # file -> the document that refers to it
     there: set[str] = set()
+    try:
+        forgotten = cache.forgotten_scans()
+    except CacheError:
+        forgotten = set()  # the damaged document is named below
     for folder in DOCUMENTS:
         for entry in cache.files.walk(folder):
             if not entry.name.endswith(".json"):
                 continue
             there.add(entry.name)
             try:
-                for name in _needs(entry.name, cache.files.document(entry.name)):
+                needs = _needs(entry.name, cache.files.document(entry.name))
+                for name in needs if entry.name not in forgotten else ():
                     wanted.setdefault(name, entry.name)
             except (CacheError, OSError) as error:
                 yield Finding(entry.name, _problem(error))

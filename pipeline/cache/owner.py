@@ -48,7 +48,7 @@ def mark() -> str:
     here = place()
     if not here:
         return f"{os.getpid():x}"
-    return f"{xxhash.xxh3_64_hexdigest(here['machine'])}-{here['process']}-{here['started']}"
+    return f"{_short(here)}-{here['process']}-{here['started']}"
 
 
 def lives(name: str) -> bool:
@@ -56,7 +56,7 @@ def lives(name: str) -> bool:
     machine, _, rest = name.partition("-")
     process, _, rest = rest.partition("-")
     here = place()
-    if not here or machine != xxhash.xxh3_64_hexdigest(here["machine"]):
+    if not here or machine != _short(here):
         return False
     return not ended(process, rest.partition("-")[0])
 
@@ -65,3 +65,7 @@ def _stat(process: str) -> tuple[str, str]:
     """State of a process, and its start in clock ticks."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
+
+
+def _short(here: dict[str, str]) -> str:
+    return xxhash.xxh3_64_hexdigest(here["machine"].encode())

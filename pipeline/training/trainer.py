@@ -84,13 +84,17 @@ class Report:
     stopped_by: str | None
 
 
-def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print) -> Report:
+def fit(
+    config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print,
+    accepted: Callable[[], None] = lambda: None,
+) -> Report:  # fmt: skip
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
         say: prints one line; called on the first process only.
+        accepted: called on the first process once it is certain that this run may start or resume.
 
     Raises:
         UserError: what a person can mend, in the same words on every process.
@@ -122,6 +126,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
             optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
+        on_main(accepted)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture)
         model.reset_buffers()
