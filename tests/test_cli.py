@@ -137,7 +137,7 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False, "move": False}
     assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
     assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
-    assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}
+    assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True, "move": False}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
     assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None}
     assert end("train", "--quarantine", "q") == 0
@@ -153,10 +153,15 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
     bucket, pack = stage("bucket", result="made"), stage("pack")
     assert end("bucket", "--pack", "--name", "n") == 0
-    assert len(bucket) == 1 and pack[0][1] == {"snapshot": "made", "name": "n", "as_json": False}
-    assert end("bucket", "--pack", "--snapshot", "s", "--json") == 0
-    assert len(bucket) == 1 and pack[1][1] == {"snapshot": "s", "name": None, "as_json": True}
-    for wrong in (["--snapshot", "s"], ["--pack", "--dry-run"], ["--pack", "--json"]):
+    assert len(bucket) == 1 and pack[0][1] == {
+        "snapshot": "made", "name": "n", "as_json": False, "move": False, "latest": False,
+    }  # fmt: skip
+    assert bucket[0][1] == {}, "the name is the packed snapshot's"
+    assert end("bucket", "--pack", "--snapshot", "s", "--json", "--latest", "--move") == 0
+    assert len(bucket) == 1 and pack[1][1] == {
+        "snapshot": "s", "name": None, "as_json": True, "move": True, "latest": True,
+    }  # fmt: skip
+    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"]):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2
 
