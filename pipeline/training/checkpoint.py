@@ -1,7 +1,7 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, then renames the folder,
-all of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes;
+What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, renames the folder, all
+of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes;
 `load` restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
 folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
