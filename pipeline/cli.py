@@ -4,7 +4,8 @@ What: parses options, reads the configuration, calls one stage. Stages are impor
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
 exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
+command reads.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ def _configured(command: Command) -> Command:
     return command
 
 
-def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
+def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
+    """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
 
-    return load(config_path, list(overrides))
+    words = click.get_current_context().command_path.split()[1:]
+    return load(config_path, list(overrides), " ".join([*words, *mode]))
 
 
 @cli.command()
@@ -133,7 +136,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
+    given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
+    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -175,7 +179,7 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training chooses its snapshot by `train --snapshot`")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
     if caches:
         own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": own})
@@ -311,7 +315,7 @@ def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
     """Read the whole cache and name what is damaged. Exit code 4 if something is (and was not restored)."""
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
     return stage.run(config, mend=repair, data=data, as_json=as_json)
