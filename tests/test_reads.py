@@ -1,4 +1,4 @@
-"""Which command reads which option: the table against the configuration's fields, and against what stages really read."""
+"""Which command reads which option: the table against the configuration's fields and what the stages really read."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def test_the_table_holds_what_the_stages_really_read(
 
     def noted(section: Any, name: str) -> Any:
         value = read(section, name)
-        if command and name in type(section).model_fields and id(section) in places:
-            if not isinstance(value, configuration._Section):
-                found[command].add(places[id(section)] + name)
+        known = name in type(section).model_fields and id(section) in places
+        if command and known and not isinstance(value, configuration._Section):
+            found[command].add(places[id(section)] + name)
         return value
 
     def place(section: Any, prefix: str) -> None:
