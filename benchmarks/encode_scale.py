@@ -28,6 +28,7 @@ from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import worker
 from pipeline.encoding.scan import SCAN
+from pipeline.processes import run_and_exit
 
 RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

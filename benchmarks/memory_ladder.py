@@ -41,6 +41,7 @@ from pipeline.parallel import data_parallel
 from pipeline.parallel.activation import Kept
 from pipeline.parallel.mesh import started
 from pipeline.parallel.spread import Spread, spread
+from pipeline.processes import run_and_exit
 from pipeline.training import in_backward, optim
 from pipeline.training.step import Step
 
@@ -178,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from pipeline import __version__
 from pipeline.errors import UserError
+from pipeline.processes import run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -357,5 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(result if isinstance(result, int) else 0)
 
 
+def console() -> NoReturn:
+    """The command: `main`, then the end of the process."""
+    run_and_exit(main)
+
+
 if __name__ == "__main__":
-    main()
+    console()
