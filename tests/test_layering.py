@@ -17,9 +17,9 @@ MIDDLE = BASE | {"pipeline.launch", "pipeline.processes"}
 # Longest matching prefix decides. A room may always import itself.
 ALLOWED: dict[str, set[str]] = {
     "pipeline": set(),
-    "pipeline.errors": set(),
+    "pipeline.errors": {"pipeline.urls"},
     "pipeline.config": {"pipeline.errors"},
-    "pipeline.urls": {"pipeline.errors"},
+    "pipeline.urls": set(),
     "pipeline.launch": BASE,
     "pipeline.processes": set(),
     "pipeline.retrying": set(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.cache.drivers import refuse_credentials
 from pipeline.errors import UserError
-from pipeline.urls import refuse_credentials, strip_credentials
+from pipeline.urls import strip_credentials
 
 
 @pytest.mark.parametrize(
