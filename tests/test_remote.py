@@ -7,7 +7,10 @@ import functools
 import http.server
 import io
 import json
+import os
 import re
+import socket
+import struct
 import tarfile
 import threading
 import time
@@ -73,7 +76,7 @@ class Server:
     """The largest number of requests under way together."""
     now: int = 0
     broken: str = ""
-    """What begins so is answered by an error, or (`how`) not at all."""
+    """What begins so is answered by an error, or (`how`) by a reset of the connection."""
     how: str = "error"
     login: str = ""
     """The Authorization header that is asked for."""
@@ -103,7 +106,10 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
             if server.broken and self.path.startswith(server.broken):
                 if server.how == "error":
                     self.send_error(500)
-                return  # without an answer
+                else:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    os.close(self.connection.detach())
+                return
             if server.fail:
                 server.fail -= 1
                 self.send_error(503)
@@ -389,8 +395,8 @@ def test_a_listing_that_is_not_whole_is_an_error(
 
 def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
-    for address in ("http://127.0.0.1:9/x", "http://127.0.0.1:9/x/{0..1}.tar"):
-        with pytest.raises(UserError, match=r"cannot be (listed|read)") as refused:
+    for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
+        with pytest.raises(UserError, match=f"cannot be {what}") as refused:
             list(opened(address).items())
         assert "does not exist" not in str(refused.value)
 
