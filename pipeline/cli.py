@@ -3,12 +3,14 @@
 What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
-exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
+exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
+keeps its traceback. Ctrl-C ends with 130.
 Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import warnings
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from pipeline.config import Config
 
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+"""What a file system says of a path that a person gave, whatever the command wanted to do there."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -357,6 +361,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         click.echo(f"sana-pipe: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in REFUSED or error.filename is None:
+            raise
+        fix = "check the path, and who may read, enter and write its folders"
+        click.echo(f"sana-pipe: {UserError(f'{error.filename}: {error.strerror}', fix=fix)}", err=True)
+        sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 
