@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 import fsspec
 import xxhash
@@ -84,6 +85,8 @@ class ObjectFiles(Files):
         CacheError: nobody knows the scheme, its driver is not installed, or it does not start.
     """
 
+    reopen_s = 30.0  # it may be a whole transfer, and a damaged shard can have many damaged records
+
     def __init__(self, url: str, mirror: MirrorConfig):
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0].lower()
@@ -98,6 +101,7 @@ class ObjectFiles(Files):
             ) from None  # fmt: skip
         except Exception as error:  # drivers raise what they like: no region, no credentials, ...
             raise CacheError(f"{url}: cannot be opened: {type(error).__name__}: {error}") from None
+        self.readers = WeakSet()
         self._base = str(root).rstrip("/")
         self._web = scheme in ("http", "https")
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
