@@ -22,7 +22,7 @@ import click
 
 from pipeline import __version__
 from pipeline.errors import UserError
-from pipeline.processes import run_and_exit
+from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -350,6 +350,7 @@ def demo(out: str, data: str | None, quick: bool) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    allow_many_files()
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
     except click.Abort:
