@@ -29,6 +29,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import codec, layout
+from pipeline.cache.arrow import ipc_table
 from pipeline.cache.files import Files, Handle, explained
 from pipeline.errors import IntegrityError
 
@@ -71,7 +72,7 @@ def to_ipc(table: pa.Table) -> bytes:
 
 def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
     try:
-        return pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        return ipc_table(data)
     except (pa.ArrowInvalid, OSError) as error:
         raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
 

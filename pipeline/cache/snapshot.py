@@ -22,6 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.index import fixed, key_bytes
@@ -350,7 +351,7 @@ class Snapshot:
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
                 fix="restore the file from a copy of the cache, or run sana-pipe bucket again",
             )  # fmt: skip
-        table = pa.ipc.open_file(pa.BufferReader(buffer)).read_all()
+        table = ipc_table(buffer)
         if table.schema != schema or table.num_rows != entry["rows"]:
             raise IntegrityError(f"{path}: is not chunk {number} of snapshot {self.id}", found=str(table.schema.names))
         return table

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import index, layout
+from pipeline.cache.arrow import parquet_table
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
@@ -150,7 +151,7 @@ class Cache:
         last = self._last_table
         if last is None or last[0] != digest:
             data = self.files.content(Paths.table(digest, "parquet"), digest)
-            last = self._last_table = (digest, pq.read_table(io.BytesIO(data)))
+            last = self._last_table = (digest, parquet_table(data))
         return last[1]
 
     # ------------------------------------------------------------ sources

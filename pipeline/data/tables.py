@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.names import broken, hostile, is_url, said, shown
@@ -119,7 +119,7 @@ class ParquetSource(Source):
         self._names: dict[str, str] = {}  # the file, where a row names one
         self._versions: dict[str, tuple[int, int]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
-        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ listing
@@ -296,11 +296,11 @@ class ParquetSource(Source):
         except KeyError:
             raise Unreadable(f"{shown(key)}: is in none of the tables that were listed") from None
 
-    def _file(self, name: str) -> pq.ParquetFile:
+    def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
         table = self._open.get(name)
         if table is None:
-            table = self._open[name] = pq.ParquetFile(self.store.open(name))
+            table = self._open[name] = ParquetFile(self.store.open(name))
             if len(self._open) > 16:
                 self._open.popitem(last=False)
         return table
@@ -357,16 +357,16 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
 
 
-def _columns(table: pq.ParquetFile, group: int, column: str) -> list[Any]:
+def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
     found = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
     return [chunk for chunk in found if chunk.path_in_schema.split(".")[0] == column]
 
 
-def _size(table: pq.ParquetFile, group: int, column: str) -> int:
+def _size(table: ParquetFile, group: int, column: str) -> int:
     return sum(chunk.total_uncompressed_size for chunk in _columns(table, group, column))
 
 
-def _nulls(table: pq.ParquetFile, column: str) -> bool:
+def _nulls(table: ParquetFile, column: str) -> bool:
     """Whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for chunk in _columns(table, group, column):
