@@ -36,6 +36,8 @@ from pipeline.cache.files import Files, Handle, descriptors_left, explained, is_
 from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
+_HEAD = 4096
+"""Bytes at the beginning of a shard that hold its head."""
 
 _KEY = pa.binary(16)
 RECORDS = {
@@ -510,6 +512,24 @@ class Reader:
                 self._reopened[shard] = now
                 self._open.pop(shard, None)
         return self._handle(shard)
+
+
+def read_head(files: Files, name: str) -> dict[str, Any]:
+    """What a shard says of itself, from its first bytes: `recipe` (or `pack`) and `unit`.
+
+    Raises:
+        IntegrityError: not a shard of this format, or it cannot be read.
+    """
+    data = bytearray(_HEAD)
+    try:
+        got = files.ranged(name).read_into(memoryview(data), 0)
+        member = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "strict")
+        head = json.loads(data[BLOCK : min(got, BLOCK + member.size)])
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise IntegrityError(f"{files.where(name)}: not a shard: {error}") from None
+    if member.name != f"{layout.META}/head.json" or not isinstance(head, dict) or "unit" not in head:
+        raise IntegrityError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
+    return head
 
 
 def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
