@@ -1,9 +1,9 @@
-"""`python -m benchmarks [NAME ...]`: runs the named measurements, or all of them, one after the other."""
+"""`python -m benchmarks [NAME ...]`: runs the named measurements, or all, each in a process, one after the other."""
 
 from __future__ import annotations
 
 import pkgutil
-import runpy
+import subprocess
 import sys
 
 import benchmarks
@@ -17,8 +17,9 @@ def main(wanted: list[str]) -> int:
         return 2
     for name in wanted or names:
         print(f"== python -m benchmarks.{name}", flush=True)
-        sys.argv = [f"benchmarks.{name}"]
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
+        if code != 0:
+            return code
     return 0
 
 

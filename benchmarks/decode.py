@@ -21,6 +21,7 @@ from PIL import Image
 
 from benchmarks.report import finish, median, table
 from pipeline.data import image
+from pipeline.processes import run_and_exit
 
 SIZES = {"12mp": (4000, 3000), "2mp": (1632, 1224)}
 OWN, CROPPED = (864, 1152), (896, 1152)
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

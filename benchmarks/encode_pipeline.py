@@ -35,6 +35,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding.claims import Claims
 from pipeline.encoding.progress import Progress
 from pipeline.encoding.stopping import Stop
+from pipeline.processes import run_and_exit
 
 SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05
@@ -206,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

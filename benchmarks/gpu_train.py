@@ -46,6 +46,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import started
 from pipeline.parallel.spread import spread
+from pipeline.processes import run_and_exit
 from pipeline.training import optim
 from pipeline.training.step import Step
 from pipeline.training.watch import peak_tflops
@@ -264,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

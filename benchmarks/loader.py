@@ -45,6 +45,7 @@ from pipeline.cache.store import Cache, Unit
 from pipeline.data import randomness
 from pipeline.data.join import Joined, assemble, join
 from pipeline.data.loader import Loader
+from pipeline.processes import run_and_exit
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -330,4 +331,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -23,6 +23,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.activation import Kept, keep_activations
 from pipeline.parallel.kept import kept_bytes
+from pipeline.processes import run_and_exit
 from pipeline.training import optim
 
 LAYERS = 20
@@ -152,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -28,6 +28,7 @@ from pipeline.cache import codec, layout, shard, snapshot
 from pipeline.cache.store import Cache
 from pipeline.data.loader import Loader
 from pipeline.data.schedule import Schedule
+from pipeline.processes import run_and_exit
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200
@@ -176,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

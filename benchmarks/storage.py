@@ -20,6 +20,7 @@ import pyarrow as pa
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard
 from pipeline.cache.store import Cache
+from pipeline.processes import run_and_exit
 
 TOKENS, WIDTH, PADDED = 82, 2304, 2 * (300 * 2304 + 32 * 32 * 32)
 SHAPES = {"latent": (32, 32, 32), "text": (TOKENS, WIDTH)}
@@ -115,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

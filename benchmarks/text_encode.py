@@ -38,6 +38,7 @@ from pipeline.data.captions import INSTRUCTIONS, normalise
 from pipeline.models import tiny
 from pipeline.models.hub import quiet
 from pipeline.models.text import TextEncoder
+from pipeline.processes import run_and_exit
 
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 INSTRUCTION = INSTRUCTIONS["diffusers"]
@@ -170,7 +171,7 @@ def largest_error(encoder: TextEncoder, captions: Sequence[str], wanted: Sequenc
     )
 
 
-def main() -> dict[str, float]:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer captions, one round of each: within a minute")
     parser.add_argument("--captions", type=Path, metavar="DIR", help="folder of short.txt and long.txt, one a line")
@@ -228,8 +229,7 @@ def main() -> dict[str, float]:
     print("largest relative error of a token: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     result["max_rel_error"], result["max_rel_error_bf16"] = errors["fp32"], errors["bf16"]
     print(json.dumps(result))
-    return result
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -36,6 +36,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.spread import Spread
+from pipeline.processes import run_and_exit
 from pipeline.training import metrics, optim
 from pipeline.training.step import Step
 
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

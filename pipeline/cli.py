@@ -11,15 +11,18 @@ Price: an option that belongs to the configuration has no flag of its own; `--se
 from __future__ import annotations
 
 import errno
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from pipeline import __version__
 from pipeline.errors import UserError
+from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -347,6 +350,7 @@ def demo(out: str, data: str | None, quick: bool) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    allow_many_files()
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
     except click.Abort:
@@ -367,5 +371,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(result if isinstance(result, int) else 0)
 
 
+def console() -> NoReturn:
+    """The command: `main`, then the end of the process.
+
+    A run shows its lines only: warnings and notes of libraries stay away, unless Python was asked for them
+    (`PYTHONWARNINGS=default`). What concerns a user is an error or a line of ours.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    run_and_exit(main)
+
+
 if __name__ == "__main__":
-    main()
+    console()

@@ -310,3 +310,16 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in said
+
+
+def test_a_command_may_open_as_many_files_as_the_system_allows() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

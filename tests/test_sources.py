@@ -321,6 +321,15 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
     assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
 
 
+def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
+    scores = {"0": {"prompt": 10**400, "VILA": 30.0}, "1": {"prompt": 26.0, "VILA": 27.0}}
+    (nvlabs(tmp_path) / "0000_clip.json").write_text(json.dumps(scores))
+    items, rejects = listed(opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0}))
+    assert texts(items["0000.tar/0.png"]) == ["vila 0"]
+    assert set(texts(items["0000.tar/1.png"])) == {"prompt 1", "vila 1"}
+    assert set(rejects) == {"0000.tar/0"} and "not a number" in rejects["0000.tar/0"]
+
+
 @pytest.mark.parametrize("count", [4, 2, "three"])
 def test_wids_index_that_counts_otherwise_is_told(tmp_path: Path, count: object) -> None:
     before = opened(nvlabs(tmp_path)).parts()
@@ -422,6 +431,52 @@ def test_parquet_mistakes_are_for_people(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 10)
     with pytest.raises(UserError, match="row_group_size"):
         listed(opened(tmp_path / "a.parquet"))
+
+
+def not_utf8(texts: list[bytes]) -> pa.Array:
+    _, offsets, data = pa.array(texts, pa.binary()).buffers()
+    return pa.StringArray.from_buffers(len(texts), offsets, data)
+
+
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        (pa.array([1_000, 1_001, 2_000], pa.timestamp("ns")), "timestamp[ns]"),
+        (pa.array([1, 10**15, 2], pa.timestamp("ms")), "timestamp[ms]"),
+        (pa.array([1, 10**7, 2], pa.date32()), "date32"),
+        (pa.array([0, 1, 1_000], pa.time64("ns")), "time64[ns]"),
+        (not_utf8([b"one", b"tw\xff", b"three"]), "UTF-8"),
+        (pa.ListArray.from_arrays([0, 1, 2, 3], not_utf8([b"one", b"tw\xff", b"three"])), "UTF-8"),
+    ],
+    ids=["nanoseconds", "far time", "far date", "nanoseconds of a day", "text", "texts"],
+)
+def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, column: pa.Array, named: str) -> None:
+    pq.write_table(hf_table(3).append_column("odd", column), tmp_path / "t.parquet")
+    items, rejects = listed(opened(tmp_path))
+    assert list(items) == ["t.parquet/000000000", "t.parquet/000000002"]
+    assert set(rejects) == {"t.parquet/000000001"}
+    assert "'odd'" in rejects["t.parquet/000000001"] and named in rejects["t.parquet/000000001"]
+
+
+def test_a_column_that_cannot_be_read_at_all_is_named_once(tmp_path: Path) -> None:
+    odd = pa.array([1, 2, 3, 4], pa.timestamp("ns"))
+    pq.write_table(hf_table(4).append_column("odd", odd), tmp_path / "t.parquet", row_group_size=2)
+    items, rejects = listed(opened(tmp_path))
+    assert not items and len(rejects) == 5
+    assert "'odd' (timestamp[ns])" in rejects["t.parquet"]
+    assert len({reason for key, reason in rejects.items() if key != "t.parquet"}) == 1, "one kind of reason"
+
+
+def test_pictures_captions_and_columns_that_cannot_be_read(tmp_path: Path) -> None:
+    names = not_utf8([b"a.png", b"\xff.png", b"c.png"])
+    pq.write_table(pa.table({"file_name": names, "text": not_utf8([b"one", b"two", b"\xff"])}), tmp_path / "t.parquet")
+    items, rejects = listed(opened(tmp_path / "t.parquet"))
+    assert list(items) == ["t.parquet/000000000"]
+    assert "'file_name'" in rejects["t.parquet/000000001"] and "'text'" in rejects["t.parquet/000000002"]
+    twice = pa.table([pa.array([b"a"]), pa.array(["x"]), pa.array(["y"])], names=["jpg", "text", "text"])
+    pq.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="two columns 'text'"):
+        listed(opened(tmp_path / "t.parquet"))
 
 
 def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

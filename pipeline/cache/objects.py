@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 import xxhash
 from fsspec.asyn import AsyncFileSystem
@@ -83,11 +84,14 @@ class ObjectFiles(Files):
         CacheError: see `drivers.open_url`.
     """
 
+    reopen_s = 30.0  # it may be a whole transfer, and a damaged shard can have many damaged records
+
     def __init__(self, url: str, mirror: MirrorConfig):
         self.url = url.rstrip("/")
         # Without listings that are kept: another machine's commits would not be seen.
         self.fs, self._base = drivers.open_url(self.url, CacheError, use_listings_cache=False)
         self._web = url.partition("://")[0].lower() in ("http", "https")
+        self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
         self.room = self.mirror.limit

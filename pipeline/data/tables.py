@@ -16,11 +16,12 @@ import posixpath
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.names import broken, hostile, is_url, said, shown
@@ -120,7 +121,7 @@ class ParquetSource(Source):
         self._names: dict[str, str] = {}  # the file, where a row names one
         self._versions: dict[str, tuple[int, int]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
-        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ listing
@@ -159,19 +160,33 @@ class ParquetSource(Source):
                 fix=f"--set data.caption_field={shown(wanted[0])}" if wanted else "add a caption column",
             )
         first = 0
+        odd: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             try:
                 with self._lock:
-                    rows = table.read_row_group(group, columns=wanted).to_pylist()
+                    rows = _rows(table.read_row_group(group, columns=wanted))
                 pictures = self._group(name, group)
             except (pa.ArrowException, OSError) as error:
                 yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
                 first += count
                 continue
             for row, said_of_it in enumerate(rows or [{}] * count):
-                yield from self._row(name, group, row, first + row, said_of_it, pictures[row].as_py())
+                values = {**said_of_it, column: _value(pictures[row])}
+                unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
+                odd.update(unreadable.keys())
+                if unreadable:
+                    reasons = (f"its {shown(field)!r} {reason}" for field, reason in unreadable.items())
+                    yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
+                else:
+                    yield from self._row(name, group, row, first + row, said_of_it, values[column])
             first += count
+        for field in sorted(field for field, rows in odd.items() if rows == first):
+            kind = table.schema_arrow.field(field).type
+            yield Reject(
+                shown(name),
+                f"no value of its column {shown(field)!r} ({kind}) can be read; write it as text, or leave it out",
+            )
         if not first:
             yield Reject(shown(name), "holds no row")
 
@@ -218,6 +233,12 @@ class ParquetSource(Source):
 
     def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
+        twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
+        if twice:
+            raise UserError(
+                f"{self.location}/{part} has two columns {shown(twice[0])!r}",
+                fix="write it again with one name for each",
+            )
         if self.image_field is not None:
             candidates = [self.image_field] if self.image_field in schema.names else []
         else:
@@ -280,7 +301,7 @@ class ParquetSource(Source):
             return self.store.read(self._names[key])
         part, group, row, _ = self._found(key)
         try:
-            data, _ = _bytes_and_name(self._group(part, group)[row].as_py())
+            data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
             raise Unreadable(f"{shown(key)}: {shown(said(error))}") from None
         if data is None:
@@ -298,11 +319,11 @@ class ParquetSource(Source):
         except KeyError:
             raise Unreadable(f"{shown(key)}: is in none of the tables that were listed") from None
 
-    def _file(self, name: str) -> pq.ParquetFile:
+    def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
         table = self._open.get(name)
         if table is None:
-            table = self._open[name] = pq.ParquetFile(self.store.open(name))
+            table = self._open[name] = ParquetFile(self.store.open(name))
             if len(self._open) > 16:
                 self._open.popitem(last=False)
         return table
@@ -329,6 +350,35 @@ class ParquetSource(Source):
             else:
                 self._groups.move_to_end((part, group))
             return found
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """Stands for a value that Python has no object for."""
+
+    reason: str
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _Odd("is not UTF-8")
+    except Exception:  # ValueError, OverflowError, KeyError of a time zone
+        return _Odd(f"holds a {scalar.type} that Python's types cannot hold")
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows of a table; an `_Odd` stands in the place of a value that cannot be read."""
+
+    def values(column: pa.ChunkedArray) -> list[Any]:
+        try:
+            return column.to_pylist()
+        except Exception:
+            return [_value(one) for one in column]
+
+    columns = [values(column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _bytes_and_name(picture: Any) -> tuple[bytes | None, str | None]:
@@ -359,16 +409,16 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
 
 
-def _columns(table: pq.ParquetFile, group: int, column: str) -> list[Any]:
+def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
     found = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
     return [chunk for chunk in found if chunk.path_in_schema.split(".")[0] == column]
 
 
-def _size(table: pq.ParquetFile, group: int, column: str) -> int:
+def _size(table: ParquetFile, group: int, column: str) -> int:
     return sum(chunk.total_uncompressed_size for chunk in _columns(table, group, column))
 
 
-def _nulls(table: pq.ParquetFile, column: str) -> bool:
+def _nulls(table: ParquetFile, column: str) -> bool:
     """Whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for chunk in _columns(table, group, column):

@@ -317,7 +317,7 @@ class TarSource(Source):
                 own = told.setdefault(key, _Told())
                 for column, said_of_it in entry.items():
                     if isinstance(said_of_it, int | float) and not isinstance(said_of_it, bool):
-                        own.scores[column] = float(said_of_it)
+                        own.scores[column] = said_of_it
                     else:
                         own.captions[column] = said_of_it
         return told

@@ -29,6 +29,7 @@ from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import mesh
 from pipeline.parallel.filling import fill
 from pipeline.parallel.spread import spread
+from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.workers import strategies, tiny_run
@@ -255,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from pipeline.cache.store import Cache
+from pipeline.processes import run_and_exit
 from tests.consumed import loader, seen
 
 
@@ -43,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cache.store import Cache
+from pipeline.processes import run_and_exit
 from tests.consumed import loader, seen
 
 
@@ -34,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeline.launch import Launch
+from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint
 from pipeline.training.trainer import fit
 from tests.workers import tiny_run
@@ -59,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

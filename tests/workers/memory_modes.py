@@ -24,6 +24,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh, saved
 from pipeline.parallel.kept import kept_bytes
 from pipeline.parallel.spread import Spread, spread
+from pipeline.processes import run_and_exit
 from pipeline.training import in_backward, optim
 from pipeline.training.step import Step
 from tests import test_activation as one
@@ -188,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

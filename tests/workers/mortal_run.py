@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from pipeline.launch import detect
+from pipeline.processes import run_and_exit
 from pipeline.training.trainer import fit
 from tests.workers import tiny_run
 
@@ -47,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -23,6 +23,7 @@ from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh
 from pipeline.parallel.spread import Spread, spread
+from pipeline.processes import run_and_exit
 from pipeline.training import came, optim
 from pipeline.training.came import CAME
 from pipeline.training.step import Step
@@ -240,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -25,6 +25,7 @@ from pipeline.parallel import mesh
 from pipeline.parallel.activation import Kept
 from pipeline.parallel.pipeline_parallel import Pipeline
 from pipeline.parallel.spread import Pipelined, Spread, spread
+from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.workers import strategies, tiny_run
@@ -300,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

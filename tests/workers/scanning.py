@@ -12,6 +12,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding.claims import Claims
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.stopping import Stop, Stopped
+from pipeline.processes import run_and_exit
 
 RUN = 4
 
@@ -47,4 +48,4 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_and_exit(lambda: main(*sys.argv[1:]))

@@ -21,6 +21,7 @@ from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
 from pipeline.parallel.spread import Spread, spread
+from pipeline.processes import run_and_exit
 from tests.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -170,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -26,6 +26,7 @@ from pipeline.launch import Launch, detect
 from pipeline.models import sana
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.spread import Spread, spread
+from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import Report, fit
 from tests.workers import tiny_run
@@ -262,4 +263,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

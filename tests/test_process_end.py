@@ -1,0 +1,205 @@
+"""How processes end: with their exit code, whatever native threads are still doing."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import processes
+from pipeline.cache.arrow import ParquetFile, parquet_table
+from pipeline.config import Config
+
+READING_AT_THE_END = """
+import io, sys, threading, time
+import pyarrow as pa, pyarrow.parquet as pq
+from pipeline.processes import run_and_exit
+
+entered = threading.Event()
+
+class Slow(io.BytesIO):
+    def read(self, *args):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            time.sleep(0.3)
+        return super().read(*args)
+
+def main():
+    file = Slow()
+    pq.write_table(pa.table({"a": list(range(4000))}), file, row_group_size=1000)
+    source = pq.ParquetFile(file, pre_buffer=True)
+    batches = source.iter_batches(1000)
+    threading.Thread(target=next, args=(batches,), daemon=True).start()
+    assert entered.wait(20)
+    print("done")
+    sys.exit(5)
+
+END
+"""
+
+
+def child(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code() -> None:
+    ended = child(READING_AT_THE_END.replace("END", "run_and_exit(main)"))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
+
+
+def test_that_thread_would_end_an_interpreter_that_is_torn_down() -> None:
+    """If this fails, Arrow or Python has changed and `run_and_exit` may no longer be needed."""
+    ended = child(READING_AT_THE_END.replace("END", "main()"))
+    assert ended.returncode < 0, ended
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return None", 0),
+        ("return 3", 3),
+        ("sys.exit()", 0),
+        ("sys.exit('words')", 1),
+        ("raise ValueError('words')", 1),
+    ],
+)
+def test_the_exit_code_is_that_of_main(body: str, code: int) -> None:
+    ended = child(f"import sys\nfrom pipeline.processes import run_and_exit\ndef main():\n {body}\nrun_and_exit(main)")
+    assert ended.returncode == code
+    assert ("words" in ended.stderr) == (code == 1)
+
+
+def test_threads_are_joined_exit_functions_run_and_output_flushed() -> None:
+    ended = child("""
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pipeline.processes import run_and_exit
+
+def late(text):
+    time.sleep(0.2)
+    print(text)
+
+def main():
+    atexit.register(print, "exit function")
+    threading.Thread(target=late, args=("thread",)).start()
+    ThreadPoolExecutor(1).submit(late, "pool")
+
+run_and_exit(main)
+""")
+    assert ended.returncode == 0
+    assert sorted(ended.stdout.split("\n")[:2]) == ["pool", "thread"]
+    assert ended.stdout.split("\n")[2] == "exit function"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_no_success() -> None:
+    code = "from pipeline.processes import run_and_exit\nrun_and_exit(lambda: print('lost'))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60, check=False, env=buffered)
+    assert ended.returncode == processes.OUTPUT_LOST
+
+
+class Watched(io.BytesIO):
+    """Notes the threads that read."""
+
+    threads: set[int]
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.threads.add(threading.get_ident())
+        return super().read(size)
+
+
+READS: dict[str, Callable[[ParquetFile], object]] = {
+    "read": lambda file: file.read(),
+    "row group": lambda file: file.read_row_group(1),
+    "row groups": lambda file: file.read_row_groups([0, 2]),
+    "batches": lambda file: list(file.iter_batches(100)),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_parquet_is_read_on_the_calling_thread_alone(how: str) -> None:
+    table = pa.table({name: list(range(3000)) for name in "abcdef"})
+    file = Watched()
+    pq.write_table(table, file, row_group_size=1000)
+    file.threads = set()
+    READS[how](ParquetFile(file))
+    assert file.threads == {threading.get_ident()}
+
+
+def test_a_parquet_table_from_memory_is_the_one_that_was_written() -> None:
+    table = pa.table({"a": [1, None, 3], "b": [[{"x": "y"}], [], None]})
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    assert parquet_table(sink.getvalue()).equals(table)
+
+
+def test_pyarrows_own_ways_to_read_parquet_are_used_nowhere() -> None:
+    root = Path(__file__).resolve().parent.parent
+    home = root / "pipeline/cache/arrow.py"
+    for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert path == home or not any(way in text for way in ("pq.read_table", "pq.ParquetFile", "pq.ParquetDataset"))
+        assert path == home or ".ipc.open_" not in text
+
+
+# ---------------------------------------------------------------- what a command shows
+
+NOISE = """
+import logging, warnings
+from pipeline import cli
+def noisy():
+    import torchao.quantization  # tells of libraries that it could not load
+    logging.getLogger("library").warning("a note")
+    warnings.warn("a warning", DeprecationWarning)
+    logging.getLogger("library").error("an error")
+cli.main = noisy
+cli.console()
+"""
+
+
+def test_a_command_shows_no_notes_of_libraries_unless_python_was_asked_for_them() -> None:
+    pytest.importorskip("torchao")
+    assert child(NOISE).stderr == "an error\n"
+    asked = subprocess.run([sys.executable, "-W", "default", "-c", NOISE], capture_output=True, text=True, check=True)
+    assert {"a note", "an error"} < set(asked.stderr.splitlines()) and "a warning" in asked.stderr
+
+
+# ---------------------------------------------------------------- commands on a busy machine
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    yield
+    for burner in burners:
+        burner.kill()
+        burner.wait()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_short_commands_end_with_documented_codes_on_a_busy_machine(
+    photos: Path, small_cache_copy: Path, make_config: Callable[..., Config], busy: None, fault_seed: int
+) -> None:
+    """`make fault-long` makes about 200 runs of each command."""
+    config = make_config(small_cache_copy.parent)
+    where = ["--config", "tiny", "--set", f"cache={config.cache}"]
+    models = ["--set", f"vae.id={config.vae.id}", "--set", f"text.id={config.text.id}"]
+    commands = [
+        ["status", *where], ["snapshots", *where], ["gc", *where], ["verify", *where], ["bucket", *where],
+        ["encode", *where, *models, "--data", str(photos)],
+    ]  # fmt: skip
+    for _ in range(1 if fault_seed < 5 else 2):
+        for arguments in commands:
+            ended = subprocess.run(processes.command(*arguments), capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, f"{arguments}: {ended.returncode}\n{ended.stdout}{ended.stderr}"
