@@ -236,11 +236,16 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
         opened(tmp_path / "z.tar.gz")
 
 
-def test_a_missing_tar_of_a_pattern_is_a_reject(tmp_path: Path) -> None:
-    make_tar(tmp_path / "0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
-    items, rejects = listed(opened(tmp_path / "{0..1}.tar"))
-    assert len(items) == 1
-    assert "unreadable" in rejects["1.tar"]
+def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    make_tar(tmp_path / "wd-0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    assert len(listed(opened(tmp_path / "wd-{0..0}.tar"))[0]) == 1
+    with pytest.raises(UserError, match=r"1 of 2 listed files.*\n.*wd-1.tar: No such file"):
+        listed(opened(tmp_path / "wd-{0..1}.tar"))
+    with pytest.raises(UserError, match=r"3 of 3.*(\n.*)*did you mean wd-0.tar"):
+        listed(opened(tmp_path / "wdd-{0..2}.tar"))
+    for name in ("gone.parquet", "gone.jsonl"):
+        with pytest.raises(UserError, match="1 of 1 listed files"):
+            listed(opened(tmp_path / f"{{{name},{name}}}"))
 
 
 def test_no_caption_at_all_names_the_columns_there_are(tmp_path: Path) -> None:
@@ -609,5 +614,5 @@ def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Pa
 
 @pytest.mark.parametrize("data", ["https://host/data/a.tar?X-Amz-Signature=1", "http://host/pics?token=1"])
 def test_an_address_with_a_query_is_refused_before_anything_is_listed(data: str) -> None:
-    with pytest.raises(UserError, match="has a query"):
+    with pytest.raises(UserError, match="or a query"):
         open_source(data, DataConfig(), None, None)

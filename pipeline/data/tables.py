@@ -60,6 +60,7 @@ class ListingSource(FolderSource):
 
     def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
         self.store.refresh()
+        self.store.listed(self.files)
         self.ignored_kinds = Counter()
         self.ignored = 0
         listing = _Listing()
@@ -128,7 +129,8 @@ class ParquetSource(Source):
     def parts(self) -> list[Part]:
         self.store.refresh()
         with self._lock:
-            self._versions, self._open, self._groups = {}, OrderedDict(), OrderedDict()
+            self._versions = self.store.listed(self.files)
+            self._open, self._groups = OrderedDict(), OrderedDict()
         self.ignored_kinds.clear()
         self.ignored = 0
         return [Part(file, self._stamp(file)) for file in self.files]
@@ -262,7 +264,7 @@ class ParquetSource(Source):
     def _stamp(self, file: str) -> str | None:
         """None where rows name files: those may change without the table."""
         try:
-            self._versions[file] = version = self.store.stat(file)
+            version = self._versions[file]
             with self._lock:
                 table = self._file(file)
         except (OSError, pa.ArrowException):
