@@ -124,7 +124,9 @@ def scan(
     while True:
         pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
         try:
-            tables = _Scan(source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments).tables()
+            tables = _Scan(
+                source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments
+            ).tables()
             break
         except Outdated:
             continue
