@@ -108,6 +108,8 @@ class DataConfig(_Section):
     `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
     `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
     `image_root` is what these names are relative to (null: the table's own folder).
+    max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
+    takes more memory, in MiB. `encode.workers` pictures are decoded at once.
     decoder: `vips` (fast) or `pillow`; `auto` is vips where it can be imported, but stays with what a cache has been
     encoded with. The pixels differ by rounding, so the decoder is part of the recipe.
     min_side, max_upscale, max_crop_loss: pictures are left out whose shorter side has fewer pixels, that would be
@@ -126,10 +128,16 @@ class DataConfig(_Section):
     image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     max_pixels: Positive = 200_000_000
+    max_picture_mib: Positive = 3072
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     min_side: Positive | None = None
     max_upscale: Annotated[float, Field(gt=0)] | None = None
     max_crop_loss: Share | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """Memory that decoding a picture may take, in bytes."""
+        return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
