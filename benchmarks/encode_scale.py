@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.report import finish, median, table
+from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.cache import audit, layout
 from pipeline.cache.store import Cache
 from pipeline.config import EncodeConfig
@@ -51,7 +52,7 @@ def scan_table(count: int) -> pa.Table:
 
 
 def measure(count: int) -> tuple[dict[str, float], float]:
-    """Seconds by phase, and peak Python memory in MB of everything but the encoding."""
+    """Seconds by phase, and the peak memory in MB of a run with nothing to do, in a process of its own."""
     seconds: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
@@ -63,13 +64,9 @@ def measure(count: int) -> tuple[dict[str, float], float]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder) / "cache", create=True)
         cache.add_recipe(RECIPE)
-        scan, config = scan_table(count), EncodeConfig()
-
-        def list_work() -> list[dict[str, Any]]:
-            return planning.image_work(scan, "scale", RECIPE, SIZES)
-
-        work = timed("work list", list_work)
-        plans = timed("plan", lambda: planning.plan_images(cache, RECIPE, work, config))
+        scan = scan_table(count)
+        work = timed("work list", lambda: planning.image_work(scan, "scale", RECIPE, SIZES))
+        plans = timed("plan", lambda: planning.plan_images(cache, RECIPE, work, EncodeConfig()))
 
         def encode() -> None:
             for plan, unit in worker.missing_units(cache, plans):
@@ -87,32 +84,45 @@ def measure(count: int) -> tuple[dict[str, float], float]:
 
         timed("encode and commit", encode)
         timed("merge", lambda: worker.missing_units(cache, plans))
-        tracemalloc.start()
         found = timed("index", lambda: cache.index(RECIPE.name))
         if len(found) != count:
             raise RuntimeError(f"{len(found)} of {count} records are in the index")
         told = timed("status", lambda: audit.status(cache))
         if not told["complete"]:
             raise RuntimeError("the cache is not complete")
-        tracemalloc.stop()
+        timed("run with nothing to do", lambda: run_with_nothing_to_do(Path(folder), scan))
+        told = subprocess.run(
+            [sys.executable, "-m", "benchmarks.encode_scale", "--memory-of", folder, str(count)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    return seconds, float(told.stdout)
 
-        def again() -> None:
-            opened = Cache(Path(folder) / "cache")
-            if worker.missing_units(opened, planning.plan_images(opened, RECIPE, list_work(), config)):
-                raise RuntimeError("there is work left")
 
-        timed("run with nothing to do", again)
-        tracemalloc.start()
-        again()
-        peak = tracemalloc.get_traced_memory()[1] / 1e6
-        tracemalloc.stop()
-    return seconds, peak
+def run_with_nothing_to_do(folder: Path, scan: pa.Table) -> None:
+    cache = Cache(folder / "cache")
+    work = planning.image_work(scan, "scale", RECIPE, SIZES)
+    if worker.missing_units(cache, planning.plan_images(cache, RECIPE, work, EncodeConfig())):
+        raise RuntimeError("there is work left")
+
+
+def memory_of(folder: Path, count: int) -> float:
+    """MB that a run with nothing to do takes in this process beyond what it had with the scan in memory."""
+    scan = scan_table(count)
+    reset_peak()
+    before = resident("VmRSS")
+    run_with_nothing_to_do(folder, scan)
+    return (resident("VmHWM") - before) / 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 2 x 10^4 items only")
-    sizes = [1000, 5000, 20000] if parser.parse_args().quick else [1000, 10000, 100000]
+    parser.add_argument("--memory-of", nargs=2, metavar=("FOLDER", "ITEMS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory_of:
+        print(memory_of(Path(options.memory_of[0]), int(options.memory_of[1])))
+        return
+    sizes = [1000, 5000, 20000] if options.quick else [1000, 10000, 100000]
     rounds = [{size: measure(size) for size in sizes} for _ in range(ROUNDS)]
     results = {
         size: (

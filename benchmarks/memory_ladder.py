@@ -15,8 +15,6 @@ rung before offload against the first. Step times are those of 4 processes on th
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -30,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.report import finish, median, table
+from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.config import TrainConfig
 from pipeline.data.loader import Batch
 from pipeline.launch import detect
@@ -58,18 +56,6 @@ RUNGS: dict[str, dict[str, Any]] = {
 }
 BEFORE_OFFLOAD = "+ optimizer's step in the backward pass"
 CPU = torch.device("cpu")
-
-
-def resident(key: str) -> int:
-    """Bytes: VmRSS now, or VmHWM, the most since the last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-
-def reset_peak() -> None:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def batch(step: int, rank: int, samples: int, side: int) -> Batch:

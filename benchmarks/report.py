@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -47,6 +49,18 @@ def finish(figures: Mapping[str, float | str | None]) -> None:
     """The last line: one JSON object."""
     print(f"{machine()}; commit {commit()}")
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)
+
+
+def resident(key: str) -> int:
+    """Bytes of this process's memory: VmRSS now, or VmHWM, the most since `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def reset_peak() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def median(values: Sequence[float]) -> float:

@@ -56,6 +56,22 @@ class Weights(_Section):
     variant: str | None = None
 
 
+class StartWeights(Weights):
+    """What training starts from. `variant: null` takes the set of the highest precision that is there; the run says
+    which. `id` may also name a file of NVlabs (`.pth`, or safetensors with their names), here or on the hub:
+    `hf://OWNER/NAME/checkpoints/NAME.pth`.
+
+    runs_in: the precisions that these weights bear, the one to take first; null: not known. Weights that were trained
+    in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those trained in bf16 overflow in fp16 (#65).
+    """
+
+    runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
+
+    def bears(self, precision: str) -> bool:
+        """Whether the weights are known to fail in a precision of `train.precision`, or not."""
+        return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
+
+
 class VaeConfig(Weights):
     """The image encoder. `scaling_factor: null` takes the one in the VAE's own config (0.41407 for Sana's DC-AE)."""
 
@@ -284,7 +300,7 @@ class ArchConfig(_Section):
 class ModelConfig(_Section):
     """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch."""
 
-    weights: Weights | None = None
+    weights: StartWeights | None = None
     arch: ArchConfig | None = None
 
     @model_validator(mode="after")
@@ -606,6 +622,18 @@ class Config(_Section):
     bucket: BucketConfig = BucketConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="after")
+    def _precision(self) -> Config:
+        weights, wanted = self.model.weights, self.train.precision
+        if weights is not None and not weights.bears(wanted):
+            able = weights.runs_in or []
+            raise ValueError(
+                f"train.precision: {wanted} breaks these weights, which run in {' and '.join(able)} "
+                f"(model.weights.runs_in): those trained in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those "
+                f"trained in bf16 overflow in fp16 (#65); set train.precision={able[0]}"
+            )
+        return self
 
 
 def shipped() -> list[Path]:

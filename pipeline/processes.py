@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import shlex
 import sys
 import threading
@@ -38,6 +39,13 @@ def command(*arguments: str) -> list[str]:
 def shown(*arguments: str) -> str:
     """The same command as a person would type it."""
     return shlex.join(["sana-pipe", *arguments])
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit on open files to the hard one: many shards are open at once, and 1,024 is usual."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems allow less than they say; then what there is has to do
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run_and_exit(main: Callable[[], object]) -> NoReturn:

@@ -42,8 +42,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         units = {unit.unit: unit for unit in plan.units}
         for commit in index.commits(other.files, recipe, plan.number):
             if commit.shard is not None and commit.shard in shards:
-                # An id of its own: a fork of that cache may have another outcome of the unit it came from.
-                own = layout.digest("adopted", recipe, commit.shard).hex()
+                own = index.adopted_unit(recipe, commit.shard)
                 marked = replace(commit, unit=own, provenance={**commit.provenance, index.ADOPTED: True})
                 needed[own] = (plan, units[commit.unit], marked)
     if not needed:

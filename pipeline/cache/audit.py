@@ -16,12 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cache import index, shard
+from pipeline.cache import codec, index, shard
 from pipeline.cache.files import STALE_TMP_S
 from pipeline.cache.layout import PACKED, Paths
 from pipeline.cache.snapshot import Caption, Snapshot
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.urls import strip_credentials
+
+DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
+"""Folders of documents that others follow from."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             going_on |= usable > 0 and not planned
             reasons = cache.table(scan["table"]).column("reject")
             sources[name] = {
-                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
+                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": strip_credentials(scan["root"]),
                 "latent": scan["latent"], "text": scan["text"],
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
@@ -115,7 +119,7 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
     """
     wanted: dict[str, str] = {}  # file -> the document that refers to it
     there: set[str] = set()
-    for folder in ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names"):
+    for folder in DOCUMENTS:
         for entry in cache.files.walk(folder):
             if not entry.name.endswith(".json"):
                 continue
@@ -357,6 +361,110 @@ def verify_snapshot(cache: Cache, name: str) -> Iterator[Finding]:
             snapshot.check_chunk(number)
     except CacheError as error:
         yield Finding(name, error.what)
+
+
+# ---------------------------------------------------------------- what contradicts itself
+
+
+def contradictions(cache: Cache) -> Iterator[Finding]:
+    """Where documents and shards contradict one another, as they do when a document was lost or damaged.
+
+    Nothing may be removed from a cache while there is one: what a lost document referred to looks unneeded. Reads every
+    document, and the heads of those shards that no commit refers to.
+
+    A shard that no commit refers to is harmless if its unit is committed with another one (a late worker's, a crash
+    before the commit) and if its bytes do not say what it is. If its unit is planned and not committed, or in no plan,
+    either its document was lost or the work was never finished. Joint shards are copies of records that are elsewhere:
+    they count for nothing here.
+    """
+    files = cache.files
+    named: dict[str, str] = {}  # snapshot -> a document that names it
+    for name in cache.snapshot_names():
+        try:
+            named[str(cache.snapshot_of(name))] = Paths.names(name)
+        except CacheError:
+            continue  # it is looked at below
+    heads = set(files.names("snapshots"))
+    for folder in DOCUMENTS:
+        for entry in files.walk(folder):
+            if not entry.name.endswith(".json"):
+                continue
+            if folder == "snapshots" and PurePosixPath(entry.name).stem not in named:
+                continue  # nobody needs it
+            try:
+                files.document(entry.name)
+            except CacheError as error:
+                yield Finding(entry.name, error.what)
+    for snapshot, where in sorted(named.items()):
+        if f"{snapshot}.json" not in heads:
+            yield Finding(Paths.snapshot(snapshot), f"is missing, and {where} refers to it")
+    if heads and not named:
+        yield Finding("names", "there are snapshots, and no name points to any: run sana-pipe bucket")
+    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
+        yield from _gap(cache, folder)
+    owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
+    known = set(recipe_names(cache))
+    for owner in sorted(owners | {name.removesuffix(".json") for name in files.names("scales")} | known):
+        if not owner.startswith(PACKED) and owner not in known:
+            yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
+        yield from _gap(cache, Paths.plans(owner))
+        yield from _unfounded(cache, owner)
+
+
+def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
+    try:
+        cache.files.numbers(folder)
+    except CacheError as error:
+        yield Finding(folder, error.what)
+
+
+def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
+    """Commits, shards and scales of a recipe (commits of a pack) without the document that they follow from."""
+    files = cache.files
+    planned: dict[str, int] = {}
+    try:
+        for plan in cache.plans(owner):
+            planned.update((unit.unit, plan.number) for unit in plan.units)
+        listed = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
+        listed |= set(files.folders(f"units/{owner}"))
+        commits = [(int(name), commit) for name in sorted(listed) for commit in index.commits(files, owner, int(name))]
+    except CacheError:
+        return  # the damaged document has been named already
+    plans = set(planned.values())
+    for number in sorted({number for number, _ in commits} - plans):
+        where = Paths.numbered(Paths.plans(owner), number)
+        yield Finding(where, "is missing, and there are commits of its units", recipe=owner, plan=number)
+    for number, commit in commits:
+        if number in plans and planned.get(commit.unit) != number:
+            where = Paths.numbered(Paths.plans(owner), number)
+            yield Finding(where, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
+    if owner.startswith(PACKED):
+        return
+    shards, units = {commit.shard for _, commit in commits}, {commit.unit for _, commit in commits}
+    for entry in files.walk(f"shards/{owner}"):
+        stem = PurePosixPath(entry.name).stem
+        if stem in shards:
+            continue
+        try:
+            unit = shard.read_head(files, entry.name)["unit"]
+        except CacheError:
+            continue
+        if unit in units:
+            continue
+        if unit in planned or index.adopted_unit(owner, stem) in planned:
+            what = f"no commit refers to this shard of unit {unit}: run sana-pipe encode to finish, or verify --repair"
+        else:
+            what = (
+                f"its unit {unit} is in no plan: run sana-pipe bucket again if that was stopped, else verify --repair"
+            )
+        yield Finding(entry.name, what)
+    if shards - {None} and not files.exists(Paths.scale(owner)):
+        try:
+            lossy = codec.storage_of(cache.recipe(owner)) == codec.INT8
+        except CacheError:
+            return
+        if lossy:
+            yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")
 
 
 # ---------------------------------------------------------------- what nothing needs

@@ -64,6 +64,12 @@ def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool
     return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
 
 
+def adopted_unit(recipe: str, shard: str) -> str:
+    """The id of the unit that a shard of another cache becomes here: a fork of that cache may have another outcome of
+    the unit that it came from."""
+    return layout.digest("adopted", recipe, shard).hex()
+
+
 def committed(files: Files, recipe: str, plan: int) -> set[str]:
     """Units of a plan that are done."""
     if files.exists(Paths.segment(recipe, plan)):

@@ -45,9 +45,10 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.config import Config
 from pipeline.data.loader import State
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import agree, gather, on_main
+from pipeline.training.reading import CheckpointError, Reader, read_metadata
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -61,12 +62,6 @@ _LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
 _MEND = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Sections = Mapping[str, Mapping[str, Tensor]]
-
-
-class CheckpointError(UserError):
-    """A checkpoint that is damaged, incomplete, or does not belong to this run."""
-
-    exit_code = 7
 
 
 @dataclass(frozen=True)
@@ -406,15 +401,16 @@ def load(
     """
     world = dist.get_world_size()
     error: Exception | None = None
+    held: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
+        held = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
     agree(error)
-    held = {name.partition(".")[0] for name in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata}
     tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
-    _dcp(lambda: dcp.load(tensors, checkpoint_id=str(folder)), f"{folder}: could not be read into this model")
+    _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
     moments = {**settings, **tensors["optim"]}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
     return set(more or {}) - held
@@ -438,7 +434,7 @@ class ModelTensors(Mapping[str, Tensor]):
         document = read_document(self.folder)
         verify(self.folder, document)
         self.architecture = document.architecture
-        self._reader = dcp.FileSystemReader(str(self.folder))
+        self._reader = Reader(str(self.folder))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {

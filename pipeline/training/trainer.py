@@ -34,7 +34,8 @@ from pipeline.launch import Launch, check_accelerate, check_restart, resolve_dev
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig, read_config
+from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_files import architecture_at
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
@@ -133,6 +134,8 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         held = spread(model, mesh, train)
         if values is not None:
             _check_equal_start(values)
+            if isinstance(values, Stored):
+                quiet(f"start weights: {values.taken}")
             together(lambda: fill(held.module, values))
         optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
         averages = [Average(held.module, train.ema)] if train.ema is not None else []
@@ -194,7 +197,7 @@ def start_values(config: Config, architecture: SanaConfig) -> Start:
     weights = config.model.weights
     if weights is None:
         return Drawn(architecture, config.train.seed)
-    return Stored(hub.resolve(weights, hub.weight_patterns(weights.variant)), weights.variant)
+    return Stored(hub.resolve(weights, widest=True), weights.variant)
 
 
 def architecture_of(config: Config, task: Task) -> SanaConfig:
@@ -204,7 +207,7 @@ def architecture_of(config: Config, task: Task) -> SanaConfig:
         UserError: weights that cannot be found or read.
     """
     if config.model.weights is not None:
-        return read_config(hub.resolve(config.model.weights, ("config.json",)))
+        return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
     if config.model.arch is None:
         raise ConfigError("neither model.weights nor model.arch is given")
     return SanaConfig.from_arch(config.model.arch, task.sample_size)
