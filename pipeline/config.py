@@ -473,6 +473,15 @@ class TrainConfig(_Section):
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
     `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
+    residual: dtype of the tokens between the blocks, of the norms over them and of the gates: `fp32`, as under NVlabs'
+    autocast; `compute`, that of `precision`. null: `fp32` for a new run; a resumed run keeps what it began with
+    (`compute` if it is older than this option). RESIDUAL_MEASURED
+    recipe: `nvlabs` follows NVlabs' trainer where no other option does: CAME keeps 3x3 kernels unfactored and without
+    confidence, and takes the weights of query, key and value for the one matrix that they are there; weight decay
+    pulls biases, norms and tables, too; warm-up begins with a step of rate 0; the norms of cross attention's queries
+    and keys have eps 1e-6 (`default`: 1e-5), linear attention's denominator 1e-8 (1e-15). `default` is better where
+    the two differ (docs/nvlabs.md says why), and has the constants of diffusers, whose pipeline draws with the exported
+    weights.
 
     Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
     the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
@@ -485,6 +494,8 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     microbatch: Positive = 8
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
+    residual: Literal["fp32", "compute"] | None = None
+    recipe: Literal["default", "nvlabs"] = "default"
     activation_checkpointing: Recompute = "full"
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     activation_offload: bool = False
@@ -521,6 +532,11 @@ class TrainConfig(_Section):
                 "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
+            if self.recipe == "nvlabs" and self.optim.name == "came":
+                raise ValueError(
+                    "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
+                    "and value together; set recipe: default or optim.in_backward: false"
+                )
             if self.optim.clip is not None:
                 raise ValueError(
                     "optim.in_backward updates parameters before the norm of the gradient is known; "

@@ -35,7 +35,7 @@ from pipeline.launch import Launch, check_accelerate, check_restart, resolve_dev
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_files import architecture_at
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
@@ -128,9 +128,13 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
-            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
+            before = found[1].config["train"]
+            recipes = before.get("recipe", "default"), train.recipe
+            optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
+        config = with_residual(config, found[1].config if found is not None else None)
+        train = config.train
         values = together(lambda: start_values(config, architecture)) if found is None else None
-        model = SanaTransformer.on_meta(architecture)
+        model = SanaTransformer.on_meta(architecture, numerics(train))
         model.reset_buffers()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         held = spread(model, mesh, train)
@@ -139,7 +143,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             if isinstance(values, Stored):
                 quiet(f"start weights: {values.taken}")
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
         averages = [Average(held.module, train.ema)] if train.ema is not None else []
         step = Step(held, FlowMatching(train.flow), optimizer, train, device)
         done = 0
@@ -160,6 +164,8 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
+        for line in optim.advice(train.optim, task.batch, train.steps):
+            quiet(f"note: {line}")
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
         loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, lock, quiet)
@@ -168,6 +174,24 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         finally:
             if journal is not None:
                 journal.close()
+
+
+def with_residual(config: Config, before: dict[str, Any] | None) -> Config:
+    """The configuration with `train.residual` decided: as given, else what the run began with, else fp32.
+
+    Args:
+        before: the configuration that the checkpoint to be resumed was written with.
+    """
+    if config.train.residual is not None:
+        return config
+    residual = "fp32" if before is None else before["train"].get("residual") or "compute"
+    return config.model_copy(update={"train": config.train.model_copy(update={"residual": residual})})
+
+
+def numerics(train: TrainConfig) -> Numerics:
+    """How the model computes under `train.residual` (decided, see `with_residual`) and `train.recipe`."""
+    theirs = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    return Numerics(fp32_residual=train.residual == "fp32", **theirs)
 
 
 def start_values(config: Config, architecture: SanaConfig) -> Start:
@@ -403,7 +427,7 @@ class _Loop:
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
-                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
+                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
                 optim.set_learning_rate(self.optimizer, rate)
                 self._seed(state.step)
                 stop = self.wanted.name is not None or saver.failed or self.lock.lost
