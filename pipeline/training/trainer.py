@@ -87,13 +87,17 @@ class Report:
     stopped_by: str | None
 
 
-def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print) -> Report:
+def fit(
+    config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print,
+    accepted: Callable[[], None] = lambda: None,
+) -> Report:  # fmt: skip
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
         say: prints one line; called on the first process only.
+        accepted: called on the first process once it is certain that this run may start or resume.
 
     Raises:
         UserError: what a person can mend, in the same words on every process.
@@ -133,6 +137,7 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
         config = with_residual(config, found[1].config if found is not None else None)
         train = config.train
+        on_main(accepted)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture, numerics(train))
         model.reset_buffers()
