@@ -3,13 +3,23 @@
 What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
+<<<<<<< HEAD
 exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
+command reads.
+=======
+exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
+keeps its traceback. Ctrl-C ends with 130.
 Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
+>>>>>>> main
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -18,12 +28,14 @@ import click
 
 from pipeline import __version__
 from pipeline.errors import UserError
-from pipeline.processes import run_and_exit
+from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
 
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+"""What a file system says of a path that a person gave, whatever the command wanted to do there."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,10 +74,12 @@ def _configured(command: Command) -> Command:
     return command
 
 
-def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
+def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
+    """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
 
-    return load(config_path, list(overrides))
+    words = click.get_current_context().command_path.split()[1:]
+    return load(config_path, list(overrides), " ".join([*words, *mode]))
 
 
 @cli.command()
@@ -134,7 +148,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
+    given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
+    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -183,7 +198,7 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training chooses its snapshot by `train --snapshot`")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
     if caches:
         own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": own})
@@ -346,7 +361,7 @@ def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
     """Read the whole cache and name what is damaged. Exit code 4 if something is (and was not restored)."""
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
     return stage.run(config, mend=repair, data=data, as_json=as_json)
@@ -378,6 +393,7 @@ def demo(out: str, data: str | None, quick: bool) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    allow_many_files()
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
     except click.Abort:
@@ -389,11 +405,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         click.echo(f"sana-pipe: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in REFUSED or error.filename is None:
+            raise
+        fix = "check the path, and who may read, enter and write its folders"
+        click.echo(f"sana-pipe: {UserError(f'{error.filename}: {error.strerror}', fix=fix)}", err=True)
+        sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 
 def console() -> NoReturn:
-    """The command: `main`, then the end of the process."""
+    """The command: `main`, then the end of the process.
+
+    A run shows its lines only: warnings and notes of libraries stay away, unless Python was asked for them
+    (`PYTHONWARNINGS=default`). What concerns a user is an error or a line of ours.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
     run_and_exit(main)
 
 

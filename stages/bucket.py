@@ -326,8 +326,12 @@ def _recipes(
     if config.vae.scaling_factor is not None:
         wanted.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
     for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):
-        if recipe.model:
-            wanted += [(f"{key}.id", section.id, recipe.model), (f"{key}.revision", section.revision, recipe.revision)]
+        if recipe.model and (recipe.model, recipe.revision) != (section.id, section.revision):
+            click.echo(
+                f"note: the cache's {recipe.kind} records were made with {recipe.model!r} (revision "
+                f"{recipe.revision!r}), {key} names {section.id!r}: equal weights, if `encode` found nothing new to do",
+                err=True,
+            )
     wrong = [f"{key}: configuration {mine!r}, cache {theirs!r}" for key, mine, theirs in wanted if mine != theirs]
     if wrong:
         raise CacheError(

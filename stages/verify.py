@@ -145,6 +145,7 @@ class _Encoders:
             yield from worker.image_records(
                 recipe, unit, rows, {name: self._source(name) for name in names}, self.image,
                 max_pixels=self.config.data.max_pixels, workers=self.config.encode.workers, only=bad,
+                max_bytes=self.config.data.max_bytes,
             )  # fmt: skip
         elif isinstance(recipe, layout.TextRecipe):
             if self.text is None:
@@ -171,12 +172,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _same(recipe: layout.Recipe, found: dict[str, Any], section: str) -> None:
-    ours = {("model" if key == "id" else key): value for key, value in found.items()}
-    wrong = [
-        f"{k}: cache {recipe.values()[k]!r}, configuration {v!r}" for k, v in ours.items() if recipe.values()[k] != v
-    ]
-    if wrong:
+    if wrong := recipe.unlike(found):
         raise UserError(
-            f"the damaged records were made by another {section} than the configuration names", found="; ".join(wrong),
-            fix=f"give the configuration whose {section} made this cache",
+            f"the damaged records were made by another {section} than the configuration names (cache | configuration)",
+            found="; ".join(wrong), fix=f"give the configuration whose {section} made this cache",
         )  # fmt: skip

@@ -206,6 +206,24 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
     assert report(config(root, "bucket.filter='clip is not None'"), capsys)["samples"] == 5
 
 
+def test_a_number_too_large_for_a_filter_costs_its_row_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = 10**400
+    one = [
+        dataclasses.replace(p, meta={"clip": -huge if i < 2 else i, "all": huge}) for i, p in enumerate(pictures(10))
+    ]
+    add(config(root), "one", [*one, dataclasses.replace(pictures(1, "last-")[0], meta={})])
+    told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
+    assert told["samples"] == 3
+    assert {(e["reason"], e["samples"]) for e in told["left_out"]} == {
+        ("bucket.filter cannot be decided, a number is too large: clip >= 7", 2),
+        ("bucket.filter cannot be decided, a value is missing: clip >= 7", 1),
+        ("not selected by bucket.filter: clip >= 7", 5),
+    }
+    for text in ("all > 1", f"clip + {huge} > 1", f"-{huge} < clip"):
+        with pytest.raises(UserError):
+            stages.bucket.run(config(root, f"bucket.filter='{text}'"))
+
+
 @pytest.mark.parametrize(
     ("expression", "named"),
     [

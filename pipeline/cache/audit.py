@@ -20,6 +20,7 @@ from pipeline.cache.layout import PACKED, Paths
 from pipeline.cache.snapshot import Caption, Snapshot
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.urls import strip_credentials
 
 DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
 """Folders of documents that others follow from."""
@@ -92,7 +93,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             going_on |= usable > 0 and not planned
             reasons = cache.table(scan["table"]).column("reject")
             sources[name] = {
-                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
+                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": strip_credentials(scan["root"]),
                 "latent": scan["latent"], "text": scan["text"],
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}

@@ -13,16 +13,19 @@ Names are relative to the root with forward slashes. `Files` is a folder on a di
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+import resource
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
+from weakref import WeakSet
 
+import pyarrow as pa
 import xxhash
 
 from pipeline.cache import layout, owner
@@ -30,6 +33,9 @@ from pipeline.errors import CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
+SPARE_DESCRIPTORS = 128
+"""What sockets, checkpoints and libraries may open beside shards."""
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,42 @@ class Handle:
         """The same file as a seekable object of its own."""
         return os.fdopen(os.dup(self.descriptor), "rb")
 
+    def map(self) -> pa.Buffer:
+        """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
+        # By its descriptor, since the name may be gone by now. Arrow keeps the pages mapped and closes the file.
+        with pa.memory_map(f"/dev/fd/{self.descriptor}") as file:
+            return file.read_buffer()
+
     def __del__(self) -> None:
         os.close(self.descriptor)
 
 
+class Closing(Protocol):
+    """What keeps files open and can open them again."""
+
+    def close(self) -> None: ...
+
+
 class Files:
-    """A folder of published files. `room`: bytes of the copies that can be kept of it on this machine; None where the
-    files themselves are read."""
+    """A folder of published files.
+
+    Attributes:
+        room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
+        reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
+        readers: what keeps files open, to be asked to let go of them where descriptors or space run out.
+    """
 
     room: int | None = None
+    reopen_s = 0.0
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
+        self.readers: WeakSet[Closing] = WeakSet()
+
+    def let_go(self) -> None:
+        """Close the files that readers keep open and nobody reads from at this moment."""
+        for reader in list(self.readers):
+            reader.close()
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -156,18 +186,11 @@ class Files:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
+            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from error
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few places of a large file: an object store is asked for those ranges."""
         return self.open(name)
-
-    def map(self, name: str) -> mmap.mmap:
-        """A content-addressed file, mapped into memory for reading. Raises as `open`."""
-        handle = self.open(name)
-        if os.fstat(handle.descriptor).st_size == 0:
-            raise IntegrityError(f"{self.where(name)}: is empty", fix="restore the file from a copy of the cache")
-        return mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
 
     def digest(self, name: str) -> str:
         """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
@@ -381,6 +404,22 @@ def free_at(folder: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def descriptors_left() -> int:
+    """How many more files this process may open, but for `SPARE_DESCRIPTORS`."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    taken = len(os.listdir("/dev/fd"))
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - taken - SPARE_DESCRIPTORS
+
+
+def is_scarce(error: BaseException | None) -> bool:
+    """Whether the reason is that descriptors or space have run out."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _SCARCE:
+            return True
+        error = error.__cause__
+    return False
 
 
 def sweep_in(folder: Path) -> int:

@@ -145,6 +145,14 @@ class Cache:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
+    def known(self, recipe: layout.Recipe) -> layout.Recipe:
+        """The recipe under which this cache has what `recipe` would make: the same values, whatever the weights were
+        called; of several the one with the most records. `recipe` itself if there is none."""
+        same = [one for one in self.recipes(recipe.kind) if one.same_values(recipe)]
+        if len(same) < 2:
+            return same[0] if same else recipe
+        return max(same, key=lambda one: (len(self.index(one.name)), one.name))
+
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
