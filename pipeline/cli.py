@@ -302,13 +302,16 @@ def train(
 @_configured
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
 @click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
-@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
-def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str) -> Any:
+@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write; new or empty.")
+@click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
+def export(
+    config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str, overwrite: bool
+) -> Any:
     """Write a folder that diffusers' SanaPipeline.from_pretrained loads."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema)
+    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite)
 
 
 @cli.command()
