@@ -274,7 +274,11 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
 @cli.command()
 @_configured
 @click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
-@click.option("--resume", metavar="auto|PATH", help="`auto`: the newest complete checkpoint of train.output.")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
+)
 @click.option(
     "--quarantine", metavar="FILE",
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
@@ -290,20 +294,24 @@ def train(
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    return stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
 @cli.command()
 @_configured
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
 @click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
-@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
-def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str) -> Any:
+@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write; new or empty.")
+@click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
+def export(
+    config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str, overwrite: bool
+) -> Any:
     """Write a folder that diffusers' SanaPipeline.from_pretrained loads."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema)
+    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite)
 
 
 @cli.command()
