@@ -62,8 +62,8 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
         ["encode", "--data", folder],
         ["bucket"],
         ["train", "--resume", "auto", *faster],
-        ["export", "--out", "export", *faster],
-        ["sample", "--out", "samples", *faster],
+        ["export", "--out", "export"],
+        ["sample", "--out", "samples"],
     ):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()

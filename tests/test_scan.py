@@ -22,6 +22,7 @@ from PIL import Image
 
 from pipeline.cache import audit
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.source import FolderSource, Part, Source
 from pipeline.data.store import Disk, Unreadable
@@ -359,8 +360,8 @@ def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(folder: Path, cache
 def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) -> None:
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(2 * RUN)), cache)
-    assert not list(audit.unneeded(cache))
-    found = [name for name, _, why in audit.unneeded(cache, now=time.time() + 1e6) if "scan" in why]
+    assert not list(unneeded(cache))
+    found = [name for name, _, why in unneeded(cache, now=time.time() + 1e6) if "scan" in why]
     assert found == sorted(f"fragments/photos/{name}" for name in cache.files.names("fragments/photos"))
     assert not list(audit.verify(cache))
 
