@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import index, layout
-from pipeline.cache.arrow import parquet_table
+from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
@@ -157,7 +157,9 @@ class Cache:
 
     def put_table(self, table: pa.Table) -> str:
         sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
+            for piece in pieces(table):  # a row group with more text in a column could not be read
+                file.write_table(piece)
         return self.files.put_content(sink.getvalue(), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:

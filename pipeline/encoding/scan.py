@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import ROWS, combined
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
@@ -132,7 +133,7 @@ def scan(
             continue
         finally:
             pool.shutdown(cancel_futures=True)
-    table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
+    table = _judged(combined(pa.concat_tables(tables or [SCAN.empty_table()])), refuse)
     _unique(name, table)
     if cache is not None:
         _same_set(cache, name, source, table)
@@ -241,13 +242,17 @@ class _Scan:
         """List a piece and read what is new in it."""
         assert piece.run is not None
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
+        tables = []
         for row in _mapped(self.pool, lambda found: self._row(found, piece.seen), piece.run.items()):
             self._check(in_hand=True)
             row |= {"part": piece.part or None, "stamp": piece.stamp}
             for column, values in columns.items():
                 values.append(row[column])
             self._reach(1)
-        return pa.table(columns, schema=SCAN)
+            if len(columns["item"]) == ROWS:
+                tables.append(pa.table(columns, schema=SCAN))
+                columns = {column: [] for column in SCAN.names}
+        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
 
     def _row(self, found: Item | Reject, known: Seen) -> dict[str, Any]:
         if isinstance(found, Reject):
