@@ -25,6 +25,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.cli import cli
 from pipeline.config import Config, load
 from pipeline.data import buckets, selection
@@ -623,7 +624,7 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
     assert audit.status(Cache(here))["complete"]
-    assert {why for _, _, why in audit.unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
+    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
     assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
     assert Cache(here).sources() == ["one"]
     assert len(made(config(here))) == 30

@@ -72,7 +72,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "demo", "encode", "export", "gc", "sample", "snapshots", "status", "train", "verify",
+        "bucket", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train", "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
@@ -135,7 +135,7 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     bucket, train, export, sample, demo = (stage(n) for n in ("bucket", "train", "export", "sample", "demo"))
     assert end("bucket", "--name", "mine", "--config", "sana_600m_512") == 0
     assert bucket[0][0][0].data.resolution == 512
-    assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False}
+    assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False, "move": False}
     assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
     assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
     assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}

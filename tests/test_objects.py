@@ -288,9 +288,10 @@ def test_encode_bucket_load_verify_repair_over_s3(
     assert stages.verify.run(config, mend=True) == 0
     assert content(here.files) == content(Files(small_cache))
 
-    put_raw(here.files, "shards/latent-x/00/left.tar", b"left")
+    left = f"{name.rpartition('/')[0]}/left.tar"
+    put_raw(here.files, left, b"left")
     stages.gc.run(config, yes=True, older_than_hours=0)
-    assert not here.files.exists("shards/latent-x/00/left.tar")
+    assert not here.files.exists(left)
     assert stages.verify.run(config) == 0
 
 

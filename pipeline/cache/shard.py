@@ -36,6 +36,8 @@ from pipeline.cache.files import Files, Handle, descriptors_left, explained, is_
 from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
+TOUCH_S = 3600
+"""How often a shard that is being written is marked as alive, for sweepers on other machines."""
 _HEAD = 4096
 """Bytes at the beginning of a shard that hold its head."""
 
@@ -99,6 +101,7 @@ class TarWriter:
             self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
+        self._touched = time.monotonic()
         self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
 
     def __enter__(self) -> Self:
@@ -145,6 +148,9 @@ class TarWriter:
     def _write(self, data: bytes | memoryview) -> None:
         with explained(self._path):
             self._file.write(data)
+            if time.monotonic() - self._touched >= TOUCH_S:
+                os.utime(self._path)
+                self._touched = time.monotonic()
         self._state.update(data)
         self._offset += len(data)
 

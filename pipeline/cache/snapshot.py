@@ -157,6 +157,15 @@ def identity(head: dict[str, Any]) -> str:
     return layout.content_digest(layout.canonical(head))
 
 
+def shard_files(head: dict[str, Any]) -> dict[str, int]:
+    """The shards that a head names as files of the cache, with their sizes in bytes."""
+    folders = {kind: layout.RECIPES[kind].from_values(head["recipes"][kind]).name for kind in ("latent", "text")}
+    return {
+        Paths.shard(head.get("folder", folder), shard["name"]): shard["bytes"]
+        for kind, folder in folders.items() for shard in head["shards"][kind]
+    }  # fmt: skip
+
+
 class Snapshot:
     """An opened snapshot.
 
@@ -216,10 +225,7 @@ class Snapshot:
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
-        return {
-            Paths.shard(self.folder(kind), shard["name"]): shard["bytes"]
-            for kind in ("latent", "text") for shard in self.head["shards"][kind]
-        }  # fmt: skip
+        return shard_files(self.head)
 
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
