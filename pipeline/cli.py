@@ -274,7 +274,11 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
 @cli.command()
 @_configured
 @click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
-@click.option("--resume", metavar="auto|PATH", help="`auto`: the newest complete checkpoint of train.output.")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
+)
 @click.option(
     "--quarantine", metavar="FILE",
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
@@ -290,7 +294,8 @@ def train(
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    return stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
 @cli.command()

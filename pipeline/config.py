@@ -22,6 +22,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
@@ -306,15 +307,27 @@ class ArchConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch."""
+    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch.
+    `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline."""
 
     weights: StartWeights | None = None
     arch: ArchConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _alone(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
+            return data
+        direct = (Path(data["weights"]).expanduser() / "config.json").is_file()
+        return {**data, "weights": {"id": data["weights"], "subfolder": None if direct else "transformer"}}
+
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
         if (self.weights is None) == (self.arch is None):
-            raise ValueError("give either model.weights (fine-tuning) or model.arch (from scratch), not both, not none")
+            raise ValueError(
+                "give either model.weights (fine-tuning; --set model.arch=null) or model.arch (from scratch; --set "
+                "model.weights=null), not both, not none"
+            )
         return self
 
 
@@ -776,9 +789,22 @@ def load(
     return config
 
 
+def written(config: Config) -> dict[str, Any]:
+    """The full tree, defaults included, as it is written where others read it: URLs have no user, password or query."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(below) for key, below in value.items()}
+        if isinstance(value, list):
+            return [clean(below) for below in value]
+        return strip_credentials(value) if isinstance(value, str) and not re.search(r"\s", value) else value
+
+    return clean(config.model_dump(mode="json"))
+
+
 def dump(config: Config) -> str:
-    """YAML of the full tree, defaults included: what a run directory keeps."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """YAML of `written`: what a run directory keeps."""
+    return yaml.safe_dump(written(config), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):

@@ -99,4 +99,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=loader,
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
+        names=snapshot.names,
     )

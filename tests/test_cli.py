@@ -271,6 +271,13 @@ def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_sys
         assert "Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("stopped_by", "code"), [("SIGINT", 130), ("SIGTERM", 0), (None, 0)])
+def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stopped_by: str | None, code: int) -> None:
+    """It saved; but `train && export` must not go on. A scheduler's signal is what its job was told to expect."""
+    stage("train", result=types.SimpleNamespace(stopped_by=stopped_by))
+    assert end("train") == code
+
+
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
     stage("bucket", result=KeyboardInterrupt())
     assert end("bucket") == 130

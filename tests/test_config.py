@@ -334,6 +334,16 @@ TREES = st.recursive(
 )
 
 
+def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
+        found = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
+        assert found is not None and (found.id, found.subfolder, found.variant) == (str(weights), subfolder, None)
+    with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
+        load("tiny", ["model.weights=OWNER/NAME"])
+    assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None
+
+
 @given(TREES)
 def test_any_tree_either_loads_or_is_refused_in_words(tmp_path_factory: pytest.TempPathFactory, tree: object) -> None:
     path = write(tmp_path_factory.mktemp("any"), yaml.safe_dump(tree, allow_unicode=True))

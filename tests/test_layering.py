@@ -18,7 +18,7 @@ MIDDLE = BASE | {"pipeline.launch", "pipeline.processes", "pipeline.retrying"}
 ALLOWED: dict[str, set[str]] = {
     "pipeline": set(),
     "pipeline.errors": {"pipeline.urls"},
-    "pipeline.config": {"pipeline.errors"},
+    "pipeline.config": {"pipeline.errors", "pipeline.urls"},
     "pipeline.urls": set(),
     "pipeline.launch": BASE,
     "pipeline.processes": set(),
