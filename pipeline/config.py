@@ -469,7 +469,7 @@ class TrainConfig(_Section):
     """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
 
     Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
-    (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
+    (null: any number; 0: no threads). A read that takes longer than `patience_s` stops the run.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
@@ -526,7 +526,6 @@ class TrainConfig(_Section):
     prefetch: NotNegative | None = None
     prefetch_mib: Positive = 128
     loader_threads: Positive = 2
-    loader_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
@@ -634,10 +633,16 @@ class SampleConfig(_Section):
 
 class Config(_Section):
     """The whole file. Top-level keys are one per stage, plus `cache` (a folder or a URL, s3://…), its `mirror`, the
-    encoders, `data` and `model`."""
+    encoders, `data` and `model`.
+
+    patience_s: how long a store that does not answer (of the cache or of a source; an object store, a web server, a
+    network file system) is waited for, in every command; it is named after some seconds. `train` saves a checkpoint
+    before it gives up. A store that has not answered a process yet is given 5 s: its address is probably wrong.
+    """
 
     cache: str = "./cache"
     mirror: MirrorConfig = MirrorConfig()
+    patience_s: Annotated[float, Field(ge=0)] = 300.0
     vae: VaeConfig
     text: TextConfig
     model: ModelConfig
@@ -646,6 +651,16 @@ class Config(_Section):
     bucket: BucketConfig = BucketConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_patience(cls, data: Any) -> Any:
+        """`train.loader_timeout_s` of older files, which bounded the loader's reads alone."""
+        train = data.get("train") if isinstance(data, dict) else None
+        if not isinstance(train, dict) or "loader_timeout_s" not in train:
+            return data
+        rest = {name: value for name, value in train.items() if name != "loader_timeout_s"}
+        return {"patience_s": train["loader_timeout_s"], **data, "train": rest}
 
     @model_validator(mode="after")
     def _precision(self) -> Config:

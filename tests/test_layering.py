@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls"}
-MIDDLE = BASE | {"pipeline.launch", "pipeline.processes"}
+MIDDLE = BASE | {"pipeline.launch", "pipeline.processes", "pipeline.retrying"}
 # Longest matching prefix decides. A room may always import itself.
 ALLOWED: dict[str, set[str]] = {
     "pipeline": set(),
@@ -43,7 +43,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRA
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},
 }
-CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "xxhash", "zstandard"}
+CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
 
 

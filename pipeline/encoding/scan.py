@@ -296,7 +296,9 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     table = cache.table(scan["table"])
     found = list(places(table))
     parts = sorted({part for _, part, _ in found})
-    source = detect.reopen(location or scan["root"], scan.get("source_format", "folder"), parts, config, name)
+    source = detect.reopen(
+        location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
+    )
     source.recall(found)
     return source
 
