@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import audit
 from pipeline.cache.store import Cache
 from pipeline.config import Config
@@ -34,5 +35,5 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     for path, count, why in found:
         click.echo(f"{count:12d}  {path}  ({why})")
     verb = "removed" if yes else "could be removed (--yes)"
-    click.echo(f"{len(found)} files, {size / 1e9:.3f} GB {verb}")
+    click.echo(f"{len(found)} files, {amount(size)} {verb}")
     return 0
