@@ -408,7 +408,8 @@ def test_a_source_of_which_much_is_missing_is_left_as_it_was(
     for path in list(source.iterdir()):  # other names are no loss
         path.rename(path.with_name("new-" + path.name))
     assert stages.encode.run(start, data=str(source))["gone"] == 0
-    strict = make_config(tmp_path, "data.min_side=500", "encode.max_reject_rate=0.1")  # nor is what a setting leaves out
+    # nor is what a setting leaves out
+    strict = make_config(tmp_path, "data.min_side=500", "encode.max_reject_rate=0.1")
     done = stages.encode.run(strict, data=str(source))
     assert done["gone"] == 0 and 2 < done["rejects"] < 12
     with pytest.raises(RejectRateError, match="12 of 12"):
