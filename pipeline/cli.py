@@ -101,6 +101,7 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
     "--reassign", metavar="FILE", help="Encode these pictures for other buckets, too; `bucket` writes such a list."
 )
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
+@click.option("--shrink", is_flag=True, help="The source may have lost more than encode.max_shrink of its pictures.")
 @click.option(
     "--text-mode",
     type=click.Choice(["auto", "exact"]),
@@ -126,6 +127,7 @@ def encode(
     source_name: str | None,
     reassign: str | None,
     rehash: bool,
+    shrink: bool,
     text_mode: str | None,
     task_index: int | None,
     task_count: int | None,
@@ -140,7 +142,8 @@ def encode(
     same command again to continue.
 
     Exit code 6: there is no room for what is to be written (with --dry-run: there will not be); encoding waits for it
-    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate.
+    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate, or
+    nothing but rejects.
     """
     if (task_index is None) != (task_count is None):
         raise click.UsageError("--task-index and --task-count belong together")
@@ -148,8 +151,13 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
+<<<<<<< HEAD
     given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
     config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
+=======
+    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
+    config = _load(config_path, (*overrides, *own))
+>>>>>>> f-remote
     from stages import encode as stage
 
     options: dict[str, Any] = {

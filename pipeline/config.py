@@ -178,6 +178,10 @@ class EncodeConfig(_Section):
     forward passes of captions of similar length and at most 8192 tokens. `storage` alone is part of the recipe: one
     word for both kinds, or `{latent: ..., text: ...}`.
 
+    max_reject_rate: the largest share of a source's items that may be rejected; those that a setting of yours rejects
+    (`data.min_side`, ...) do not count. A source of which nothing is usable is refused in any case.
+    max_shrink: a scan in which more than this share of the source's earlier pictures is missing is refused, for then
+    the source is rather away or mistyped; `encode --shrink` is `max_shrink: 1`.
     claim_timeout_s: a worker that gave no sign for so long is thought dead, and idle ones take over its unit.
     grace_s: after SIGTERM or SIGUSR1, how long the unit in hand may go on; then it is dropped at its next batch.
     min_free_gib: what must stay free on the cache's disk beside the next unit; with less, encoding pauses.
@@ -193,7 +197,8 @@ class EncodeConfig(_Section):
     window: Positive = 65536
     workers: NotNegative = 4
     device: str = "auto"
-    max_reject_rate: Share = 1.0
+    max_reject_rate: Share = 0.5
+    max_shrink: Share = 0.2
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     min_free_gib: Annotated[float, Field(ge=0)] = 1.0

@@ -63,6 +63,13 @@ def test_text_mode_reaches_the_configuration(stage: Callable[..., Calls]) -> Non
     assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "fast") == 2
 
 
+def test_shrink_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--config", "tiny", "--data", ".") == 0
+    assert end("encode", "--config", "tiny", "--data", ".", "--shrink") == 0
+    assert 0 < calls[0][0][0].encode.max_shrink < 1 == calls[1][0][0].encode.max_shrink
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls"}
+BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls", "pipeline.amounts"}
 MIDDLE = BASE | {"pipeline.launch", "pipeline.processes", "pipeline.retrying"}
 # Longest matching prefix decides. A room may always import itself.
 ALLOWED: dict[str, set[str]] = {
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline.errors": {"pipeline.urls"},
     "pipeline.config": {"pipeline.errors", "pipeline.urls"},
     "pipeline.urls": set(),
+    "pipeline.amounts": set(),
     "pipeline.launch": BASE,
     "pipeline.processes": set(),
     "pipeline.retrying": set(),
