@@ -36,6 +36,7 @@ def cli() -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
     \b
+    sana-pipe check                 are the models there, and do they fit
     sana-pipe encode --data DIR     pictures and captions -> cache
     sana-pipe bucket                cache -> a snapshot of resolution buckets
     sana-pipe train                 snapshot -> checkpoints
@@ -248,15 +249,40 @@ def train(
 
 @cli.command()
 @_configured
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+    """Say whether the models of the configuration are there and fit one another, before anything is encoded.
+
+    Fetches JSON files only, and says how much `encode` and `train` will fetch. Exit code 2 if something is missing,
+    gated, of the wrong kind, or does not fit.
+    """
+    config = _load(config_path, overrides)
+    from stages import check as stage
+
+    return stage.run(config, as_json=as_json)
+
+
+@cli.command()
+@_configured
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
 @click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True,
+    help="Of the transformer's files.",
+)  # fmt: skip
+@click.option(
+    "--format", "form", type=click.Choice(["diffusers", "nvlabs"]), default="diffusers", show_default=True,
+    help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
+)  # fmt: skip
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
-def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, out: str) -> Any:
-    """Write a folder that diffusers' SanaPipeline.from_pretrained loads."""
+def export(
+    config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, dtype: str, form: str, out: str
+) -> Any:
+    """Write a folder that diffusers' SanaPipeline.from_pretrained loads, or files with NVlabs' names."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema)
+    return stage.run(config, checkpoint, Path(out), ema=ema, dtype=dtype, form=form)
 
 
 @cli.command()
