@@ -434,7 +434,11 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, revision, allow_patterns))
         return str(folder)
 
-    listing = {"config.json": 9, "diffusion_pytorch_model.safetensors": 9, "diffusion_pytorch_model.bf16.safetensors": 9}
+    listing = {
+        "config.json": 9,
+        "diffusion_pytorch_model.safetensors": 9,
+        "diffusion_pytorch_model.bf16.safetensors": 9,
+    }
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(hub, "sizes", lambda weights: listing)
     config = VaeConfig(id="owner/sana", revision="abc", variant="bf16")
