@@ -146,7 +146,7 @@ def _scan(
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look, fragments=fragments,
+            look=look, fragments=fragments, max_bytes=config.data.max_bytes,
         )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
-"""Audit: what is in a cache, whether every byte of it is right, and what nothing needs any more.
+"""Audit: what is in a cache, and whether every byte of it is right.
 
-What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record, `unneeded`
-lists files that no commit, snapshot or open plan refers to.
+What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record.
 Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
 Price: `verify` reads every byte once; `status` reads documents only.
 """
@@ -16,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cache import index, shard
-from pipeline.cache.files import STALE_TMP_S
+from pipeline.cache import codec, index, shard
 from pipeline.cache.layout import PACKED, Paths
 from pipeline.cache.snapshot import Caption, Snapshot
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.urls import strip_credentials
+
+DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
+"""Folders of documents that others follow from."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
             going_on |= usable > 0 and not planned
             reasons = cache.table(scan["table"]).column("reject")
             sources[name] = {
-                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
+                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": strip_credentials(scan["root"]),
                 "latent": scan["latent"], "text": scan["text"],
             }  # fmt: skip
     names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
@@ -115,13 +117,18 @@ def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) ->
     """
     wanted: dict[str, str] = {}  # file -> the document that refers to it
     there: set[str] = set()
-    for folder in ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names"):
+    try:
+        forgotten = cache.forgotten_scans()
+    except CacheError:
+        forgotten = set()  # the damaged document is named below
+    for folder in DOCUMENTS:
         for entry in cache.files.walk(folder):
             if not entry.name.endswith(".json"):
                 continue
             there.add(entry.name)
             try:
-                for name in _needs(entry.name, cache.files.document(entry.name)):
+                needs = _needs(entry.name, cache.files.document(entry.name))
+                for name in needs if entry.name not in forgotten else ():
                     wanted.setdefault(name, entry.name)
             except (CacheError, OSError) as error:
                 yield Finding(entry.name, _problem(error))
@@ -359,90 +366,108 @@ def verify_snapshot(cache: Cache, name: str) -> Iterator[Finding]:
         yield Finding(name, error.what)
 
 
-# ---------------------------------------------------------------- what nothing needs
+# ---------------------------------------------------------------- what contradicts itself
 
 
-def unneeded(
-    cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None = None
-) -> Iterator[tuple[str, int, str]]:
-    """Files that nothing refers to: (path, bytes, why). Younger files are spared: a writer may be about to commit them.
+def contradictions(cache: Cache) -> Iterator[Finding]:
+    """Where documents and shards contradict one another, as they do when a document was lost or damaged.
 
-    Every snapshot that a name points to now, every scan, every plan and every commit are spared with all they refer to.
+    Nothing may be removed from a cache while there is one: what a lost document referred to looks unneeded. Reads every
+    document, and the heads of those shards that no commit refers to.
+
+    A shard that no commit refers to is harmless if its unit is committed with another one (a late worker's, a crash
+    before the commit) and if its bytes do not say what it is. If its unit is planned and not committed, or in no plan,
+    either its document was lost or the work was never finished. Joint shards are copies of records that are elsewhere:
+    they count for nothing here.
     """
-    moment = time.time() if now is None else now
-    kept_shards: set[str] = set()
-    kept_tables: set[str] = set()
-    named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
-    for source in cache.sources():
-        for number in cache.files.numbers(Paths.scans(source)):
-            body = cache.files.document(Paths.numbered(Paths.scans(source), number))
-            kept_tables.add(body["table"])
-    stale_heads = []
-    packed_from: dict[str, bool] = {}  # packs that some snapshot lies in; whether a named one does
-    for head in cache.files.names("snapshots"):
-        snapshot_id = head.removesuffix(".json")
-        body = cache.files.document(f"snapshots/{head}")
-        if "folder" in body:
-            packed_from[body["folder"]] = packed_from.get(body["folder"], False) or snapshot_id in named
-        if snapshot_id not in named:
-            stale_heads.append(f"snapshots/{head}")
+    files = cache.files
+    named: dict[str, str] = {}  # snapshot -> a document that names it
+    for name in cache.snapshot_names():
+        try:
+            named[str(cache.snapshot_of(name))] = Paths.names(name)
+        except CacheError:
+            continue  # it is looked at below
+    heads = set(files.names("snapshots"))
+    for folder in DOCUMENTS:
+        for entry in files.walk(folder):
+            if not entry.name.endswith(".json"):
+                continue
+            if folder == "snapshots" and PurePosixPath(entry.name).stem not in named:
+                continue  # nobody needs it
+            try:
+                files.document(entry.name)
+            except CacheError as error:
+                yield Finding(entry.name, error.what)
+    for snapshot, where in sorted(named.items()):
+        if f"{snapshot}.json" not in heads:
+            yield Finding(Paths.snapshot(snapshot), f"is missing, and {where} refers to it")
+    if heads and not named:
+        yield Finding("names", "there are snapshots, and no name points to any: run sana-pipe bucket")
+    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
+        yield from _gap(cache, folder)
+    owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
+    known = set(recipe_names(cache))
+    for owner in sorted(owners | {name.removesuffix(".json") for name in files.names("scales")} | known):
+        if not owner.startswith(PACKED) and owner not in known:
+            yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
+        yield from _gap(cache, Paths.plans(owner))
+        yield from _unfounded(cache, owner)
+
+
+def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
+    try:
+        cache.files.numbers(folder)
+    except CacheError as error:
+        yield Finding(folder, error.what)
+
+
+def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
+    """Commits, shards and scales of a recipe (commits of a pack) without the document that they follow from."""
+    files = cache.files
+    planned: dict[str, int] = {}
+    try:
+        for plan in cache.plans(owner):
+            planned.update((unit.unit, plan.number) for unit in plan.units)
+        listed = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
+        listed |= set(files.folders(f"units/{owner}"))
+        commits = [(int(name), commit) for name in sorted(listed) for commit in index.commits(files, owner, int(name))]
+    except CacheError:
+        return  # the damaged document has been named already
+    plans = set(planned.values())
+    for number in sorted({number for number, _ in commits} - plans):
+        where = Paths.numbered(Paths.plans(owner), number)
+        yield Finding(where, "is missing, and there are commits of its units", recipe=owner, plan=number)
+    for number, commit in commits:
+        if number in plans and planned.get(commit.unit) != number:
+            where = Paths.numbered(Paths.plans(owner), number)
+            yield Finding(where, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
+    if owner.startswith(PACKED):
+        return
+    shards, units = {commit.shard for _, commit in commits}, {commit.unit for _, commit in commits}
+    for entry in files.walk(f"shards/{owner}"):
+        stem = PurePosixPath(entry.name).stem
+        if stem in shards:
             continue
-        kept_tables |= {chunk[kind] for chunk in body["chunks"] for kind in ("samples", "names")}
-        kept_tables |= set(body["sources"].values())
-        kept_shards |= {s["name"] for shards in body["shards"].values() for s in shards}
-    replaced = []
-    for recipe in recipe_names(cache):
-        if cache.files.exists(Paths.scale(recipe)):
-            kept_tables.add(cache.files.document(Paths.scale(recipe))["table"])
-        for plan in cache.plans(recipe):
-            kept_tables.add(plan.table)
-            segment = Paths.segment(recipe, plan.number)
-            if cache.files.exists(segment):
-                kept_tables.add(cache.files.document(segment)["table"])
-                folder = Paths.units(recipe, plan.number)
-                replaced += [f"{folder}/{name}" for name in cache.files.names(folder)]
-            for commit in index.commits(cache.files, recipe, plan.number):
-                kept_shards |= {commit.shard} if commit.shard else set()
-                kept_tables |= {commit.table} if commit.table else set()
-
-    stale, stood_for = set(stale_heads), set(replaced)
-    given_up: set[str] = set()
-    for pack in packs(cache):
-        plan = cache.plan(pack, 0)
-        source = cache.table(plan.table).column("snapshot")[0].as_py()
-        # One that no snapshot was made of yet goes on, as long as what it packs is wanted.
-        if not packed_from.get(pack, source in named):
-            given_up.add(pack)
+        try:
+            unit = shard.read_head(files, entry.name)["unit"]
+        except CacheError:
             continue
-        kept_tables.add(plan.table)
-        for commit in index.commits(cache.files, pack, 0):
-            kept_shards |= {commit.shard} if commit.shard else set()
-            kept_tables |= {commit.table} if commit.table else set()
-
-    def why(name: str) -> str | None:
-        folder, stem = name.partition("/")[0], PurePosixPath(name).stem
-        if folder in ("plans", "units") and name.split("/")[1] in given_up:
-            return "no name points to the snapshot of this pack"
-        if folder == "tmp":
-            return "left by a writer that died"
-        if folder == "shards" and stem not in kept_shards:
-            return "no commit or snapshot refers to this shard"
-        if folder == "tables" and stem not in kept_tables:
-            return "nothing refers to this table"
-        if folder == "claims":
-            return "claimed by a worker that died"
-        if folder == "fragments":
-            return "of a scan that ended long ago"
-        if name in stale:
-            return "no name points to this snapshot"
-        return "its plan's segment stands for it" if name in stood_for else None
-
-    # Units before plans, these before tables and shards: what is left of a pack if this is cut short is no pack.
-    for folder in ("tmp", "units", "plans", "shards", "tables", "claims", "fragments", "snapshots"):
-        for entry in cache.files.walk(folder):
-            reason = why(entry.name)
-            if reason is not None and moment - entry.modified >= older_than_s:
-                yield entry.name, entry.size, reason
+        if unit in units:
+            continue
+        if unit in planned or index.adopted_unit(owner, stem) in planned:
+            what = f"no commit refers to this shard of unit {unit}: run sana-pipe encode to finish, or verify --repair"
+        else:
+            what = (
+                f"its unit {unit} is in no plan: run sana-pipe bucket again if that was stopped, else verify --repair"
+            )
+        yield Finding(entry.name, what)
+    if shards - {None} and not files.exists(Paths.scale(owner)):
+        try:
+            lossy = codec.storage_of(cache.recipe(owner)) == codec.INT8
+        except CacheError:
+            return
+        if lossy:
+            yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")
 
 
 def unit_of(cache: Cache, recipe: str, plan: int, unit: str) -> tuple[Plan, Unit]:
