@@ -680,7 +680,7 @@ class Config(_Section):
         return self
 
 
-_CACHE = ("cache", "mirror")
+_CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = (
     *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
     *("data.image_field", "data.image_root", "data.max_pixels"),
@@ -712,6 +712,7 @@ READS: dict[str, tuple[str, ...]] = {
     "train": (*_CACHE, "model", "train", "data.resolution"),
     "export": _EXPORT,
     "sample": _SAMPLE,
+    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "decode": ("vae", "encode.device"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }

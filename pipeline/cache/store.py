@@ -11,7 +11,7 @@ import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +25,8 @@ from pipeline.cache.snapshot import Snapshot, identity, shard_files
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
+
+RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
 
 FORGOTTEN = "forgotten"
 """In a scan document: its source is to be used no more."""
@@ -150,10 +152,11 @@ class Cache:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
-    def known(self, recipe: layout.Recipe) -> layout.Recipe:
+    def known(self, recipe: RecipeKind) -> RecipeKind:
         """The recipe under which this cache has what `recipe` would make: the same values, whatever the weights were
         called; of several the one with the most records. `recipe` itself if there is none."""
-        same = [one for one in self.recipes(recipe.kind) if one.same_values(recipe)]
+        kind = type(recipe)
+        same = [one for one in self.recipes(recipe.kind) if isinstance(one, kind) and one.same_values(recipe)]
         if len(same) < 2:
             return same[0] if same else recipe
         return max(same, key=lambda one: (len(self.index(one.name)), one.name))
