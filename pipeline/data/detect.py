@@ -48,13 +48,16 @@ _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PATTERN = re.compile(r"[{*?]")
 
 
-def open_source(data: str, config: DataConfig, name: str | None = None, format: str | None = None) -> Source:
+def open_source(
+    data: str, config: DataConfig, name: str | None = None, format: str | None = None, raw: bool = False
+) -> Source:
     """Open what `--data` names.
 
     Args:
         data: a path, a URL or a pattern of either.
         name: the source's name; default: the folder's, or the file's without its ending.
         format: one of `FORMATS`; default: seen from what is there.
+        raw: captions as NVlabs' trainer takes them, see `candidates`.
 
     Raises:
         UserError: nothing is there, several kinds are there, or it is not of the format.
@@ -62,7 +65,7 @@ def open_source(data: str, config: DataConfig, name: str | None = None, format: 
     if format is not None and format not in FORMATS:
         raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
     store, files, called = _resolve(data)
-    rule = CaptionRule.of(config)
+    rule = CaptionRule.of(config, raw)
     if files is None and format is None and not _is_folder(store, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:
