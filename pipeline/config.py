@@ -22,6 +22,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
@@ -112,6 +113,8 @@ class DataConfig(_Section):
     caption_prefix, caption_suffix: put before and after every caption, as they are (with their spaces).
     `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
     `image_root` is what these names are relative to (null: the table's own folder).
+    max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
+    takes more memory, in MiB. `encode.workers` pictures are decoded at once.
     decoder: `vips` (fast) or `pillow`; `auto` is vips where it can be imported, but stays with what a cache has been
     encoded with. The pixels differ by rounding, so the decoder is part of the recipe.
     min_side, max_upscale, max_crop_loss: pictures are left out whose shorter side has fewer pixels, that would be
@@ -133,10 +136,16 @@ class DataConfig(_Section):
     image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     max_pixels: Positive = 200_000_000
+    max_picture_mib: Positive = 3072
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     min_side: Positive | None = None
     max_upscale: Annotated[float, Field(gt=0)] | None = None
     max_crop_loss: Share | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """Memory that decoding a picture may take, in bytes."""
+        return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
@@ -310,15 +319,27 @@ class ArchConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch."""
+    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch.
+    `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline."""
 
     weights: StartWeights | None = None
     arch: ArchConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _alone(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
+            return data
+        direct = (Path(data["weights"]).expanduser() / "config.json").is_file()
+        return {**data, "weights": {"id": data["weights"], "subfolder": None if direct else "transformer"}}
+
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
         if (self.weights is None) == (self.arch is None):
-            raise ValueError("give either model.weights (fine-tuning) or model.arch (from scratch), not both, not none")
+            raise ValueError(
+                "give either model.weights (fine-tuning; --set model.arch=null) or model.arch (from scratch; --set "
+                "model.weights=null), not both, not none"
+            )
         return self
 
 
@@ -460,7 +481,7 @@ class TrainConfig(_Section):
     """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
 
     Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
-    (null: any number; 0: no threads). A read that takes longer than `loader_timeout_s` stops the run.
+    (null: any number; 0: no threads). A read that takes longer than `patience_s` stops the run.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
@@ -477,6 +498,18 @@ class TrainConfig(_Section):
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
     `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
+    residual: dtype of the tokens between the blocks, of the norms over them and of the gates: `fp32`, as under NVlabs'
+    autocast; `compute`, that of `precision`. null: `fp32` for a new run; a resumed run keeps what it began with
+    (`compute` if it is older than this option). Measured in bf16 against fp32 (`python -m benchmarks.residual`):
+    gradients of three blocks of Sana 1.6B are off by 6.0e-3 with fp32 tokens and by 7.3e-3 without, those of eight
+    narrow blocks by half; a block keeps 11 % more for the backward pass, or twice its input if it recomputes: 92 MB a
+    sample of 1024 px over Sana 1.6B's 20 blocks.
+    recipe: `nvlabs` follows NVlabs' trainer where no other option does: CAME keeps 3x3 kernels unfactored and without
+    confidence, and takes the weights of query, key and value for the one matrix that they are there; weight decay
+    pulls biases, norms and tables, too; warm-up begins with a step of rate 0; the norms of cross attention's queries
+    and keys have eps 1e-6 (`default`: 1e-5), linear attention's denominator 1e-8 (1e-15). `default` is better where
+    the two differ (docs/nvlabs.md says why), and has the constants of diffusers, whose pipeline draws with the exported
+    weights.
 
     Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
     the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
@@ -489,6 +522,8 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     microbatch: Positive = 8
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
+    residual: Literal["fp32", "compute"] | None = None
+    recipe: Literal["default", "nvlabs"] = "default"
     activation_checkpointing: Recompute = "full"
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     activation_offload: bool = False
@@ -503,7 +538,6 @@ class TrainConfig(_Section):
     prefetch: NotNegative | None = None
     prefetch_mib: Positive = 128
     loader_threads: Positive = 2
-    loader_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
@@ -525,6 +559,11 @@ class TrainConfig(_Section):
                 "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
+            if self.recipe == "nvlabs" and self.optim.name == "came":
+                raise ValueError(
+                    "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
+                    "and value together; set recipe: default or optim.in_backward: false"
+                )
             if self.optim.clip is not None:
                 raise ValueError(
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
@@ -606,10 +645,16 @@ class SampleConfig(_Section):
 
 class Config(_Section):
     """The whole file. Top-level keys are one per stage, plus `cache` (a folder or a URL, s3://…), its `mirror`, the
-    encoders, `data` and `model`."""
+    encoders, `data` and `model`.
+
+    patience_s: how long a store that does not answer (of the cache or of a source; an object store, a web server, a
+    network file system) is waited for, in every command; it is named after some seconds. `train` saves a checkpoint
+    before it gives up. A store that has not answered a process yet is given 5 s: its address is probably wrong.
+    """
 
     cache: str = "./cache"
     mirror: MirrorConfig = MirrorConfig()
+    patience_s: Annotated[float, Field(ge=0)] = 300.0
     vae: VaeConfig
     text: TextConfig
     model: ModelConfig
@@ -618,6 +663,16 @@ class Config(_Section):
     bucket: BucketConfig = BucketConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_patience(cls, data: Any) -> Any:
+        """`train.loader_timeout_s` of older files, which bounded the loader's reads alone."""
+        train = data.get("train") if isinstance(data, dict) else None
+        if not isinstance(train, dict) or "loader_timeout_s" not in train:
+            return data
+        rest = {name: value for name, value in train.items() if name != "loader_timeout_s"}
+        return {"patience_s": train["loader_timeout_s"], **data, "train": rest}
 
     @model_validator(mode="after")
     def _precision(self) -> Config:
@@ -630,6 +685,66 @@ class Config(_Section):
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={able[0]}"
             )
         return self
+
+
+_CACHE = ("cache", "mirror")
+_SOURCE = (
+    *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
+    *("data.image_field", "data.image_root", "data.max_pixels"),
+)
+_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
+_JOIN = (
+    *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
+    *("data.resolution", "data.buckets", "data.background", "data.min_side", "data.max_upscale", "data.max_crop_loss"),
+    *("vae.id", "vae.revision", "vae.dtype", "vae.scaling_factor", "text.id", "text.revision", "text.dtype"),
+    *("text.recipe", "text.instruction", "text.max_length", "encode.storage"),
+)
+_PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
+_EXPORT = (
+    *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
+    *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
+    *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
+    *("text.recipe", "text.instruction", "text.max_length"),
+)
+_SAMPLE = (
+    *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
+    *("train.output", "train.device", "train.precision", "train.microbatch", "train.flow.shift"),
+)
+READS: dict[str, tuple[str, ...]] = {
+    "encode": _ENCODE,
+    "encode --engine ray": (*_ENCODE, "encode.ray"),
+    "bucket": _JOIN,
+    "bucket --pack": (*_JOIN, *_PACK),
+    "bucket --pack --snapshot": _PACK,
+    "train": (*_CACHE, "model", "train", "data.resolution"),
+    "export": _EXPORT,
+    "sample": _SAMPLE,
+    "decode": ("vae", "encode.device"),
+    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
+}
+"""The options that a command reads, by the words that choose what it does; a section stands for all that is in it.
+Commands that are not named read where the cache is and nothing else. One file serves every command, so a file may hold
+any option; `--set` takes those that the command reads."""
+
+
+def reads(command: str, option: str) -> bool:
+    """Whether a command reads an option (`train.optim.lr`)."""
+    return any(option == name or option.startswith(name + ".") for name in READS.get(command, _CACHE))
+
+
+def _check_read(command: str, option: str, value: Any) -> None:
+    if reads(command, option):
+        return
+    if isinstance(value, dict) and value and option in _all_paths():
+        for name, below in value.items():
+            _check_read(command, f"{option}.{name}", below)
+        return
+    others = [other for other in READS if reads(other, option) and not other.startswith("decode")]
+    raise ConfigError(
+        f"--set {option}: sana-pipe {command} does not read this option",
+        expected="one of " + ", ".join(READS.get(command, _CACHE)),
+        fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
+    )
 
 
 def shipped() -> list[Path]:
@@ -651,19 +766,22 @@ def find(path: str | Path | None) -> Path:
     raise ConfigError(
         f"there is no configuration file {str(path)!r}",
         expected="a path, or one of " + ", ".join(p.name for p in shipped()),
-        fix="sana-pipe --config FILE ...",
+        fix=f"--config {shipped()[0].stem}, or no --config for {LOCAL_NAME} here, else {Path(DEFAULT_NAME).stem}",
     )
 
 
-def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+def load(
+    path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = (), command: str | None = None
+) -> Config:
     """Read, override and check a configuration.
 
     Args:
         path: see `find`.
         overrides: `a.b=c` strings; the value is YAML (`train.optim.lr=2e-5`, `model.weights=null`).
+        command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
     source = find(path)
     try:
@@ -678,14 +796,30 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] 
         raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
     touched = [_override(tree, text) for text in overrides]
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, touched) from None
+    for option in touched if command else ():
+        _check_read(str(command), option, _given(tree, tuple(option.split("."))))
+    return config
+
+
+def written(config: Config) -> dict[str, Any]:
+    """The full tree, defaults included, as it is written where others read it: URLs have no user, password or query."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(below) for key, below in value.items()}
+        if isinstance(value, list):
+            return [clean(below) for below in value]
+        return strip_credentials(value) if isinstance(value, str) and not re.search(r"\s", value) else value
+
+    return clean(config.model_dump(mode="json"))
 
 
 def dump(config: Config) -> str:
-    """YAML of the full tree, defaults included: what a run directory keeps."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """YAML of `written`: what a run directory keeps."""
+    return yaml.safe_dump(written(config), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):

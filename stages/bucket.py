@@ -46,20 +46,23 @@ class _Made:
     moves: list[selection.Move] = field(default_factory=list)
 
 
-def run(config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False) -> str:
+def run(
+    config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False, move: bool = False
+) -> str:  # fmt: skip
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
         name: a name that will point to it, beside `latest`. The held-out part is called NAME.heldout.
         dry_run: report, and write nothing.
         as_json: print one JSON object instead of lines.
+        move: let the name point to it though it points to another snapshot.
 
     Returns:
         The snapshot's id; "" for a dry run.
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
-        UserError: nothing is left to train on, or a setting names what is not there.
+        UserError: nothing is left to train on, a setting names what is not there, or the name is taken.
     """
     own = config.bucket
     caches = _caches(config, dry_run)
@@ -130,10 +133,10 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
     if own.heldout:
         policies["heldout"] = {"share": own.heldout, "side": "train"}
     made = make(frame, joined, own.small, policies)
+    told |= _publish(made, caches, (latents, texts), dry_run, name, move)
     if kept_away is not None:
         label = f"{name or 'latest'}.heldout"
-        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, latest=False)
-    told |= _publish(made, caches, (latents, texts), dry_run, name)
+        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, move, latest=False)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
     if joined.examples:
         lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)
@@ -203,7 +206,7 @@ def _sample_ids(opened: Snapshot) -> np.ndarray:
 
 def _publish(
     made: _Made, caches: list[Cache], indexes: tuple[RecordIndex, RecordIndex], dry_run: bool, name: str | None,
-    latest: bool = True,
+    move: bool, latest: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Adopt what is of other caches and publish the snapshot; returns the report."""
     cache, head = caches[0], made.head
@@ -222,7 +225,7 @@ def _publish(
             for digest in tables & set(head["sources"].values()):
                 bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
         whole = snapshot.build(cache.files, head, made.samples, made.names)
-        snapshot_id = cache.add_snapshot(whole, name, latest=latest)
+        snapshot_id = cache.add_snapshot(whole, name, latest=latest, move=move)
     frame, sources = made.frame, made.joined.sources
     held = np.bincount(frame.source, minlength=len(sources)).tolist()
     return {

@@ -117,7 +117,7 @@ def dry_run(
             speed = estimate.probe(work, config, source, latent, engines.device(config))
             times = estimate.times(work, sizes, speed, config, tasks)
         reserve = int(config.encode.min_free_gib * 2**30)
-        free = files_at(config.cache, config.mirror).free_bytes()
+        free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
         told = estimate.report(source.name, work, sizes, free, reserve, times)
         for line in estimate.lines(told, config.cache):
             click.echo(line)
@@ -127,7 +127,7 @@ def dry_run(
 
 
 def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
-    source = open_source(data, config.data, name, format, raw=config.text.recipe == "nvlabs")
+    source = open_source(data, config.data, name, format, config.patience_s, raw=config.text.recipe == "nvlabs")
     check_source_name(source.name)  # before hours of reading
     return source
 
@@ -147,7 +147,7 @@ def _scan(
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look, fragments=fragments, max_shrink=config.encode.max_shrink,
+            look=look, fragments=fragments, max_bytes=config.data.max_bytes, max_shrink=config.encode.max_shrink,
         )  # fmt: skip
 
 

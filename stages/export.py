@@ -11,6 +11,7 @@ through memory one parameter at a time, whatever the processes that wrote the ch
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Config, TextConfig, VaeConfig, Weights
+from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
 from pipeline.data.captions import INSTRUCTIONS, instruction
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
@@ -31,7 +32,8 @@ from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
 
 MARK = "sana_pipe.json"
-"""Says that a folder is an export (so that another export may take its place) and of what."""
+"""Says that a folder is an export, of what (so that a later export of the same run may take its place), and the sha256
+of every other file."""
 
 BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
 """sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
@@ -61,13 +63,14 @@ class Parts:
     compression: int
 
 
-def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False) -> Path:
+def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwrite: bool = False) -> Path:
     """Write the folder.
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
-        out: must not exist, be empty, or hold an earlier export, which is replaced.
+        out: must not exist, or be empty.
         ema: the running average of the weights instead of the last ones.
+        overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
 
     Returns:
         `out`.
@@ -77,9 +80,10 @@ def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False) -> Pat
             that do not fit the model.
     """
     out = Path(out)
-    _check_target(out)
     folder = runs.find(config, checkpoint)
     document = checkpoints.read_document(folder)
+    state = {"run": _run_of(folder), **document.state.as_dict()}
+    _check_target(out, state, overwrite)
     _check_same(config, document.config, folder)
     parts = _parts(config)
     architecture = with_sample_size(document.architecture, config.data.resolution // parts.compression)
@@ -90,7 +94,7 @@ def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False) -> Pat
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        _write(config, document, architecture, weights, parts, work)
+        _write(config, document, architecture, weights, parts, work, state)
         _sync(work)
         _put_in_place(work, out)
     except OSError as error:
@@ -107,14 +111,33 @@ def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False) -> Pat
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _check_target(out: Path) -> None:
-    if not out.exists() or (out / MARK).is_file():
+def _run_of(checkpoint: Path) -> str:
+    """Names a run directory without telling where it is."""
+    return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
+
+
+def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not out.is_dir() or any(out.iterdir()):
+    mark = out / MARK
+    before = hub.read_json(mark).get("state") if mark.is_file() else None
+    if not isinstance(before, dict):
         raise UserError(
             f"{out} exists and is not an export of sana-pipe",
-            expected="a folder that is new, empty, or an earlier export",
+            expected="a folder that is new or empty",
             fix="give another --out",
+        )
+    same = {name: value for name, value in before.items() if name != "step"} == {
+        name: value for name, value in state.items() if name != "step"
+    }
+    older = same and before["step"] <= state["step"]
+    if not (older and overwrite):
+        what = f"after step {before.get('step')} of {'this' if same else 'another'} run"
+        raise UserError(
+            f"{out} holds an export {what}",
+            expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",
+            found=f"step {state['step']} is to be exported",
+            fix="--overwrite, or another --out" if older else "give another --out",
         )
 
 
@@ -187,6 +210,7 @@ def _write(
     weights: Mapping[str, torch.Tensor],
     parts: Parts,
     work: Path,
+    state: dict[str, Any],
 ) -> None:
     from pipeline.models.sampler import scheduler  # the one thing here that loads diffusers
 
@@ -200,7 +224,8 @@ def _write(
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
-            shutil.copyfile(parts.tokenizer / name, work / "tokenizer" / name)
+            copy = _copy_settings if name.endswith("config.json") else shutil.copyfile
+            copy(parts.tokenizer / name, work / "tokenizer" / name)
     _json(
         work / "model_index.json",
         {
@@ -213,14 +238,54 @@ def _write(
         },
     )
     (work / "README.md").write_text(readme(config, architecture, parts.compression, document), encoding="utf-8")
-    _json(work / MARK, {"state": document.state.as_dict(), "config": config.model_dump(mode="json")})
+    files = {
+        path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(work.rglob("*"))
+        if path.is_file()
+    }
+    _json(work / MARK, {"state": state, "config": _shown(config), "files": files})
+
+
+def _shown(config: Config) -> dict[str, Any]:
+    """The options that an export depends on, without places on this machine."""
+    tree = written(config)
+    found: dict[str, Any] = {}
+    for name in READS["export"]:
+        section, _, key = name.partition(".")
+        if name != "train.output":
+            found.setdefault(section, {})[key] = _at(tree, name)
+    return {
+        **found,
+        "vae": {**found["vae"], "id": _name(config.vae)},
+        "text": {**found["text"], "id": _name(config.text)},
+    }
+
+
+def _name(weights: VaeConfig | TextConfig) -> str:
+    """A hub id; of a folder that it is one."""
+    return "a local folder" if Path(weights.id).expanduser().exists() else weights.id
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy_settings(source: Path, target: Path) -> None:
+    """Copy a JSON object without the folder that it was once loaded from, which libraries write into it."""
+    values = hub.read_json(source)
+    places = [name for name in ("_name_or_path", "name_or_path") if Path(str(values.get(name, ""))).is_absolute()]
+    if places:
+        _json(target, {name: value for name, value in values.items() if name not in places})
+    else:
+        shutil.copyfile(source, target)
 
 
 def _copy_model(source: Path, target: Path, weights: Weights) -> None:
     """Copy a model's configuration and weights; a variant loses its name, since the copy has no other."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
-        shutil.copyfile(path, target / path.name)
+        _copy_settings(path, target / path.name)
     files = hub.weight_files(source, weights.variant)
     middle = f".{weights.variant}" if weights.variant else ""
     plain = {path.name: path.name.replace(middle, "", 1) for path in files}
@@ -358,4 +423,4 @@ def readme(config: Config, architecture: SanaConfig, compression: int, document:
 
 
 def _origin(weights: VaeConfig | TextConfig) -> str:
-    return weights.id + (f" at {weights.revision}" if weights.revision else "")
+    return _name(weights) + (f" at {weights.revision}" if weights.revision else "")

@@ -1,4 +1,4 @@
-"""`sana-pipe snapshots`: lists the snapshots of a cache, and compares two of them."""
+"""`sana-pipe snapshots`: lists the snapshots of a cache, names them, and compares two of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from pipeline.amounts import amount
 from pipeline.cache import compare
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 
 SHOWN = 20
@@ -36,6 +36,28 @@ def run(config: Config, as_json: bool = False) -> int:
             f"{entry['left_out']:>8}  {amount(entry['bytes']):>10}  {', '.join(entry['names']) or '-'}"
             + (" (packed)" if entry["packed"] else "")
         )
+    return 0
+
+
+def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
+    """Give a snapshot a name.
+
+    Args:
+        snapshot: a name, an id or the beginning of an id.
+        move: also if the name points to another snapshot.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: the name is taken, or is none.
+        CacheError: no such snapshot.
+    """
+    check_snapshot_name(label)
+    cache = Cache.of(config)
+    found = cache.open_snapshot(snapshot).id
+    cache.point(label, found, move=move)
+    click.echo(f"snapshot {found} ({label})")
     return 0
 
 

@@ -8,7 +8,6 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cache.snapshot import Snapshot
@@ -16,9 +15,10 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import fetching, shapes
 from pipeline.data.loader import Loader, State
-from pipeline.errors import CacheError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.parallel.mesh import check_sizes
+from pipeline.retrying import TIMEOUT_S
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
 
 
@@ -38,20 +38,22 @@ def run(
         say: prints one line (default: print, flushed); called on the first process only.
 
     Raises:
-        UserError: no snapshot, one that does not fit the model, a run directory in use, and others by name.
+        UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
+            use, and others by name.
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot or snapshot_of(config, resume))
     if launch.is_main:
-        with suppress(CacheError):  # where the cache can only be read nothing is removed from here either
-            cache.keep(opened.id)
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
         if (warning := fetching.advice(opened)) is not None:
             speak(warning)
-    return fit(config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak)
+    return fit(
+        config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak,
+        accepted=lambda: cache.keep(opened.id),
+    )  # fmt: skip
 
 
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:
@@ -85,7 +87,7 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
             text=train.text,
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
-            timeout_s=train.loader_timeout_s,
+            timeout_s=config.patience_s + 2 * TIMEOUT_S,  # who waits for a store gives up first, and knows why
             quarantine=quarantine,
         )
 
@@ -97,4 +99,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=loader,
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
+        names=snapshot.names,
     )

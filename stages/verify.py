@@ -146,6 +146,7 @@ class _Encoders:
             yield from worker.image_records(
                 recipe, unit, rows, {name: self._source(name) for name in names}, self.image,
                 max_pixels=self.config.data.max_pixels, workers=self.config.encode.workers, only=bad,
+                max_bytes=self.config.data.max_bytes,
             )  # fmt: skip
         elif isinstance(recipe, layout.TextRecipe):
             if self.text is None:

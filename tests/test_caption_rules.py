@@ -174,9 +174,9 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
     monkeypatch.setattr(scanning, "RUN", 1)
     looked: list[str] = []
 
-    def look(source: Source, key: str, limit: int) -> dict[str, Any]:
+    def look(source: Source, key: str, *limits: int) -> dict[str, Any]:
         looked.append(key)
-        return scanning.from_bytes(source, key, limit)
+        return scanning.from_bytes(source, key, *limits)
 
     for _ in range(2):  # the second finds what the first, which was killed before it published the scan, has read
         source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))

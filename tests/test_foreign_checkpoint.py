@@ -43,10 +43,10 @@ def _runs_code(found: Metadata, mark: Path) -> Any:
     return found
 
 
-def _calls_by_a_torch_name(found: Metadata, mark: Path) -> Any:
+def _calls_torch(found: Metadata, mark: Path) -> Any:
     import torch
 
-    found.planner_data = Calls(torch.load, str(mark))
+    found.planner_data = Calls(torch.save, {}, str(mark))
     return found
 
 
@@ -76,9 +76,7 @@ def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> 
     head.write_text(json.dumps({**values, "digest": checkpoint._digest_of(values)}))
 
 
-@pytest.mark.parametrize(
-    "change", [_runs_code, _calls_by_a_torch_name, _is_something_else, _holds_an_object, _points_outside]
-)
+@pytest.mark.parametrize("change", [_runs_code, _calls_torch, _is_something_else, _holds_an_object, _points_outside])
 def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
     written: Path, tmp_path: Path, change: Callable[[Metadata, Path], Any]
 ) -> None:

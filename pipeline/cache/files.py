@@ -17,25 +17,26 @@ import os
 import resource
 import shutil
 import sys
-import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
 import xxhash
 
-from pipeline.cache import layout
-from pipeline.errors import CacheError, IntegrityError, NoSpaceError
+from pipeline import retrying
+from pipeline.cache import layout, owner
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
-"""Age after which a file in `tmp/` belongs to no living writer."""
+"""Age after which a file in `tmp/` belongs to no living writer of another machine."""
 SPARE_DESCRIPTORS = 128
 """What sockets, checkpoints and libraries may open beside shards."""
+T = TypeVar("T")
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -89,6 +90,7 @@ class Files:
 
     Attributes:
         room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
+        patience_s: how long a network file system, or an object store, that is away is waited for.
         reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
         readers: what keeps files open, to be asked to let go of them where descriptors or space run out.
     """
@@ -96,8 +98,8 @@ class Files:
     room: int | None = None
     reopen_s = 0.0
 
-    def __init__(self, root: Path | str):
-        self.root = Path(root)
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+        self.root, self.patience_s = Path(root), patience_s
         self.readers: WeakSet[Closing] = WeakSet()
 
     def let_go(self) -> None:
@@ -107,6 +109,18 @@ class Files:
 
     def path(self, name: str) -> Path:
         return self.root / name
+
+    def waited(self, read: Callable[[], T]) -> T:
+        """What a read of a file returns, when the file system that it lies on is there.
+
+        Raises:
+            AwayError: it was away for too long.
+            OSError: as `read`.
+        """
+        try:
+            return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
+        except retrying.NoAnswer as error:
+            raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""
@@ -124,7 +138,7 @@ class Files:
 
     def read(self, name: str) -> bytes:
         try:
-            return self.path(name).read_bytes()
+            return self.waited(self.path(name).read_bytes)
         except FileNotFoundError:
             raise IntegrityError(f"{self.path(name)}: is missing", fix="restore it from a copy of the cache") from None
         except OSError as error:
@@ -183,7 +197,7 @@ class Files:
             CacheError: it cannot be read.
         """
         try:
-            return Handle(os.open(self.path(name), os.O_RDONLY))
+            return Handle(self.waited(lambda: os.open(self.path(name), os.O_RDONLY)))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -211,7 +225,7 @@ class Files:
         """
         target = self.path(name)
         with explained(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             try:
                 os.link(temporary, target)
             except FileExistsError:
@@ -239,11 +253,14 @@ class Files:
             return self.publish(path, name)
 
     def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
-        """Publish bytes under the digest of their content; returns the digest. A damaged namesake is replaced."""
+        """Publish bytes under the digest of their content; returns the digest. A right namesake becomes as young as a
+        new file, a damaged one is replaced."""
         name = layout.content_digest(data)
         target = layout.Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
-        if self.exists(target) and self.read(target) == data:
-            return name
+        if self.freshen(target):
+            with suppress(IntegrityError):  # missing again: `discard` is looking at its age
+                if self.read(target) == data:
+                    return name
         with self.temporary() as path:
             with explained(path), open(path, "xb") as file:
                 file.write(data)
@@ -254,8 +271,8 @@ class Files:
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
 
-        If the name is taken by the same content, nothing happens; a damaged file under it is replaced (never
-        truncated: readers of the old one keep it).
+        If the name is taken by the same content, that file becomes as young as a new one; a damaged file is replaced
+        (never truncated: readers of the old one keep it).
         """
         found = file_digest(temporary)
         if found != digest:
@@ -265,12 +282,15 @@ class Files:
                 found=found,
                 fix="check the disk",
             )
-        if self.publish(temporary, name):
-            return
-        if file_digest(self.path(name)) != digest:
-            with explained(self.path(name)):
-                os.replace(temporary, self.path(name))
-                _sync_folder(self.path(name).parent)
+        while not self.publish(temporary, name):
+            with suppress(FileNotFoundError):  # removed meanwhile: publish
+                if not self.freshen(name):
+                    continue
+                if file_digest(self.path(name)) != digest:
+                    with explained(self.path(name)):
+                        os.replace(temporary, self.path(name))
+                        _sync_folder(self.path(name).parent)
+                return
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a derived file that may change (reports); readers see the old one or the new one."""
@@ -280,13 +300,56 @@ class Files:
                 _sync(file)
             target = self.path(name)
             with explained(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(target.parent)
                 os.replace(path, target)
 
     def remove(self, name: str) -> None:
         """Remove a file that means nothing to readers (claims); it may be gone already."""
         with explained(self.path(name)):
             self.path(name).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ age
+
+    def now(self) -> float:
+        """The time by the store's clock: that of a file which is written for it (seconds since 1970)."""
+        return now_in(self.root / "tmp")
+
+    def freshen(self, name: str) -> bool:
+        """Make a file as young as one that is written now, so that `discard` spares it. To be called before a reference
+        to the file is published. Returns False if it is not there."""
+        path = self.path(name)
+        with explained(path):
+            try:
+                os.utime(path)
+            except FileNotFoundError:
+                return False
+            except PermissionError:  # another user's file: a copy takes its place
+                with self.temporary() as copy:
+                    shutil.copyfile(path, copy)
+                    os.replace(copy, path)
+        return True
+
+    def discard(self, name: str, before: float) -> bool:
+        """Remove a file that was last written at or before a moment (see `now`); a younger one stays.
+
+        It is moved aside and looked at again there: who freshens it is either earlier, and it is put back, or later,
+        and is told that it is missing.
+
+        Returns:
+            Whether it was removed.
+        """
+        path = self.path(name)
+        with self.temporary() as aside, explained(path):
+            try:
+                os.rename(path, aside)
+            except FileNotFoundError:
+                return False
+            with open(aside, "rb") as file:  # opened: on NFS the time is then the server's, not one remembered here
+                old = os.fstat(file.fileno()).st_mtime <= before
+            if not old:
+                with suppress(FileExistsError):
+                    os.link(aside, path)
+        return old
 
     # ------------------------------------------------------------ numbered documents
 
@@ -341,8 +404,8 @@ class Files:
 def temporary_in(folder: Path) -> Iterator[Path]:
     """A path in a folder (made if need be) that nobody else uses; removed at the end if still there."""
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
+        make_folder(folder)
+    path = folder / f"{owner.mark()}-{uuid.uuid4().hex}"
     try:
         yield path
     finally:
@@ -376,13 +439,31 @@ def is_scarce(error: BaseException | None) -> bool:
 
 def sweep_in(folder: Path) -> int:
     """Remove temporary files that no living process can own. Returns how many."""
-    count = 0
-    for path in folder.glob("*"):
+    found = list(folder.glob("*"))
+    if not found:
+        return 0
+    count, before = 0, now_in(folder) - STALE_TMP_S
+    for path in found:
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE_TMP_S:
+            if path.stat().st_mtime <= before and not owner.lives(path.name):
                 path.unlink()
                 count += 1
     return count
+
+
+def now_in(folder: Path) -> float:
+    """The time by the clock that the files of a folder get theirs from."""
+    with temporary_in(folder) as path, explained(path):
+        path.touch()
+        return path.stat().st_mtime
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with its parents, so that it is still there after a loss of power."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def file_digest(path: Path) -> str:

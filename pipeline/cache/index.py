@@ -10,7 +10,10 @@ that were adopted from another cache come before all others, the first of them l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,8 +22,8 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.shard import RECORDS, from_ipc, to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
+from pipeline.errors import CacheError, IntegrityError
 
 ADOPTED = "adopted"
 """Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
@@ -111,27 +114,62 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
 
 def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
-    kind = recipe.partition("-")[0]
-    tables = [_unit_table(files, kind, commit) for commit in done if commit.table]
-    whole = pa.concat_tables(tables) if tables else _with_shard(RECORDS[kind].empty_table(), "")
+    whole = whole_table(files, recipe, done)
     return files.put_content(to_ipc(whole), "tables", "arrow"), whole.num_rows
+
+
+def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
+    """The merged record table of commits."""
+    tables = [_unit_table(files, recipe, commit) for commit in done if commit.table]
+    return pa.concat_tables(tables) if tables else _with_shard(RECORDS[recipe.partition("-")[0]].empty_table(), "")
+
+
+def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
+    """A record table; one that is missing or damaged is made again (and published, where that is possible) if its bytes
+    come out the same.
+
+    Raises:
+        IntegrityError: it does not.
+    """
+    name = Paths.table(digest, "arrow")
+    try:
+        return from_ipc(files.content(name, digest), files.where(name))
+    except IntegrityError:
+        try:
+            table = again()
+        except (IntegrityError, OSError):
+            table = None
+        data = b"" if table is None else to_ipc(table)
+        if layout.content_digest(data) != digest:
+            raise
+        with suppress(CacheError):  # the cache can only be read
+            files.put_content(data, "tables", "arrow")
+        return from_ipc(data, files.where(name))
 
 
 def _with_shard(table: pa.Table, shard: str) -> pa.Table:
     return table.append_column("shard", pa.array([shard] * table.num_rows, pa.string()).dictionary_encode())
 
 
-def _unit_table(files: Files, kind: str, commit: Commit) -> pa.Table:
+def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
-    name = Paths.table(commit.table, "arrow")
-    table = from_ipc(files.content(name, commit.table), files.where(name))
+    kind, name = recipe.partition("-")[0], Paths.table(commit.table, "arrow")
+    where = Paths.shard(recipe, commit.shard)
+    table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
     if table.schema != RECORDS[kind] or table.num_rows != commit.records:
         raise IntegrityError(
             f"{files.where(name)}: is not the record table of unit {commit.unit}",
             expected=f"{commit.records} {kind} records", found=f"{table.num_rows} rows of {table.schema.names}",
         )  # fmt: skip
     return _with_shard(table, commit.shard)
+
+
+def lost(files: Files, folder: str, shards: list[str], sizes: list[int]) -> np.ndarray:
+    """Which shards below a folder of `shards/` are missing or of another size in bytes: one listing."""
+    names = [Paths.shard(folder, name) for name in shards]
+    found = files.sizes(names)
+    return np.array([found.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
 
 
 class RecordIndex:
@@ -143,10 +181,11 @@ class RecordIndex:
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
         origin: per shard, which of several caches it is from (see `union`); 0 for all otherwise.
+        lost: per shard, whether it is missing or of another size than its commit says (one listing, at first use).
     """
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
-        self.recipe, self.kind = recipe, recipe.partition("-")[0]
+        self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
         self.rejects: list[Reject] = []
         self.shards: list[str] = []
         self.bytes: list[int] = []
@@ -162,10 +201,9 @@ class RecordIndex:
                     self.bytes.append(commit.bytes)
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
-                name = Paths.table(digest, "arrow")
-                tables.append(from_ipc(files.content(name, digest), files.where(name)))
+                tables.append(_record_table(files, digest, lambda done=done: whole_table(files, recipe, done)))
             else:
-                tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
+                tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
         self.origin = [0] * len(self.shards)
@@ -176,6 +214,10 @@ class RecordIndex:
             column = whole.column(name)
             columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
         self._fill(columns)
+
+    @cached_property
+    def lost(self) -> np.ndarray:
+        return lost(self._files, self.recipe, self.shards, self.bytes)
 
     def _fill(self, columns: dict[str, np.ndarray]) -> None:
         high, low = halves(columns["key"])
@@ -190,7 +232,8 @@ class RecordIndex:
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
-        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts.
+        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts,
+        but a record whose shard is lost gives way to every other.
 
         `origin` says for each of its `shards` which of the indexes it is from.
         """
@@ -199,21 +242,29 @@ class RecordIndex:
         whole = cls.__new__(cls)
         whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
         whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
-        shards, first = [], {}
-        for at, one in enumerate(indexes):
-            numbers = np.empty(len(one.shards), np.uint32)
-            for i, name in enumerate(one.shards):
-                if name not in first:
-                    first[name] = len(whole.shards)
-                    whole.shards.append(name)
-                    whole.bytes.append(one.bytes[i])
-                    whole.origin.append(at)
-                numbers[i] = first[name]
-            shards.append(numbers[one.columns["shard"]])
-            whole.rejects.extend(one.rejects)
-        names = [name for name in indexes[0].columns if name != "shard"]
-        columns = {name: np.concatenate([one.columns[name] for one in indexes[::-1]]) for name in names}
-        whole._fill({"shard": np.concatenate(shards[::-1]), **columns})
+        first: dict[str, int] = {}
+        for lost in (False, True):  # of a shard that two caches know, the one that has it
+            for at, one in enumerate(indexes):
+                for i in np.flatnonzero(one.lost == lost).tolist():
+                    if one.shards[i] not in first:
+                        first[one.shards[i]] = len(whole.shards)
+                        whole.shards.append(one.shards[i])
+                        whole.bytes.append(one.bytes[i])
+                        whole.origin.append(at)
+        numbers = [np.array([first[name] for name in one.shards], np.uint32) for one in indexes]
+        whole.rejects = [reject for one in indexes for reject in one.rejects]
+        # The last of equals is kept: what is lost first, then the indexes from the last to the first.
+        parts = [
+            (one, number, one.lost[one.columns["shard"]] == lost)
+            for lost in (True, False)
+            for one, number in zip(indexes[::-1], numbers[::-1], strict=True)
+        ]
+        columns = {
+            name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
+            for name in indexes[0].columns if name != "shard"
+        }  # fmt: skip
+        shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
+        whole._fill({"shard": shards, **columns})
         return whole
 
     def __len__(self) -> int:
@@ -237,7 +288,9 @@ class RecordIndex:
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
     def has(self, key: bytes) -> bool:
-        return bool(self.find(as_keys([key]))[0] >= 0)
+        """Whether a record is there and its shard, too."""
+        row = int(self.find(as_keys([key]))[0])
+        return row >= 0 and not self.lost[self.columns["shard"][row]]
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:

@@ -12,7 +12,8 @@ has its rows in a shuffled order inside each bucket, and its records in joint sh
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeline.cache.files import Files, digest_of
 from pipeline.cache.index import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 CHUNK_ROWS = 1 << 18
 
@@ -157,6 +158,15 @@ def identity(head: dict[str, Any]) -> str:
     return layout.content_digest(layout.canonical(head))
 
 
+def shard_files(head: dict[str, Any]) -> dict[str, int]:
+    """The shards that a head names as files of the cache, with their sizes in bytes."""
+    folders = {kind: layout.RECIPES[kind].from_values(head["recipes"][kind]).name for kind in ("latent", "text")}
+    return {
+        Paths.shard(head.get("folder", folder), shard["name"]): shard["bytes"]
+        for kind, folder in folders.items() for shard in head["shards"][kind]
+    }  # fmt: skip
+
+
 class Snapshot:
     """An opened snapshot.
 
@@ -216,10 +226,7 @@ class Snapshot:
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
-        return {
-            Paths.shard(self.folder(kind), shard["name"]): shard["bytes"]
-            for kind in ("latent", "text") for shard in self.head["shards"][kind]
-        }  # fmt: skip
+        return shard_files(self.head)
 
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
@@ -301,6 +308,17 @@ class Snapshot:
         """(source, item) of a sample."""
         table, at = self._named(row)
         return table.column("source")[at].as_py(), table.column("item")[at].as_py()
+
+    def names(self, sample_ids: Sequence[int]) -> dict[int, str]:
+        """`source: item` of these samples; those that the snapshot does not hold, or cannot name, are left out."""
+        found: dict[int, str] = {}
+        first = 0
+        for part in self.sample_ids():
+            for at in np.flatnonzero(np.isin(part, np.array(sample_ids, np.uint64))):
+                with suppress(CacheError):
+                    found[int(part[at])] = ": ".join(self.origin(first + int(at)))
+            first += len(part)
+        return found
 
     def written(self, row: int) -> list[dict[str, Any]]:
         """Where a sample's captions stand in the text shards: `offset`, `length`, `checksum` of each."""

@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
-from pipeline.cache.snapshot import NAMES, WRITTEN, samples_schema
+from pipeline.cache.snapshot import CHUNK_ROWS, NAMES, WRITTEN, samples_schema
 from pipeline.config import DataConfig
 from pipeline.data import buckets, captions
 from pipeline.data.reasons import EXAMPLES, Kinds
@@ -36,7 +37,7 @@ class Frame:
 
     Attributes:
         source: (n,) int32 into `Joined.sources`.
-        item: (n,) strings.
+        item: (n,) large strings.
         sample_id, picture_id: (n,) uint64; they differ for the records of a picture at further resolutions.
         digest: (n,) S16, of the picture's file.
         height, width: (n,) int64 of the picture, in pixels.
@@ -115,7 +116,7 @@ class Joined:
         for column in fields(Frame):
             parts = [getattr(frame, column.name) for frame in frames]
             if column.name == "item":
-                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.string())
+                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
             elif column.name != "captions":
                 values[column.name] = np.concatenate(parts) if parts else np.empty(0, _EMPTY.get(column.name, np.int64))
         counts = [np.diff(frame.captions) for frame in frames]
@@ -203,8 +204,7 @@ def join(
         int((said & (per_row < counts)).sum()), ENCODE,
     )  # fmt: skip
     scan = scan.filter(pa.array(said))
-    items = scan.column("item").combine_chunks()
-    items = items if isinstance(items, pa.Array) else pa.concat_arrays(items.chunks or [pa.array([], pa.string())])
+    items = text_column(scan.column("item"))
     names = items.to_pylist()
     plain = np.frombuffer(layout.sample_ids(source, names), "<u8")
     if source not in joined.sources:
@@ -389,7 +389,19 @@ def assemble(
         "left_out": dict(sorted(joined.left_out.items())),
         "sources": sources,
     }  # fmt: skip
-    return head, *_tables(frame, joined.sources, latent, text, latents, texts), report
+    pieces = [
+        _tables(
+            frame.take(np.arange(start, min(start + CHUNK_ROWS, len(frame)))),
+            joined.sources,
+            latent,
+            text,
+            latents,
+            texts,
+        )
+        for start in range(0, len(frame), CHUNK_ROWS)
+    ]
+    samples, names = (pa.concat_tables(own) for own in zip(*pieces, strict=True))
+    return head, samples, names, report
 
 
 def _renumbered(shards: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -405,7 +417,10 @@ def _tables(
     frame: Frame, sources: list[str], latent: layout.LatentRecipe, text: layout.TextRecipe, latents: RecordIndex,
     texts: RecordIndex,
 ) -> tuple[pa.Table, pa.Table]:  # fmt: skip
-    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number)."""
+    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number).
+
+    Of one chunk at a time: the lists of many would count more captions than Arrow's lists can.
+    """
     schema = samples_schema(latent, text)
     offsets = pa.array(frame.captions.astype(np.int32))
 
@@ -436,7 +451,7 @@ def _tables(
     names = pa.table(
         [
             columns["sample_id"], pa.DictionaryArray.from_arrays(pa.array(frame.source), sources).cast(pa.string()),
-            frame.item, lists(written, WRITTEN),
+            frame.item.cast(pa.string()), lists(written, WRITTEN),
         ],
         schema=NAMES,
     )  # fmt: skip

@@ -89,7 +89,7 @@ class Runner:
             encoder = _Metered(self._latents(recipe), self.meter)
             return worker.image_records(
                 recipe, unit, rows, self.sources, encoder, max_pixels=self.config.data.max_pixels,
-                workers=self.config.encode.workers, only=only,
+                workers=self.config.encode.workers, only=only, max_bytes=self.config.data.max_bytes,
             )  # fmt: skip
         assert isinstance(recipe, layout.TextRecipe)
         return worker.caption_records(recipe, unit, rows, _Metered(self._captions(recipe), self.meter), only=only)

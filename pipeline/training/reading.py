@@ -63,7 +63,9 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()
-        odd = [name for name, entry in found.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)]
+        odd = [
+            name for name, entry in found.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
+        ]
         names = {str(info.relative_path) for info in found.storage_data.values()}
         outside = [name for name in names if Path(name).name != name]
     except Exception as error:  # an unpickler fails in any way on bytes that are not what it expects

@@ -1,40 +1,43 @@
 """The training run: start or resume, the loop, metrics, checkpoints, a clean stop.
 
 What: `fit` builds the model, spreads it over the processes, takes up a checkpoint if asked, and does optimizer steps
-until `train.steps` or a signal (SIGTERM, SIGUSR1: save, then leave with success).
+until `train.steps` or a signal (SIGTERM, SIGUSR1, Ctrl-C: save, then leave; a second Ctrl-C ends at once).
 Why so little in the loop: what a batch is, is decided by the loader; what a step is, by `Step`; the loop only counts,
 reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
 value that all of them have.
 Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
 No process ever holds the whole model: it is laid out without memory, spread, and each process reads its own slices.
 
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*` and, while a
+training has it, `lock.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig, dump
+from pipeline.config import Config, TrainConfig, dump, reads, written
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_files import architecture_at
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
@@ -43,6 +46,7 @@ from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, s
 from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, in_backward, optim, trackers
 from pipeline.training.ema import Average
+from pipeline.training.lock import Lock, taken
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 from pipeline.training.watch import Watch, memory_errors
@@ -63,6 +67,7 @@ class Task:
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
         batches: the global batch of each bucket, by the bucket's name.
+        names: what people call the samples of these ids, where that is known.
     """
 
     origin: State
@@ -72,6 +77,7 @@ class Task:
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
     batches: Mapping[str, int]
+    names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
 
 
 @dataclass(frozen=True)
@@ -85,18 +91,22 @@ class Report:
     stopped_by: str | None
 
 
-def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print) -> Report:
+def fit(
+    config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print,
+    accepted: Callable[[], None] = lambda: None,
+) -> Report:  # fmt: skip
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
         say: prints one line; called on the first process only.
+        accepted: called on the first process once it is certain that this run may start or resume.
 
     Raises:
         UserError: what a person can mend, in the same words on every process.
     """
-    train = config.train
+    train, run = config.train, Path(config.train.output)
     quiet: Say = say if launch.is_main else lambda _: None
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
@@ -113,8 +123,12 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
-    with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
-        run = Path(train.output)
+    with (
+        memory_errors(train),
+        started(launch, train.parallel, device) as mesh,
+        _signals(launch.is_main) as wanted,
+        taken(run, quiet) as lock,
+    ):
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
             quiet(line)
@@ -122,9 +136,17 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
-            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
+            before = found[1].config["train"]
+            recipes = before.get("recipe", "default"), train.recipe
+            optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
+            if (done := found[1].state.step) >= train.steps:
+                quiet(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
+                return Report(done, found[0], None, None)
+        config = with_residual(config, found[1].config if found is not None else None)
+        train = config.train
+        on_main(accepted)
         values = together(lambda: start_values(config, architecture)) if found is None else None
-        model = SanaTransformer.on_meta(architecture)
+        model = SanaTransformer.on_meta(architecture, numerics(train))
         model.reset_buffers()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         held = spread(model, mesh, train)
@@ -133,9 +155,9 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             if isinstance(values, Stored):
                 quiet(f"start weights: {values.taken}")
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
         averages = [Average(held.module, train.ema)] if train.ema is not None else []
-        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device, task.names)
         done = 0
         if found is not None:
             source, document = found
@@ -154,14 +176,34 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
+        for line in optim.advice(train.optim, task.batch, train.steps):
+            quiet(f"note: {line}")
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, lock, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
             if journal is not None:
                 journal.close()
+
+
+def with_residual(config: Config, before: dict[str, Any] | None) -> Config:
+    """The configuration with `train.residual` decided: as given, else what the run began with, else fp32.
+
+    Args:
+        before: the configuration that the checkpoint to be resumed was written with.
+    """
+    if config.train.residual is not None:
+        return config
+    residual = "fp32" if before is None else before["train"].get("residual") or "compute"
+    return config.model_copy(update={"train": config.train.model_copy(update={"residual": residual})})
+
+
+def numerics(train: TrainConfig) -> Numerics:
+    """How the model computes under `train.residual` (decided, see `with_residual`) and `train.recipe`."""
+    theirs = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    return Numerics(fp32_residual=train.residual == "fp32", **theirs)
 
 
 def start_values(config: Config, architecture: SanaConfig) -> Start:
@@ -303,47 +345,73 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
         fresh.replace(path)
     except OSError as error:
         raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
-    followers = trackers.Trackers(config.train.trackers, run, done, config.model_dump(mode="json"), say)
+    followers = trackers.Trackers(config.train.trackers, run, done, written(config), say)
     journal = Metrics(run / "metrics.jsonl", say, followers)
     journal.start(**facts)
     return journal
 
 
 def _changes(before: dict[str, Any], config: Config) -> list[str]:
-    """`train.optim.lr: 0.0001 -> 2e-05` for every option that differs."""
+    """`train.optim.lr: 0.0001 -> 2e-05` for every option of training that differs."""
 
     def flat(tree: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(tree, dict):
             return {prefix: tree}
         return {k: v for name, below in tree.items() for k, v in flat(below, f"{prefix}.{name}").items()}
 
-    old, new = flat(before, ""), flat(config.model_dump(mode="json"), "")
+    old, new = flat(before, ""), flat(written(config), "")
     return [
         f"{name[1:]}: {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and reads("train", name[1:])
     ]
+
+
+AGAIN_S = 1.0
+"""A second Ctrl-C counts after so long: launchers pass on what the terminal has sent already."""
 
 
 @dataclass
 class _Wanted:
-    """Set by a signal; read by the loop."""
+    """Set by a signal; read by the loop. `begun`: the loop runs, so that there will be something to save."""
 
     name: str | None = None
+    begun: bool = False
+    since: float = 0.0
 
 
 @contextmanager
-def _signals() -> Iterator[_Wanted]:
-    """SIGTERM and SIGUSR1 ask for a clean end. Elsewhere than in the main thread signals cannot be caught."""
+def _signals(speaks: bool) -> Iterator[_Wanted]:
+    """SIGTERM, SIGUSR1 and SIGINT ask for a clean end; SIGINT ends at once before the first step, and when it is the
+    second signal. Elsewhere than in the main thread signals cannot be caught; a SIGINT that is ignored stays so.
+
+    Args:
+        speaks: whether this process says on stderr what becomes of the signal.
+    """
     wanted = _Wanted()
     if threading.current_thread() is not threading.main_thread():
         yield wanted
         return
 
-    def note(number: int, _frame: object) -> None:
-        wanted.name = signal.Signals(number).name
+    def tell(line: str) -> None:
+        if speaks:
+            os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not wanted.begun:
+            signal.default_int_handler(number, frame)
+        if wanted.name is None:
+            wanted.name, wanted.since = signal.Signals(number).name, time.monotonic()
+            tell(f"{wanted.name}: a checkpoint will be written after this step; Ctrl-C then ends at once, without one")
+        elif number == signal.SIGINT and time.monotonic() - wanted.since > AGAIN_S:
+            tell("ended without a checkpoint of the last steps; continue with --resume auto")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    caught = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        caught.append(signal.SIGINT)
+    before = {number: signal.signal(number, note) for number in caught}
     try:
         yield wanted
     finally:
@@ -372,13 +440,14 @@ class _Loop:
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
+        lock: Lock,
         say: Say,
     ):
         self.config, self.train, self.task = config, config.train, task
         self.architecture, self.model = architecture, step.spread.module
         self.step, self.averages, self.more = step, averages, _sections(averages, step)
         self.optimizer, self.device = step.optimizer, device
-        self.journal, self.wanted, self.say = journal, wanted, say
+        self.journal, self.wanted, self.lock, self.say = journal, wanted, lock, say
         self.watch = Watch(config.train, architecture, layout, device, say)
         self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
@@ -387,19 +456,17 @@ class _Loop:
 
     def run(self, done: int, source: Path | None) -> Report:
         saved = source
-        if done >= self.train.steps:
-            self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
-            return Report(done, saved, None, None)
         loader = together(lambda: self.task.loader(done, self.train.steps))
         asked, state = time.perf_counter(), None
         self.model.train()
+        self.wanted.begun = True
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
-                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
+                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
                 optim.set_learning_rate(self.optimizer, rate)
                 self._seed(state.step)
-                stop = self.wanted.name is not None or saver.failed
+                stop = self.wanted.name is not None or saver.failed or self.lock.lost
                 outcome = self.step(microbatches, state.step, stop=stop)
                 for average in self.averages:
                     average.update(state.step)
@@ -432,7 +499,7 @@ class _Loop:
         self.step.settle()
         counted = self.watch.values(replaced)
         self.loss = counted["loss"]
-        if self.journal is None:
+        if self.journal is None or self.lock.lost:
             return
         values = {
             "step": outcome.step,
@@ -447,4 +514,4 @@ class _Loop:
         self.journal.row(self.train.steps, values)
 
     def _saver(self) -> checkpoint.Saver:
-        return checkpoint.Saver(self.root, self.architecture, self.config, self.say)
+        return checkpoint.Saver(self.root, self.architecture, self.config, self.say, self.lock)
