@@ -107,6 +107,10 @@ class DataConfig(_Section):
     `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
     `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
     `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
+    caption: what a picture says that has no caption: `none` (nothing: the empty caption), `filename` (its name without
+    the ending), `folder` (the name of its folder; underscores of both read as spaces), or any other text, such as
+    `a photo of sks dog`; null: such pictures are rejected.
+    caption_prefix, caption_suffix: put before and after every caption, as they are (with their spaces).
     `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
     `image_root` is what these names are relative to (null: the table's own folder).
     max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
@@ -125,6 +129,9 @@ class DataConfig(_Section):
     caption_scores: dict[str, str] = {}
     score_threshold: Annotated[float, Field(ge=0)] = 25.0
     score_power: Annotated[float, Field(ge=0)] = 10.0
+    caption: str | None = None
+    caption_prefix: str = ""
+    caption_suffix: str = ""
     image_field: str | None = None
     image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)

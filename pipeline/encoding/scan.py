@@ -57,7 +57,7 @@ AHEAD = 1024
 RUN = 2048
 """Items of a fragment, where the source has no parts that say when they have changed."""
 
-RULE = "fragment-1"
+RULE = "fragment-2"
 """Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
 
 
@@ -172,6 +172,7 @@ class _Scan:
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
+        self._taken_over = False
         self._done = 0
         self._whole: int | None = None
 
@@ -196,14 +197,14 @@ class _Scan:
             self._check()
             decides = (*map(str, self.limits), str(self.rehash))
             shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
-        taken = 0
+        taken, rule = 0, self.source.rule
         made: set[str] = set()
 
         def make(one: str) -> Rows:
             before = self.source.ignored
             table = self._made(shared[one])
             made.add(one)
-            return Rows(table, self.source.ignored - before)
+            return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
         def arrived(one: str, rows: Rows) -> None:
             nonlocal taken
@@ -211,10 +212,14 @@ class _Scan:
             if one not in made:
                 self._reach(len(rows.table))
                 taken += rows.ignored
+                if rule is not None:
+                    rule.seen.update(rows.columns)
 
         if self.fragments is not None:
             self.fragments.gather(list(shared), make, arrived, self._scans)
         self.source.ignored += taken
+        if rule is not None and not self._taken_over:  # what is taken over has passed this check
+            rule.check_seen()
         return [piece.table for piece in pieces if piece.table is not None]
 
     def _pieces(self) -> list[_Piece]:
@@ -224,6 +229,7 @@ class _Scan:
             self._check()
             run = runs.get(part.name)
             if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+                self._taken_over = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
             if self._known is None:
