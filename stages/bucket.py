@@ -18,7 +18,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import layout, snapshot
+from pipeline.cache import copies, layout, snapshot
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
@@ -58,11 +58,14 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        IntegrityError: a shard that the snapshot would name is missing or of another size.
         UserError: nothing is left to train on, or a setting names what is not there.
     """
     own = config.bucket
     caches = _caches(config, dry_run)
     cache = caches[0]
+    if not dry_run:
+        copies.complete(cache.files)
     unused = {source for source, one in own.sources.items() if not one.weight}
     found = _sources(caches, unused)
     if not found:
@@ -218,6 +221,7 @@ def _publish(
             for digest in tables & set(head["sources"].values()):
                 bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
         whole = snapshot.build(cache.files, head, made.samples, made.names)
+        snapshot.check_files(cache.files, whole)
         snapshot_id = cache.add_snapshot(whole, name, latest=latest)
     frame, sources = made.frame, made.joined.sources
     held = np.bincount(frame.source, minlength=len(sources)).tolist()

@@ -159,6 +159,37 @@ def identity(head: dict[str, Any]) -> str:
     return layout.content_digest(layout.canonical(head))
 
 
+def shard_files(head: dict[str, Any]) -> dict[str, int]:
+    """The shards that a head names as files of the cache, with their sizes in bytes."""
+    recipes = {kind: layout.RECIPES[kind].from_values(values).name for kind, values in head["recipes"].items()}
+    return {
+        Paths.shard(head.get("folder", recipes[kind]), shard["name"]): shard["bytes"]
+        for kind in ("latent", "text") for shard in head["shards"][kind]
+    }  # fmt: skip
+
+
+def check_files(files: Files, head: dict[str, Any]) -> None:
+    """Ask for the sizes of everything that a head names, and read nothing.
+
+    Raises:
+        IntegrityError: a shard is missing or of another size than the head says; a chunk or a scan's table is missing
+            or empty.
+    """
+    shards = shard_files(head)
+    chunks = {Paths.table(chunk[kind], "arrow") for chunk in head["chunks"] for kind in ("samples", "names")}
+    scans = {Paths.table(table, "parquet") for table in head["sources"].values()}
+    found = files.sizes([*shards, *sorted(chunks | scans)])
+    for name in [*shards, *sorted(chunks | scans)]:
+        fix = "sana-pipe bucket" if name in chunks else layout.REPAIR
+        if not found.get(name):
+            raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
+        if name in shards and found[name] != shards[name]:
+            raise IntegrityError(
+                f"{files.where(name)}: has another size than a snapshot says",
+                expected=f"{shards[name]} bytes", found=f"{found[name]} bytes", fix=fix,
+            )  # fmt: skip
+
+
 class Snapshot:
     """An opened snapshot.
 
@@ -174,11 +205,6 @@ class Snapshot:
         self.files, self.id = files, snapshot_id
         where = Paths.snapshot(snapshot_id)
         self.head = files.document(where)
-        found = identity(self.head)
-        if found != snapshot_id:
-            raise IntegrityError(
-                f"{files.where(where)}: is another snapshot", expected=snapshot_id, found=found, fix="restore the file"
-            )
         self.buckets = [
             Bucket(**{k: b[k] for k in ("height", "width", "samples", "batch")}) for b in self.head["buckets"]
         ]
@@ -218,27 +244,11 @@ class Snapshot:
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
-        return {
-            Paths.shard(self.folder(kind), shard["name"]): shard["bytes"]
-            for kind in ("latent", "text") for shard in self.head["shards"][kind]
-        }  # fmt: skip
+        return shard_files(self.head)
 
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
-        wanted = self.shard_files()
-        found = self.files.sizes(wanted)
-        for name, size in wanted.items():
-            if name not in found:
-                raise IntegrityError(
-                    f"{self.files.where(name)}: a shard of snapshot {self.id} is missing",
-                    fix="restore it from a copy of the cache",
-                )
-            if found[name] != size:
-                raise IntegrityError(
-                    f"{self.files.where(name)}: has another size than snapshot {self.id} says",
-                    expected=f"{size} bytes", found=f"{found[name]} bytes",
-                    fix="restore it from a copy of the cache",
-                )  # fmt: skip
+        check_files(self.files, {**self.head, "chunks": [], "sources": {}})
 
     def check_chunk(self, number: int) -> None:
         """Read a chunk whole and check it, samples and names."""
@@ -342,14 +352,14 @@ class Snapshot:
         try:
             mapped = self.files.map(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
-            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="sana-pipe bucket") from None
         buffer = pa.py_buffer(mapped)
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
         mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
-                fix="restore the file from a copy of the cache, or run sana-pipe bucket again",
+                fix="sana-pipe bucket",
             )  # fmt: skip
         table = ipc_table(buffer)
         if table.schema != schema or table.num_rows != entry["rows"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def check_source_name(name: str) -> None:
 
 
 def _refuse_other(files: Files) -> None:
-    if any(name != "tmp" for name in files.names("")):
+    names = files.names("")
+    if any(name != "tmp" for name in names) and "recipes" not in names:  # of a cache only the first file was lost
         raise CacheError(
             f"{files.where('')}: is not empty and not a cache", fix="set `cache:` to an empty or new folder"
         )
@@ -84,8 +86,12 @@ class Cache:
             if not create:
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
             _refuse_other(self.files)
-            self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
-        self.files.document(Paths.FORMAT)
+        if create:
+            self.files.ensure(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
+        try:
+            self.files.document(Paths.FORMAT)
+        except IntegrityError as error:
+            raise IntegrityError(error.what, fix="sana-pipe encode --data DIR: it writes this file again") from None
         self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
 
@@ -115,7 +121,7 @@ class Cache:
     # ------------------------------------------------------------ recipes
 
     def add_recipe(self, recipe: layout.Recipe) -> None:
-        self.files.put(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
+        self.files.ensure(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
 
     def recipe(self, name: str) -> layout.Recipe:
         """A recipe by name (`latent-<id>`, `text-<id>`)."""
@@ -197,21 +203,22 @@ class Cache:
         """
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot name a snapshot", expected="letters, digits, '.', '_' and '-'")
+        self._write_again(head)
         parent = self.snapshot_of(name or "latest")
 
         def content(of: dict[str, Any]) -> bytes:  # canonical: a head that was read back holds lists, not tuples
             return layout.canonical({**of, "parent": None})
 
-        before = [] if parent is None or "parent" in head else [self.open_snapshot(parent)]
-        if before and before[0].packed and self.files.exists(Paths.snapshot(before[0].head["parent"])):
-            before.append(self.open_snapshot(before[0].head["parent"]))
+        before = [] if "parent" in head else self._readable([parent])
+        if before and before[0].packed:
+            before += self._readable([before[0].head["parent"]])
         same = [one.id for one in before if content(one.head) == content(head)]
         if same:
             snapshot_id = same[0]
         else:
             head = {"parent": parent, **head}
             snapshot_id = identity(head)
-            self.files.put(Paths.snapshot(snapshot_id), layout.seal(head))
+            self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head))
         for pointer in [*(["latest"] if latest else []), *([name] if name else [])]:
             while self.snapshot_of(pointer) != snapshot_id:
                 number = len(self.files.numbers(Paths.names(pointer)))
@@ -220,6 +227,25 @@ class Cache:
                     layout.seal({"name": pointer, "snapshot": snapshot_id}),
                 )
         return snapshot_id
+
+    def _readable(self, ids: list[str | None]) -> list[Snapshot]:
+        found = []
+        for one in ids:
+            with suppress(IntegrityError):
+                found += [Snapshot(self.files, one)] if one is not None else []
+        return found
+
+    def _write_again(self, head: dict[str, Any]) -> None:
+        """Write the snapshots again that some name points or pointed to, that cannot be read, and that say what this
+        head says; their parent may be any other."""
+        folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in self.snapshot_names()]
+        names = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
+        ids = {body["snapshot"] for body in self.files.documents(names)}
+        for lost in sorted(ids - {one.id for one in self._readable(sorted(ids))}):
+            for parent in (None, *sorted(ids)):
+                again = {**head, "parent": head.get("parent", parent)}
+                if identity(again) == lost:
+                    self.files.ensure(Paths.snapshot(lost), layout.seal(again))
 
     def keep(self, snapshot_id: str) -> None:
         """Give a snapshot that is trained on a name of its own (`trained-ID`), so that `gc` spares it for good."""
@@ -253,5 +279,5 @@ class Cache:
         raise CacheError(
             f"{self.location}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
             expected="one of the names " + (", ".join(self.snapshot_names()) or "(none yet)") + " or an id",
-            fix="sana-pipe bucket --name " + name,
+            fix="sana-pipe snapshots lists them",
         )
