@@ -211,7 +211,7 @@ def verify_contents(cache: Cache, progress: Callable[[int], None] = lambda size:
 
 
 def named_snapshots(cache: Cache) -> dict[str, str]:
-    """The snapshots that names point to now, each with one of these names; a name that cannot be read is passed over."""
+    """The snapshots that names point to now, each with one of these names. Those that cannot be read are left out."""
     found = {}
     for name in cache.snapshot_names():
         with suppress(CacheError):
@@ -511,6 +511,7 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
 def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
     """Commits, shards and scales of a recipe without the document that they follow from."""
     files = cache.files
+    written = [entry.name for entry in files.walk(f"shards/{owner}")]  # first: what is written meanwhile has a commit
     planned: dict[str, int] = {}
     try:
         for plan in cache.plans(owner):
@@ -529,23 +530,23 @@ def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
             where = Paths.numbered(Paths.plans(owner), number)
             yield Finding(where, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
     shards, units = {commit.shard for _, commit in commits}, {commit.unit for _, commit in commits}
-    for entry in files.walk(f"shards/{owner}"):
-        stem = PurePosixPath(entry.name).stem
+    for name in written:
+        stem = PurePosixPath(name).stem
         if stem in shards:
             continue
         try:
-            unit = shard.read_head(files, entry.name)["unit"]
+            unit = shard.read_head(files, name)["unit"]
         except CacheError:
             continue
-        if unit in units:
+        number = planned.get(unit, planned.get(index.adopted_unit(owner, stem), -1))
+        if unit in units or (number >= 0 and unit in index.committed(files, owner, number)):
             continue
-        if unit in planned or index.adopted_unit(owner, stem) in planned:
-            what = f"no commit refers to this shard of unit {unit}: run sana-pipe encode to finish, or verify --repair"
+        if number >= 0:
+            what = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"
+            yield Finding(name, what, fix=f"{ENCODE}, or {REPAIR}")
         else:
-            what = (
-                f"its unit {unit} is in no plan: run sana-pipe bucket again if that was stopped, else verify --repair"
-            )
-        yield Finding(entry.name, what)
+            what = f"unit {unit} of this shard is in no plan: bucket was stopped at another cache, or a plan was lost"
+            yield Finding(name, what, fix=f"{BUCKET}, or {REPAIR}")
     if shards - {None} and not files.exists(Paths.scale(owner)):
         try:
             lossy = codec.storage_of(cache.recipe(owner)) == codec.INT8

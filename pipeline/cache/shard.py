@@ -297,7 +297,7 @@ class Reader:
                 raise IntegrityError(
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
-                    fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                    fix=f"{layout.REPAIR} (the recipe's document says how it is stored)",
                 )  # fmt: skip
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
@@ -402,17 +402,15 @@ class Reader:
                 return
         where = self.where(shard, offset, key)
         if refused:
-            raise RecordError(
-                shard, key, f"{where} cannot be read: {refused}", fix="restore this shard from a copy of the cache"
-            )
+            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=layout.REPAIR)
         if got != len(view):
             raise RecordError(
                 shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
-                fix="restore this shard from a copy of the cache",
+                fix=layout.REPAIR,
             )  # fmt: skip
         raise RecordError(
             shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(),
-            fix="restore this shard from a copy of the cache",
+            fix=layout.REPAIR,
         )  # fmt: skip
 
     def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:
@@ -431,7 +429,7 @@ class Reader:
             raise IntegrityError(
                 f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
                 f"byte {offset} has the wrong checksum",
-                expected=expected.hex(), found=found.hex(), fix="restore this shard from a copy of the cache",
+                expected=expected.hex(), found=found.hex(), fix=layout.REPAIR,
             )  # fmt: skip
         return data.decode("utf-8")
 
@@ -465,7 +463,7 @@ class Reader:
                 handle = self._open_file(name)
             except FileNotFoundError:
                 raise IntegrityError(
-                    f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"
+                    f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR
                 ) from None
             self._open[shard] = handle
             while len(self._open) > self._limit:

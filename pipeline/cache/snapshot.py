@@ -168,6 +168,11 @@ def shard_files(head: dict[str, Any]) -> dict[str, int]:
     }  # fmt: skip
 
 
+def maker(head: dict[str, Any]) -> str:
+    """The command that makes a snapshot, and writes what is damaged of it again."""
+    return "sana-pipe bucket --pack" if "folder" in head else "sana-pipe bucket"
+
+
 def check_files(files: Files, head: dict[str, Any]) -> None:
     """Ask for the sizes of everything that a head names, and read nothing.
 
@@ -180,7 +185,7 @@ def check_files(files: Files, head: dict[str, Any]) -> None:
     scans = {Paths.table(table, "parquet") for table in head["sources"].values()}
     found = files.sizes([*shards, *sorted(chunks | scans)])
     for name in [*shards, *sorted(chunks | scans)]:
-        fix = "sana-pipe bucket" if name in chunks else layout.REPAIR
+        fix = maker(head) if name in chunks else layout.REPAIR
         if not found.get(name):
             raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
         if name in shards and found[name] != shards[name]:
@@ -352,14 +357,14 @@ class Snapshot:
         try:
             mapped = self.files.map(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
-            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="sana-pipe bucket") from None
+            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=maker(self.head)) from None
         buffer = pa.py_buffer(mapped)
         found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
         mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
-                fix="sana-pipe bucket",
+                fix=maker(self.head),
             )  # fmt: skip
         table = ipc_table(buffer)
         if table.schema != schema or table.num_rows != entry["rows"]:
