@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from benchmarks.report import finish, table
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
 from pipeline.parallel.activation import Kept, keep_activations
 from pipeline.parallel.kept import kept_bytes
 from pipeline.processes import run_and_exit
@@ -56,9 +56,11 @@ def shape(layers: int, heads: int = 70, cross: int = 20) -> SanaConfig:
     )  # fmt: skip
 
 
-def fake_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> SanaTransformer:
+def fake_model(
+    config: SanaConfig, dtype: torch.dtype, train: TrainConfig, numerics: Numerics = DIFFUSERS
+) -> SanaTransformer:
     """A model of fake parameters; call it within a FakeTensorMode."""
-    model = SanaTransformer.on_meta(config)
+    model = SanaTransformer.on_meta(config, numerics)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))

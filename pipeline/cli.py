@@ -3,13 +3,23 @@
 What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
+<<<<<<< HEAD
 exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
+command reads.
+=======
+exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
+keeps its traceback. Ctrl-C ends with 130.
 Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
+>>>>>>> main
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -18,12 +28,14 @@ import click
 
 from pipeline import __version__
 from pipeline.errors import UserError
-from pipeline.processes import run_and_exit
+from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
 
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+"""What a file system says of a path that a person gave, whatever the command wanted to do there."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,10 +74,12 @@ def _configured(command: Command) -> Command:
     return command
 
 
-def _load(config_path: str | None, overrides: Sequence[str]) -> Config:
+def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
+    """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
 
-    return load(config_path, list(overrides))
+    words = click.get_current_context().command_path.split()[1:]
+    return load(config_path, list(overrides), " ".join([*words, *mode]))
 
 
 @cli.command()
@@ -134,7 +148,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    config = _load(config_path, (*overrides, *([f"text.mode={text_mode}"] if text_mode else [])))
+    given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
+    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -156,6 +171,8 @@ def encode(
     help="Then copy its records into joint shards in a shuffled order, for training from object storage.",
 )  # fmt: skip
 @click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; make no other one.")
+@click.option("--latest", is_flag=True, help="With --pack: the packed snapshot becomes the newest.")
+@click.option("--move", is_flag=True, help="Let NAME point to it though it points to another snapshot.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def bucket(
     config_path: str | None,
@@ -165,29 +182,34 @@ def bucket(
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
+    latest: bool,
+    move: bool,
     as_json: bool,
 ) -> Any:
     """Join latents and captions into an immutable snapshot, grouped by resolution.
 
     Which samples (filters, weights, duplicates, held-out part, subset) and how they are batched: the section `bucket`
     of the configuration. Several processes or nodes may run it with --pack at the same time: they share the copying.
+    With --pack the name is that of the packed snapshot (default: ID.packed), and `latest` stays with what was packed.
     """
+    if latest and not pack:
+        raise click.UsageError("--latest is for --pack: a snapshot that is not packed is the newest anyway")
     if snapshot is not None and not pack:
         raise click.UsageError("--snapshot is for --pack: training chooses its snapshot by `train --snapshot`")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
     if caches:
         own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": own})
     from stages import bucket as stage
 
-    made = stage.run(config, name=name, dry_run=dry_run, as_json=as_json) if snapshot is None else snapshot
     if not pack:
-        return made
+        return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
+    made = stage.run(config) if snapshot is None else snapshot
     from stages import pack as packing
 
-    return packing.run(config, snapshot=made, name=name, as_json=as_json)
+    return packing.run(config, snapshot=made, name=name, as_json=as_json, move=move, latest=latest)
 
 
 @cli.group(invoke_without_command=True)
@@ -195,7 +217,7 @@ def bucket(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 @click.pass_context
 def snapshots(context: click.Context, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """List the snapshots of the cache, or compare two of them (`snapshots diff A B`)."""
+    """List the snapshots of the cache, compare two (`snapshots diff A B`), or name one (`snapshots name A NAME`)."""
     if context.invoked_subcommand is not None:
         if config_path or overrides or as_json:
             raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
@@ -220,6 +242,33 @@ def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as
     from stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
+
+
+@snapshots.command()
+@_configured
+@click.argument("snapshot", metavar="SNAPSHOT")
+@click.argument("label", metavar="NAME")
+@click.option("--move", is_flag=True, help="Also if NAME points to another snapshot.")
+def name(config_path: str | None, overrides: tuple[str, ...], snapshot: str, label: str, move: bool) -> Any:
+    """Give a snapshot (a name, an id or its beginning) a name, so that `gc` spares it."""
+    config = _load(config_path, overrides)
+    from stages import snapshots as stage
+
+    return stage.name(config, snapshot, label, move)
+
+
+@cli.command()
+@_configured
+@click.option("--source", metavar="NAME", help="A source that `bucket` is to use no more. Its records stay.")
+@click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
+def forget(config_path: str | None, overrides: tuple[str, ...], source: str | None, snapshot: str | None) -> Any:
+    """Forget a source or the name of a snapshot. Removes nothing itself: `gc` removes what nothing needs then."""
+    if (source is None) == (snapshot is None):
+        raise click.UsageError("give either --source or --snapshot")
+    config = _load(config_path, overrides)
+    from stages import forget as stage
+
+    return stage.run(config, source=source, snapshot=snapshot)
 
 
 @cli.command()
@@ -313,7 +362,7 @@ def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
     """Read the whole cache and name what is damaged. Exit code 4 if something is (and was not restored)."""
-    config = _load(config_path, overrides)
+    config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
     return stage.run(config, mend=repair, data=data, as_json=as_json)
@@ -345,6 +394,7 @@ def demo(out: str, data: str | None, quick: bool) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    allow_many_files()
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
     except click.Abort:
@@ -356,11 +406,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         click.echo(f"sana-pipe: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in REFUSED or error.filename is None:
+            raise
+        fix = "check the path, and who may read, enter and write its folders"
+        click.echo(f"sana-pipe: {UserError(f'{error.filename}: {error.strerror}', fix=fix)}", err=True)
+        sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 
 def console() -> NoReturn:
-    """The command: `main`, then the end of the process."""
+    """The command: `main`, then the end of the process.
+
+    A run shows its lines only: warnings and notes of libraries stay away, unless Python was asked for them
+    (`PYTHONWARNINGS=default`). What concerns a user is an error or a line of ours.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
     run_and_exit(main)
 
 

@@ -56,6 +56,22 @@ class Weights(_Section):
     variant: str | None = None
 
 
+class StartWeights(Weights):
+    """What training starts from. `variant: null` takes the set of the highest precision that is there; the run says
+    which. `id` may also name a file of NVlabs (`.pth`, or safetensors with their names), here or on the hub:
+    `hf://OWNER/NAME/checkpoints/NAME.pth`.
+
+    runs_in: the precisions that these weights bear, the one to take first; null: not known. Weights that were trained
+    in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those trained in bf16 overflow in fp16 (#65).
+    """
+
+    runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
+
+    def bears(self, precision: str) -> bool:
+        """Whether the weights are known to fail in a precision of `train.precision`, or not."""
+        return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
+
+
 class VaeConfig(Weights):
     """The image encoder. `scaling_factor: null` takes the one in the VAE's own config (0.41407 for Sana's DC-AE)."""
 
@@ -92,6 +108,8 @@ class DataConfig(_Section):
     `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
     `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
     `image_root` is what these names are relative to (null: the table's own folder).
+    max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
+    takes more memory, in MiB. `encode.workers` pictures are decoded at once.
     decoder: `vips` (fast) or `pillow`; `auto` is vips where it can be imported, but stays with what a cache has been
     encoded with. The pixels differ by rounding, so the decoder is part of the recipe.
     min_side, max_upscale, max_crop_loss: pictures are left out whose shorter side has fewer pixels, that would be
@@ -110,10 +128,16 @@ class DataConfig(_Section):
     image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     max_pixels: Positive = 200_000_000
+    max_picture_mib: Positive = 3072
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     min_side: Positive | None = None
     max_upscale: Annotated[float, Field(gt=0)] | None = None
     max_crop_loss: Share | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """Memory that decoding a picture may take, in bytes."""
+        return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
@@ -284,7 +308,7 @@ class ArchConfig(_Section):
 class ModelConfig(_Section):
     """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch."""
 
-    weights: Weights | None = None
+    weights: StartWeights | None = None
     arch: ArchConfig | None = None
 
     @model_validator(mode="after")
@@ -449,6 +473,15 @@ class TrainConfig(_Section):
     shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
     precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
     `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
+    residual: dtype of the tokens between the blocks, of the norms over them and of the gates: `fp32`, as under NVlabs'
+    autocast; `compute`, that of `precision`. null: `fp32` for a new run; a resumed run keeps what it began with
+    (`compute` if it is older than this option). RESIDUAL_MEASURED
+    recipe: `nvlabs` follows NVlabs' trainer where no other option does: CAME keeps 3x3 kernels unfactored and without
+    confidence, and takes the weights of query, key and value for the one matrix that they are there; weight decay
+    pulls biases, norms and tables, too; warm-up begins with a step of rate 0; the norms of cross attention's queries
+    and keys have eps 1e-6 (`default`: 1e-5), linear attention's denominator 1e-8 (1e-15). `default` is better where
+    the two differ (docs/nvlabs.md says why), and has the constants of diffusers, whose pipeline draws with the exported
+    weights.
 
     Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
     the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
@@ -461,6 +494,8 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     microbatch: Positive = 8
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
+    residual: Literal["fp32", "compute"] | None = None
+    recipe: Literal["default", "nvlabs"] = "default"
     activation_checkpointing: Recompute = "full"
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     activation_offload: bool = False
@@ -497,6 +532,11 @@ class TrainConfig(_Section):
                 "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
+            if self.recipe == "nvlabs" and self.optim.name == "came":
+                raise ValueError(
+                    "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
+                    "and value together; set recipe: default or optim.in_backward: false"
+                )
             if self.optim.clip is not None:
                 raise ValueError(
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
@@ -591,6 +631,78 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
 
+    @model_validator(mode="after")
+    def _precision(self) -> Config:
+        weights, wanted = self.model.weights, self.train.precision
+        if weights is not None and not weights.bears(wanted):
+            able = weights.runs_in or []
+            raise ValueError(
+                f"train.precision: {wanted} breaks these weights, which run in {' and '.join(able)} "
+                f"(model.weights.runs_in): those trained in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those "
+                f"trained in bf16 overflow in fp16 (#65); set train.precision={able[0]}"
+            )
+        return self
+
+
+_CACHE = ("cache", "mirror")
+_SOURCE = (
+    *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
+    *("data.image_field", "data.image_root", "data.max_pixels"),
+)
+_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
+_JOIN = (
+    *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
+    *("data.resolution", "data.buckets", "data.background", "data.min_side", "data.max_upscale", "data.max_crop_loss"),
+    *("vae.id", "vae.revision", "vae.dtype", "vae.scaling_factor", "text.id", "text.revision", "text.dtype"),
+    *("text.recipe", "text.instruction", "text.max_length", "encode.storage"),
+)
+_PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
+_EXPORT = (
+    *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
+    *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
+    *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
+    *("text.recipe", "text.instruction", "text.max_length"),
+)
+_SAMPLE = (
+    *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
+    *("train.output", "train.device", "train.precision", "train.microbatch", "train.flow.shift"),
+)
+READS: dict[str, tuple[str, ...]] = {
+    "encode": _ENCODE,
+    "encode --engine ray": (*_ENCODE, "encode.ray"),
+    "bucket": _JOIN,
+    "bucket --pack": (*_JOIN, *_PACK),
+    "bucket --pack --snapshot": _PACK,
+    "train": (*_CACHE, "model", "train", "data.resolution"),
+    "export": _EXPORT,
+    "sample": _SAMPLE,
+    "decode": ("vae", "encode.device"),
+    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
+}
+"""The options that a command reads, by the words that choose what it does; a section stands for all that is in it.
+Commands that are not named read where the cache is and nothing else. One file serves every command, so a file may hold
+any option; `--set` takes those that the command reads."""
+
+
+def reads(command: str, option: str) -> bool:
+    """Whether a command reads an option (`train.optim.lr`)."""
+    return any(option == name or option.startswith(name + ".") for name in READS.get(command, _CACHE))
+
+
+def _check_read(command: str, option: str, value: Any) -> None:
+    if reads(command, option):
+        return
+    if isinstance(value, dict) and value and option in _all_paths():
+        for name, below in value.items():
+            _check_read(command, f"{option}.{name}", below)
+        return
+    others = [other for other in READS if reads(other, option) and not other.startswith("decode")]
+    raise ConfigError(
+        f"--set {option}: sana-pipe {command} does not read this option",
+        expected="one of " + ", ".join(READS.get(command, _CACHE)),
+        fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
+    )
+
 
 def shipped() -> list[Path]:
     """The configuration files that come with the package."""
@@ -611,19 +723,22 @@ def find(path: str | Path | None) -> Path:
     raise ConfigError(
         f"there is no configuration file {str(path)!r}",
         expected="a path, or one of " + ", ".join(p.name for p in shipped()),
-        fix="sana-pipe --config FILE ...",
+        fix=f"--config {shipped()[0].stem}, or no --config for {LOCAL_NAME} here, else {Path(DEFAULT_NAME).stem}",
     )
 
 
-def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+def load(
+    path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = (), command: str | None = None
+) -> Config:
     """Read, override and check a configuration.
 
     Args:
         path: see `find`.
         overrides: `a.b=c` strings; the value is YAML (`train.optim.lr=2e-5`, `model.weights=null`).
+        command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
     source = find(path)
     try:
@@ -638,9 +753,12 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] 
         raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
     touched = [_override(tree, text) for text in overrides]
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, touched) from None
+    for option in touched if command else ():
+        _check_read(str(command), option, _given(tree, tuple(option.split("."))))
+    return config
 
 
 def dump(config: Config) -> str:

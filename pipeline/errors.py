@@ -9,6 +9,8 @@ Price: messages are written by hand where the check is made; there is no catalog
 
 from __future__ import annotations
 
+from pipeline.urls import strip_credentials
+
 
 class UserError(Exception):
     """A mistake that the reader of the message can mend.
@@ -23,6 +25,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, what: str, *, expected: object = None, found: object = None, fix: str | None = None):
+        what = strip_credentials(what)
         self.what, self.expected, self.found, self.fix = what, expected, found, fix
         lines = [what]
         if expected is not None:
@@ -31,7 +34,7 @@ class UserError(Exception):
             lines.append(f"  found:    {found}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        super().__init__("\n".join(lines))
+        super().__init__(strip_credentials("\n".join(lines)))
 
 
 class ConfigError(UserError):

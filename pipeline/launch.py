@@ -106,6 +106,14 @@ def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return index * here.world + here.rank, count * here.world
 
 
+def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """The SLURM job that this process belongs to, and how often SLURM has put it back into the queue; None outside."""
+    env = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in env:
+        return None
+    return f"{env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}", _number(env, "SLURM_RESTART_COUNT", 0)
+
+
 def ray_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Host and port of the Ray cluster that RAY_ADDRESS names; None if it names none, or in another way (`auto`)."""
     env = os.environ if environ is None else environ

@@ -45,21 +45,24 @@ class _Made:
     moves: list[selection.Move] = field(default_factory=list)
 
 
-def run(config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False) -> str:
+def run(
+    config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False, move: bool = False
+) -> str:  # fmt: skip
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
         name: a name that will point to it, beside `latest`. The held-out part is called NAME.heldout.
         dry_run: report, and write nothing.
         as_json: print one JSON object instead of lines.
+        move: let the name point to it though it points to another snapshot.
 
     Returns:
         The snapshot's id; "" for a dry run.
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
-        IntegrityError: a shard that the snapshot would name is missing or of another size.
-        UserError: nothing is left to train on, or a setting names what is not there.
+        IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
+        UserError: nothing is left to train on, a setting names what is not there, or the name is taken.
     """
     own = config.bucket
     caches = _caches(config, dry_run)
@@ -132,10 +135,10 @@ def run(config: Config, name: str | None = None, dry_run: bool = False, as_json:
     if own.heldout:
         policies["heldout"] = {"share": own.heldout, "side": "train"}
     made = make(frame, joined, own.small, policies)
+    told |= _publish(made, caches, (latents, texts), dry_run, name, move)
     if kept_away is not None:
         label = f"{name or 'latest'}.heldout"
-        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, latest=False)
-    told |= _publish(made, caches, (latents, texts), dry_run, name)
+        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, move, latest=False)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
     _tell(told, as_json)
     return told["snapshot"] or ""
@@ -202,7 +205,7 @@ def _sample_ids(opened: Snapshot) -> np.ndarray:
 
 def _publish(
     made: _Made, caches: list[Cache], indexes: tuple[RecordIndex, RecordIndex], dry_run: bool, name: str | None,
-    latest: bool = True,
+    move: bool, latest: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Adopt what is of other caches and publish the snapshot; returns the report."""
     cache, head = caches[0], made.head
@@ -221,8 +224,7 @@ def _publish(
             for digest in tables & set(head["sources"].values()):
                 bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
         whole = snapshot.build(cache.files, head, made.samples, made.names)
-        snapshot.check_files(cache.files, whole)
-        snapshot_id = cache.add_snapshot(whole, name, latest=latest)
+        snapshot_id = cache.add_snapshot(whole, name, latest=latest, move=move)
     frame, sources = made.frame, made.joined.sources
     held = np.bincount(frame.source, minlength=len(sources)).tolist()
     return {
@@ -327,8 +329,12 @@ def _recipes(
     if config.vae.scaling_factor is not None:
         wanted.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
     for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):
-        if recipe.model:
-            wanted += [(f"{key}.id", section.id, recipe.model), (f"{key}.revision", section.revision, recipe.revision)]
+        if recipe.model and (recipe.model, recipe.revision) != (section.id, section.revision):
+            click.echo(
+                f"note: the cache's {recipe.kind} records were made with {recipe.model!r} (revision "
+                f"{recipe.revision!r}), {key} names {section.id!r}: equal weights, if `encode` found nothing new to do",
+                err=True,
+            )
     wrong = [f"{key}: configuration {mine!r}, cache {theirs!r}" for key, mine, theirs in wanted if mine != theirs]
     if wrong:
         raise CacheError(

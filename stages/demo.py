@@ -62,8 +62,8 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
         ["encode", "--data", folder],
         ["bucket"],
         ["train", "--resume", "auto", *faster],
-        ["export", "--out", "export", *faster],
-        ["sample", "--out", "samples", *faster],
+        ["export", "--out", "export"],
+        ["sample", "--out", "samples"],
     ):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -160,10 +160,11 @@ def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
             break
         try:
             content = source.read(item.key)
-            width, height = image.probe(content, config.data.max_pixels)
+            limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
+            width, height = image.probe(content, **limits)
             scale = min(1.0, 4 * config.data.resolution / min(width, height))
             size = (max(1, round(height * scale)), max(1, round(width * scale)))
-            pictures.append(image.load(content, size, config.data.background, config.data.max_pixels))
+            pictures.append(image.load(content, size, config.data.background, **limits))
         except (Unreadable, image.ImageReject) as error:
             print(f"not used for the small VAE: {item.key}: {error}", flush=True)
     if not pictures:

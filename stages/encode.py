@@ -106,7 +106,7 @@ def dry_run(
         table = buckets.table(config.data, latent.compression)
         cache = Cache.if_there(config)
         if cache is not None:
-            latent = _with_decoder_of(cache, latent, config)
+            latent, text = _known(cache, latent, text, config)
         scan = _scan(config, source, cache, table, rehash, scanning.from_header)
         work = estimate.wanted(scan, cache, latent, text, table)
         count = partial(encoders.count_rows, config.text, text.instruction)
@@ -146,7 +146,7 @@ def _scan(
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look, fragments=fragments,
+            look=look, fragments=fragments, max_bytes=config.data.max_bytes,
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _run(
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
     copies.complete(cache.files)
-    latent = _with_decoder_of(cache, latent, config)
+    latent, text = _known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -233,26 +233,33 @@ def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]
 def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     vae = encoders.describe_vae(config.vae)
     latent = layout.LatentRecipe(
-        model=vae.pop("id"), **vae, decoder=image.choose(config.data.decoder), resize=image.RESIZE_RULE,
+        **vae, decoder=image.choose(config.data.decoder), resize=image.RESIZE_RULE,
         crop=image.CROP_RULE, background=config.data.background, storage=config.encode.storage.latent,
     )  # fmt: skip
     text = encoders.describe_text(config.text, captions.instruction(config.text))
-    return latent, layout.TextRecipe(model=text.pop("id"), **text, storage=config.encode.storage.text)
+    return latent, layout.TextRecipe(**text, storage=config.encode.storage.text)
 
 
-def _with_decoder_of(cache: Cache, recipe: layout.LatentRecipe, config: Config) -> layout.LatentRecipe:
-    """With `data.decoder: auto`, the decoder with which this cache has been encoded so far goes before the faster one.
+def _known(
+    cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
+) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder with which it has been
+    encoded so far goes before the faster one.
 
     Raises:
         UserError: it cannot be used here; encoding everything again has to be asked for.
     """
-    found = [r for r in cache.recipes("latent") if isinstance(r, layout.LatentRecipe)]
-    same = [r for r in found if replace(r, decoder=recipe.decoder) == recipe]
-    if config.data.decoder != "auto" or not same or recipe in same:
-        return recipe
-    image.require(same[0].decoder)
-    click.echo(f"pictures are decoded by {same[0].decoder}, as those that are in the cache; see data.decoder")
-    return same[0]
+    if config.data.decoder == "auto":
+        there = [one for one in cache.recipes("latent") if isinstance(one, layout.LatentRecipe)]
+        decoders = [one.decoder for one in there if replace(one, decoder=latent.decoder).same_values(latent)]
+        if decoders and latent.decoder not in decoders:
+            image.require(decoders[0])
+            click.echo(f"pictures are decoded by {decoders[0]}, as those that are in the cache; see data.decoder")
+            latent = replace(latent, decoder=decoders[0])
+    found = cache.known(latent), cache.known(text)
+    assert isinstance(found[0], layout.LatentRecipe)
+    assert isinstance(found[1], layout.TextRecipe)
+    return found
 
 
 Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int, dict[str, Any]]]

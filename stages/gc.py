@@ -6,8 +6,8 @@ import json
 
 import click
 
-from pipeline.cache import audit
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import remove, unneeded
 from pipeline.config import Config
 
 
@@ -20,19 +20,23 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
 
     Returns:
         0.
+
+    Raises:
+        IntegrityError: documents and shards contradict one another, so that nobody knows what is needed.
     """
     cache = Cache.of(config)
-    found = list(audit.unneeded(cache, older_than_hours * 3600))
+    age, now = older_than_hours * 3600, cache.files.now()
+    listed = list(unneeded(cache, age, now))
+    found = remove(cache, listed, age, now) if yes else listed
     size = sum(entry[1] for entry in found)
-    if yes:
-        for path, _, _ in found:
-            cache.files.remove(path)
     if as_json:
         entries = [{"path": path, "bytes": count, "why": why} for path, count, why in found]
         click.echo(json.dumps({"removed": yes, "bytes": size, "files": entries}))
         return 0
     for path, count, why in found:
         click.echo(f"{count:12d}  {path}  ({why})")
+    if len(found) < len(listed):
+        click.echo(f"{len(listed) - len(found)} files were used again or removed by others meanwhile")
     verb = "removed" if yes else "could be removed (--yes)"
     click.echo(f"{len(found)} files, {size / 1e9:.3f} GB {verb}")
     return 0

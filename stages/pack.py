@@ -21,20 +21,25 @@ from pipeline.encoding.progress import Progress
 from pipeline.encoding.stopping import Stop, Stopped
 
 
-def run(config: Config, snapshot: str | None = None, name: str | None = None, as_json: bool = False) -> str | None:
+def run(
+    config: Config, snapshot: str | None = None, name: str | None = None, as_json: bool = False, move: bool = False,
+    latest: bool = False,
+) -> str | None:  # fmt: skip
     """Pack a snapshot.
 
     Args:
         snapshot: name or id; default: the newest.
-        name: a name that will point to the packed snapshot, beside `latest`.
+        name: a name that will point to the packed snapshot. Default: that of what is packed (its id), and `.packed`.
         as_json: print one JSON object instead of lines.
+        move: let the name point to it though it points to another snapshot.
+        latest: let `latest` point to it, too.
 
     Returns:
         The packed snapshot's id; None if other processes still had units in hand, or a signal ended the run.
 
     Raises:
         CacheError: no such snapshot, or a record of it is damaged.
-        UserError: it is packed already.
+        UserError: it is packed already, or the name is taken.
     """
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
@@ -42,10 +47,14 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
     source = cache.open_snapshot(snapshot)
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     packer = packing.Packer(cache, source, plan)
-    done = index.committed(cache.files, plan.recipe, plan.number)
+    commits = index.commits(cache.files, plan.recipe, plan.number)
+    done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
     own = claims.Claims(cache.files, config.encode.claim_timeout_s)
     try:
+        shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
+        for at in index.lost(cache.files, plan.recipe, shards, sizes).nonzero()[0].tolist():
+            packer.restore(shards[at])
         with stop.signals(), Progress("samples", 0) as bar:
             made, left = engine.run_here(packer, todo, *launch.share_of_work(), own, stop, bar)
     except Stopped:
@@ -56,9 +65,9 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
-        away = head["policies"].get("heldout", {}).get("side") == "heldout"  # nobody is to train on it by default
-        label = name or (f"{snapshot or source.id[:12]}.packed" if away else None)
-        packed = cache.add_snapshot(head, label, latest=not away)
+        of = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
+        name = name or f"{of}.packed"
+        packed = cache.add_snapshot(head, name, latest=latest, move=move)
         told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
     told |= {"snapshot": packed, "name": name}
     if as_json:
@@ -67,5 +76,5 @@ def run(config: Config, snapshot: str | None = None, name: str | None = None, as
         click.echo(f"{left} units are in other processes' hands: the last of them publishes the packed snapshot")
     else:
         click.echo(f"packed {source.id} into {told['shards']} shards, {told['bytes'] / 1e9:.3f} GB")
-        click.echo(f"snapshot {packed}" + (f" ({name})" if name else ""))
+        click.echo(f"snapshot {packed} ({name})")
     return packed

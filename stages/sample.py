@@ -207,8 +207,9 @@ class _Photos:
             return None
         try:
             pixels = image.load(
-                source.read(one.item), one.bucket, self.config.data.background, self.config.data.max_pixels
-            )
+                source.read(one.item), one.bucket, self.config.data.background, self.config.data.max_pixels,
+                max_bytes=self.config.data.max_bytes,
+            )  # fmt: skip
         except (Unreadable, image.ImageReject):  # moved or changed since; the sheet says so
             return None
         return Image.fromarray(pixels)

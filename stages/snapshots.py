@@ -1,4 +1,4 @@
-"""`sana-pipe snapshots`: lists the snapshots of a cache, and compares two of them."""
+"""`sana-pipe snapshots`: lists the snapshots of a cache, names them, and compares two of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from pipeline.cache import compare, layout
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 
@@ -43,6 +43,28 @@ def run(config: Config, as_json: bool = False) -> int:
     if damaged:
         click.echo(f"fix: {layout.REPAIR}, then sana-pipe bucket")
     return IntegrityError.exit_code if damaged else 0
+
+
+def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
+    """Give a snapshot a name.
+
+    Args:
+        snapshot: a name, an id or the beginning of an id.
+        move: also if the name points to another snapshot.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: the name is taken, or is none.
+        CacheError: no such snapshot.
+    """
+    check_snapshot_name(label)
+    cache = Cache.of(config)
+    found = cache.open_snapshot(snapshot).id
+    cache.point(label, found, move=move)
+    click.echo(f"snapshot {found} ({label})")
+    return 0
 
 
 def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:

@@ -8,7 +8,6 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cache.snapshot import Snapshot
@@ -16,7 +15,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import fetching, shapes
 from pipeline.data.loader import Loader, State
-from pipeline.errors import CacheError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.parallel.mesh import check_sizes
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
@@ -38,20 +37,22 @@ def run(
         say: prints one line (default: print, flushed); called on the first process only.
 
     Raises:
-        UserError: no snapshot, one that does not fit the model, a run directory in use, and others by name.
+        UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
+            use, and others by name.
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot or snapshot_of(config, resume))
     if launch.is_main:
-        with suppress(CacheError):  # where the cache can only be read nothing is removed from here either
-            cache.keep(opened.id)
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
         if (warning := fetching.advice(opened)) is not None:
             speak(warning)
-    return fit(config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak)
+    return fit(
+        config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak,
+        accepted=lambda: cache.keep(opened.id),
+    )  # fmt: skip
 
 
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:

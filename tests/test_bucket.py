@@ -25,6 +25,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.cli import cli
 from pipeline.config import Config, load
 from pipeline.data import buckets, selection
@@ -203,6 +204,24 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
     }  # fmt: skip
     assert report(config(root, "bucket.filter='clip is None or clip >= 7'"), capsys)["samples"] == 12
     assert report(config(root, "bucket.filter='clip is not None'"), capsys)["samples"] == 5
+
+
+def test_a_number_too_large_for_a_filter_costs_its_row_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = 10**400
+    one = [
+        dataclasses.replace(p, meta={"clip": -huge if i < 2 else i, "all": huge}) for i, p in enumerate(pictures(10))
+    ]
+    add(config(root), "one", [*one, dataclasses.replace(pictures(1, "last-")[0], meta={})])
+    told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
+    assert told["samples"] == 3
+    assert {(e["reason"], e["samples"]) for e in told["left_out"]} == {
+        ("bucket.filter cannot be decided, a number is too large: clip >= 7", 2),
+        ("bucket.filter cannot be decided, a value is missing: clip >= 7", 1),
+        ("not selected by bucket.filter: clip >= 7", 5),
+    }
+    for text in ("all > 1", f"clip + {huge} > 1", f"-{huge} < clip"):
+        with pytest.raises(UserError):
+            stages.bucket.run(config(root, f"bucket.filter='{text}'"))
 
 
 @pytest.mark.parametrize(
@@ -605,7 +624,7 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
     assert audit.status(Cache(here))["complete"]
-    assert {why for _, _, why in audit.unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
+    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
     assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
     assert Cache(here).sources() == ["one"]
     assert len(made(config(here))) == 30

@@ -62,7 +62,8 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
 
     def touch(step: int) -> Batch | None:
         if step == 5:
-            assert names(tmp_path / "aside") == ["step-00000003.tmp"], "steps 4 and 5 are done, the save is not"
+            (work,) = names(tmp_path / "aside")
+            assert work.startswith("step-00000003.") and work.endswith(".tmp"), "the save is not done"
             go.set()
         return None
 
@@ -115,7 +116,7 @@ def test_a_save_that_fails_stops_the_run_at_the_next_step(
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
     settings = tiny_run.config(tmp_path / "run", steps=50, save_every=2, async_save=aside)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000004\.tmp: could not be written") as caught:
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000004\.\w+\.tmp: could not be written") as caught:
         train(settings, touch=touch)
     assert "No space left on device" in str(caught.value)
     assert "--resume auto" in str(caught.value)
@@ -129,7 +130,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002\.tmp: could not be written"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002\.\w+\.tmp: could not be written"):
         train(tiny_run.config(tmp_path / "run", steps=2))
     assert checkpoint.newest(tmp_path / "run/checkpoints") is None
 

@@ -6,6 +6,7 @@ One process (`tests/workers/checkpoints.py`) forks all the launches; the tests b
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,5 +72,5 @@ def test_a_save_that_fails_on_one_process_stops_all_in_the_same_words(folder: Pa
     first, second = read(folder, "failing")
     assert first == second
     assert "CheckpointError" in first
-    assert "step-00000004.tmp: could not be written" in first
+    assert re.search(r"step-00000004\.\w+\.tmp: could not be written", first)
     assert "No space left on device" in first

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cache import owner
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.encoding import claims
 from pipeline.encoding.claims import Claims
 
 UNIT = ("latent-0", 0, "ab" * 16)
@@ -97,7 +97,7 @@ def test_a_file_from_the_future_is_no_younger(two: tuple[Claims, Claims], clock:
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(tmp_path: Path, clock: Clock) -> None:
-    if not claims._place():
+    if not owner.place():
         pytest.skip("this system has no /proc to ask about processes")
     code = (
         "import sys; from pipeline.cache.files import Files; from pipeline.encoding.claims import Claims\n"
@@ -123,7 +123,7 @@ def test_of_another_machines_process_nothing_is_known(tmp_path: Path, clock: Clo
 
 
 def test_a_process_id_used_again_is_another_process(tmp_path: Path, clock: Clock) -> None:
-    if not claims._place():
+    if not owner.place():
         pytest.skip("this system has no /proc to ask about processes")
     old = Claims(Files(tmp_path), 60, clock)
     old._place = {**old._place, "started": "12"}  # our own id, of a process that started at another time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -71,7 +72,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "demo", "encode", "export", "gc", "sample", "snapshots", "status", "train", "verify",
+        "bucket", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train", "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
@@ -134,7 +135,7 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     bucket, train, export, sample, demo = (stage(n) for n in ("bucket", "train", "export", "sample", "demo"))
     assert end("bucket", "--name", "mine", "--config", "sana_600m_512") == 0
     assert bucket[0][0][0].data.resolution == 512
-    assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False}
+    assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False, "move": False}
     assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
     assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
     assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}
@@ -229,6 +230,47 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
         main(["bucket"])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("encode", "--data", "LONG"), ("encode", "--data", "LONG/x-{0..1}.tar"), ("encode", "--data", "LONG/x.jsonl"),
+        ("bucket", "--config", "LONG"), ("status", "--set", "cache=LONG"), ("bucket", "--cache", "LONG"),
+        ("export", "--checkpoint", "LONG"), ("export", "--out", "LONG"), ("sample", "--checkpoint", "LONG"),
+        ("demo", "--out", "LONG"), ("encode", "--data", ".", "--set", "vae.id=LONG"),
+    ],
+)  # fmt: skip
+def test_a_path_that_may_not_be_used_is_no_defect(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"x")
+    assert end(*(argument.replace("LONG", "n" * 300) for argument in arguments)) in (2, 3)
+    assert "too long" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_system_is_ours(
+    stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage("bucket", result=PermissionError(errno.EACCES, "Permission denied", "/shut/cache"))
+    assert end("bucket") == 2
+    assert "/shut/cache: Permission denied" in capsys.readouterr().err
+    for defect in (FileNotFoundError(errno.ENOENT, "No such file", "/x"), PermissionError(errno.EACCES, "no name")):
+        stage("bucket", result=defect)
+        with pytest.raises(OSError):
+            main(["bucket"])
+    stat = os.stat
+
+    def shut(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "shut" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", shut)
+    for arguments in (("encode", "--data", "shut"), ("status", "--set", "cache=shut"), ("status", "--config", "shut")):
+        assert end(*arguments) in (2, 3)
+        assert "Permission denied" in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
     stage("bucket", result=KeyboardInterrupt())
     assert end("bucket") == 130
@@ -268,3 +310,16 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in said
+
+
+def test_a_command_may_open_as_many_files_as_the_system_allows() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

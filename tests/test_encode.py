@@ -6,21 +6,25 @@ import csv
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
 import stages.bucket
 import stages.encode
+import stages.verify
 from pipeline.cache import audit, index, layout, shard
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config
 from pipeline.data import vips
 from pipeline.data.source import FolderSource
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.models import encoders
+from tests import tiny_models
 
 MakeConfig = Callable[..., Config]
 
@@ -141,7 +145,7 @@ def test_another_instruction_encodes_the_captions_only(
 def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_nothing(
     source: Path, make_config: MakeConfig, tmp_path: Path, tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One picture, one caption, the instruction, the VAE's revision, each on top of the ones before."""
+    """One picture, one caption, the instruction, the VAE's weights, each on top of the ones before."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tiny_repo))
@@ -204,11 +208,78 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
     latents, texts, _ = run(**{"text.instruction": "'Describe: '"})
     assert (latents, len(texts)) == (set(), 13)
 
-    latents, texts, names = run(**{"vae.revision": "second"})
+    assert run(**{"vae.revision": "second"}) == (set(), set(), set()), "equal weights are the same recipe"
+    latents, texts, names = run(**{"vae.id": str(tiny_models.build(tmp_path / "other", seed=1))})
     assert (len(latents), texts) == (12, set())
     assert path.name in names
     assert run() == (set(), set(), set())
-    assert run(**{"vae.revision": "first"}) == (set(), set(), set()), "what was there before is still there"
+    assert run(**{"vae.id": str(tiny_repo)}) == (set(), set(), set()), "what was there before is still there"
+
+
+def test_equal_weights_under_another_name_use_the_records_that_are_there(
+    source: Path, make_config: MakeConfig, tmp_path: Path, tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of an earlier version, whose recipes carry a hub id, serves a folder, another id and another revision."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tiny_repo))
+    today = stages.encode._recipes
+
+    def named(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+        latent, text = today(config)
+        return (
+            replace(latent, model=config.vae.id, revision=config.vae.revision),
+            replace(text, model=config.text.id, revision=config.text.revision),
+        )
+
+    def config(identity: str, revision: str = "null") -> Config:
+        both = (f"{part}.{key}={value}" for part in ("vae", "text")
+                for key, value in (("id", identity), ("revision", revision)))  # fmt: skip
+        return make_config(tmp_path, *both)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(stages.encode, "_recipes", named)
+        earlier.setattr(Cache, "known", lambda self, recipe: recipe)
+        done = stages.encode.run(config("owner/sana", "first"), data=str(source))
+        assert (done["images"], done["captions"]) == (12, 13)
+    cache = Cache(tmp_path / "cache")
+    [old] = cache.recipes("latent")
+    assert (old.model, old.revision) == ("owner/sana", "first")
+    for again in (config(str(tiny_repo)), config("owner/sana", "second"), config("mirror/sana-1.1", "first")):
+        done = stages.encode.run(again, data=str(source))
+        assert (done["images"], done["captions"]) == (0, 0)
+        stages.bucket.run(again)
+    assert [recipe.name for recipe in cache.recipes("latent")] == [old.name]
+    assert cache.open_snapshot().latent_recipe == old
+    damaged = next(path for path in (tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
+    whole = damaged.read_bytes()
+    damaged.chmod(0o644)
+    damaged.write_bytes(whole[:1600] + bytes([whole[1600] ^ 1]) + whole[1601:])
+    assert stages.verify.run(config(str(tiny_repo)), mend=True, data=(f"{source.name}={source}",)) == 0
+    assert damaged.read_bytes() == whole
+    other = config(str(tiny_models.build(tmp_path / "other", seed=1)))
+    assert stages.encode.run(other, data=str(source))["images"] == 12
+
+
+def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    recipe = layout.LatentRecipe(weights="w")
+    assert cache.known(recipe) == recipe
+    named = [replace(recipe, model=name) for name in ("a/x", "b/x")]
+    for one in named:
+        cache.add_recipe(one)
+    cache.add_recipe(replace(recipe, weights="v", model="c/x"))
+    fuller = min(named, key=lambda one: one.name)
+    table = pa.table({"key": pa.array([b"k" * 16], pa.binary(16))})
+    with shard.ShardWriter(cache.files, fuller, "0" * 32) as writer:
+        writer.add(b"k" * 16, np.zeros((2, 1, 1), np.uint16))
+        name, size, rows = writer.finish()
+    digest = cache.files.put_content(index.table_bytes(rows), "tables", "arrow")
+    cache.add_plan(fuller.name, 0, [Unit("0" * 32, 0, 1, 1)], table)
+    index.publish_commit(cache.files, fuller.name, 0, index.Commit("0" * 32, name, size, 1, digest, (), {}))
+    assert cache.known(recipe) == fuller
+    assert cache.known(replace(recipe, weights="v")).model == "c/x"
+    assert cache.known(replace(recipe, dtype="bf16")) == replace(recipe, dtype="bf16")
 
 
 # ---------------------------------------------------------------- bad files

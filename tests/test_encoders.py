@@ -316,11 +316,11 @@ def test_recipe_fields(folder: Path) -> None:
     vae, text = describe(folder)
     saved = json.loads((folder / "vae" / "config.json").read_text())
     assert vae == {
-        "id": "", "revision": None, "weights": vae["weights"], "compression": 8, "channels": tiny.LATENT_CHANNELS,
+        "weights": vae["weights"], "compression": 8, "channels": tiny.LATENT_CHANNELS,
         "dtype": "fp32", "scaling_factor": saved["scaling_factor"], "tiling": False,
     }  # fmt: skip
     assert text == {
-        "id": "", "revision": None, "weights": text["weights"], "tokenizer": text["tokenizer"], "dtype": "bf16",
+        "weights": text["weights"], "tokenizer": text["tokenizer"], "dtype": "bf16",
         "attention": "eager", "instruction": INSTRUCTION, "normalisation": "diffusers", "max_length": 300,
         "selection": "sana", "width": tiny.TEXT_WIDTH,
     }  # fmt: skip
@@ -441,8 +441,10 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, revision) == ("owner/sana", "abc")
     assert "vae/diffusion_pytorch_model.bf16.safetensors" in patterns and "vae/*.json" in patterns
     assert not any("pytorch_model.safetensors" in pattern for pattern in patterns)  # one variant, not all
-    described = encoders.describe_vae(config.model_copy(update={"variant": None}))
-    assert (described["id"], described["revision"]) == ("owner/sana", "abc")
+    plain = config.model_copy(update={"variant": None})
+    assert encoders.describe_vae(plain) == encoders.describe_vae(VaeConfig(id=str(folder)))
+    assert encoders.origin(plain) == {"model": "owner/sana", "revision": "abc"}
+    assert encoders.origin(VaeConfig(id=str(folder))) == {}
 
     for error, words in (
         (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),

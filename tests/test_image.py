@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,8 +49,9 @@ def load(
     size: tuple[int, int],
     background: tuple[int, int, int] = (255, 255, 255),
     max_pixels: int = image.MAX_PIXELS,
+    max_bytes: int = image.MAX_BYTES,
 ) -> np.ndarray:
-    return image.load(data, size, background, max_pixels, decoder)
+    return image.load(data, size, background, max_pixels, decoder, max_bytes)
 
 
 def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -223,6 +227,48 @@ def test_the_limit_is_the_configured_one_not_pillows() -> None:
     assert probe(wide, 200_000_000) == (20_000, 10_000)
 
 
+def test_memory_is_limited_by_bytes_and_by_pixels() -> None:
+    data = encoded(Image.new("F", (1000, 1000)), "TIFF", compression="tiff_adobe_deflate")
+    cost = pillow.COST_OF_OTHERS * 1000 * 1000
+    assert image.probe(data, 10**6, cost) == (1000, 1000)
+    for refused in (lambda: image.probe(data, 10**6, cost - 1), lambda: load(data, (8, 8), max_bytes=cost - 1)):
+        with pytest.raises(ImageReject, match="max_picture_mib"):
+            refused()
+    with pytest.raises(ImageReject, match="max_pixels"):
+        image.probe(data, 10**6 - 1, cost)
+
+
+def peak_memory() -> int:
+    """Bytes; starts anew whenever 5 is written to clear_refs."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of memory")
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("TIFF", "F", {"compression": "tiff_adobe_deflate", "tiffinfo": {274: 6}}),
+        ("PNG", "RGBA", {"compress_level": 1}),
+        ("WEBP", "RGBA", {"lossless": True, "quality": 0, "method": 0}),
+        ("JPEG2000", "RGBA", {}),
+    ],
+)
+def test_a_picture_takes_no_more_memory_than_is_said(
+    monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, options: dict[str, Any]
+) -> None:
+    side = 2000
+    monkeypatch.setattr(pillow, "STRIP", 1 << 16)
+    data = encoded(Image.new(mode, (side, side)), kind, **options)
+    load(encoded(scene(), kind), (16, 16))  # libraries are loaded
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_memory()
+    load(data, (64, 64))
+    taken = (peak_memory() - before) / side**2
+    assert taken < pillow.COST.get(kind, pillow.COST_OF_OTHERS), f"{taken:.1f} bytes a pixel"
+    assert taken > 1, "nothing was measured"
+
+
 def test_probe_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -315,6 +361,34 @@ def test_gray_of_any_depth_is_scaled(name: str, data: bytes) -> None:
     assert np.array_equal(out[..., 0], out[..., 1])
     assert np.array_equal(out[..., 0], out[..., 2])
     assert np.abs(out[..., 0].astype(int) - RAMP8).max() <= 1, name
+
+
+def striped() -> list[bytes]:
+    """Pictures of every mode whose rows differ."""
+    plain = scene(90, 70, seed=5)
+    gray = np.asarray(plain.convert("L"))
+    clear = plain.convert("RGBA")
+    clear.putalpha(plain.convert("L").rotate(90).resize(plain.size))
+    key = png(3, 2, 16, 0, b"".join(b"\0" + np.array(r, ">u2").tobytes() for r in ([1, 2, 3], [3, 2, 1])),
+              chunk(b"tRNS", struct.pack(">H", 2)))  # fmt: skip
+    return [
+        encoded(clear), encoded(clear.convert("LA")), encoded(plain.convert("P")), encoded(plain.convert("1")), key,
+        encoded(plain.convert("CMYK"), "JPEG"), encoded(plain.convert("LAB"), "TIFF"), encoded(plain, "GIF"),
+        encoded(plain, "PNG", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
+        encoded(Image.fromarray(gray.astype("u2") * 200), "TIFF"), encoded(Image.fromarray(gray.astype("u2")), "PNG"),
+        *(encoded(Image.fromarray((gray.astype(kind) - offset) * by), "TIFF")
+          for kind, offset, by in (("i4", 9, 10**6), ("f4", 0, 1), ("f4", 90, 9.5), ("f4", 0, 1 / 255))),
+    ]  # fmt: skip
+
+
+def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    for data in striped():
+        size = probe(data, 10**6)[::-1]
+        monkeypatch.setattr(pillow, "STRIP", 1 << 20)
+        whole = load(data, size)
+        assert len(np.unique(whole)) > 1
+        monkeypatch.setattr(pillow, "STRIP", 7 * size[1])
+        assert np.array_equal(load(data, size), whole)
 
 
 def test_a_dark_16_bit_scan_stays_dark() -> None:

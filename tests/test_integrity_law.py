@@ -24,6 +24,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.shard import Reader
 from pipeline.cache.snapshot import NAMES, Snapshot
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.errors import CacheError
 from tests import tiny_cache
 from tests.consumed import loader, sequence
@@ -310,7 +311,7 @@ def test_whole_files(tmp_path: Path) -> None:
         shutil.copy(source, target)
     assert tally.judge("doubled and extra shard", lambda: read(cache), []) is False
     assert tally.harmless == 1
-    assert {path for path, _, _ in audit.unneeded(Cache(cache), older_than_s=0)} >= {
+    assert {path for path, _, _ in unneeded(Cache(cache), older_than_s=0)} >= {
         t.relative_to(cache).as_posix()
         for t in shards(cache, "latent")
         if t.stem not in {p.stem for p in shards(root, "latent")}

@@ -82,11 +82,29 @@ echo ready >> "$LOG"
 [ -n "$LASTS" ] && for i in $(seq 400); do sleep 0.05; done
 exit "${CODE:-0}"
 """,
+    "sana-pipe": """#!/bin/bash
+exit "${ON_STATUS:-0}"
+""",
     "scontrol": """#!/bin/bash
 [ "$1" = show ] && { echo node7; echo node8; exit; }
 echo "scontrol $*" >> "$LOG"
 """,
 }
+
+
+def start_batch_script(tmp_path: Path, script: Path, variables: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
+    """The running script, and the log that the stand-ins write."""
+    for program, text in STAND_INS.items():
+        path = tmp_path / program
+        path.write_text(text)
+        path.chmod(0o755)
+    log = tmp_path / "log"
+    environ = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_ARRAY_JOB_ID": "77",
+        "SLURM_ARRAY_TASK_ID": "3", **variables,
+    }  # fmt: skip
+    return subprocess.Popen(["bash", str(script)], env=environ, stdout=subprocess.PIPE, text=True), log
 
 
 @pytest.mark.parametrize("name", ["slurm_train.sbatch", "slurm_torchrun_elastic.sbatch"])
@@ -101,16 +119,7 @@ echo "scontrol $*" >> "$LOG"
 def test_batch_scripts_requeue_after_the_signal_only(
     tmp_path: Path, name: str, variables: dict[str, str], signalled: bool, code: int, requeued: bool
 ) -> None:
-    for program, text in STAND_INS.items():
-        path = tmp_path / program
-        path.write_text(text)
-        path.chmod(0o755)
-    log = tmp_path / "log"
-    environ = {
-        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", **variables,
-    }  # fmt: skip
-    script = subprocess.Popen(["bash", str(RECIPES / name)], env=environ, stdout=subprocess.PIPE, text=True)
+    script, log = start_batch_script(tmp_path, RECIPES / name, variables)
     deadline = time.monotonic() + 30
     while not (log.exists() and "ready" in log.read_text()):
         assert time.monotonic() < deadline
@@ -125,6 +134,28 @@ def test_batch_scripts_requeue_after_the_signal_only(
     assert "sana-pipe train" in told
     if "torchrun" in name:
         assert re.search(r"--nnodes 1:2 .*--rdzv-endpoint node7:29500 --rdzv-id 77", told)
+
+
+@pytest.mark.parametrize("where", ["before the child", "as the child starts", "twice"])
+@pytest.mark.parametrize("name", ["slurm_train.sbatch", "slurm_torchrun_elastic.sbatch", "slurm_encode_array.sbatch"])
+def test_an_early_signal_reaches_the_child(tmp_path: Path, name: str, where: str) -> None:
+    """The script itself sends the signal, at the instant that is tried."""
+    text = (RECIPES / name).read_text()
+    assert text.count("\nsrun ") == 1 and text.count(" &\nchild=$!\n") == 1
+    if where == "before the child":
+        text = text.replace(" USR1 TERM\n", " USR1 TERM\nkill -USR1 $$\n")
+    else:
+        wait = "until grep -q ready $LOG; do :; done 2>/dev/null; "
+        text = text.replace(" &\nchild=$!\n", f" &\n{wait}kill -USR1 $$\nchild=$!\n")
+        if where == "twice":
+            text = text.replace("child=$!\n", "child=$!\nkill -USR1 $$\n", 1)
+    (tmp_path / "job.sbatch").write_text(text)
+    script, log = start_batch_script(tmp_path, tmp_path / "job.sbatch", {"LASTS": "1", "ON_STATUS": "1"})
+    script.communicate(timeout=30)
+    assert script.returncode == 0, log.read_text()
+    assert "scontrol requeue 77" in log.read_text()
+    assert ("signalled" in log.read_text()) == (where != "before the child")
+    assert ("srun" in log.read_text()) == (where != "before the child")
 
 
 def test_a_run_that_failed_at_the_signal_is_not_requeued(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"pipeline.config", "pipeline.errors"}
+BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls"}
 MIDDLE = BASE | {"pipeline.launch", "pipeline.processes"}
 # Longest matching prefix decides. A room may always import itself.
 ALLOWED: dict[str, set[str]] = {
     "pipeline": set(),
-    "pipeline.errors": set(),
+    "pipeline.errors": {"pipeline.urls"},
     "pipeline.config": {"pipeline.errors"},
+    "pipeline.urls": set(),
     "pipeline.launch": BASE,
     "pipeline.processes": set(),
     "pipeline.retrying": set(),

@@ -7,11 +7,13 @@ import gc
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.cache import files, shard
+from pipeline.cache import snapshot as snapshots
 from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
 from pipeline.data import randomness, windows
@@ -475,8 +479,9 @@ def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
 
 
 def test_without_a_quarantine_a_bad_record_stops_the_run(rotten: tuple[Cache, set[int]]) -> None:
-    with pytest.raises(IntegrityError, match=r"record .* has the wrong checksum"):
+    with pytest.raises(IntegrityError, match=r"record .* has the wrong checksum") as caught:
         sequence(loader(rotten[0], caption_drop=0.0, stop_step=8))
+    assert (caught.value.fix or "").startswith("sana-pipe verify --repair")
 
 
 @pytest.mark.parametrize("text", ["padded", "packed"])
@@ -562,6 +567,70 @@ def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkey
     own = loader(cache, stop_step=4)
     monkeypatch.setattr(Reader, "_preadv", once)
     assert sequence(own) == expected
+
+
+@pytest.mark.parametrize("read", ["bf16", "bf16-zstd", "captions"])
+def test_a_shard_that_was_replaced_is_read_anew(tmp_path: Path, read: str) -> None:
+    """A repair publishes by rename; who has the damaged file open would read it for ever."""
+    cache = tiny_cache.build(tmp_path / "cache", storage="bf16" if read == "captions" else read)
+    own, snapshot = loader(cache, stop_step=4), cache.open_snapshot()
+
+    def outcome() -> list[Any]:
+        if read == "captions":
+            return [snapshot.captions(row, own._text) for row in range(len(snapshot))]
+        return sequence(own)
+
+    expected = outcome()
+    own._latents.close(), own._text.close()
+    for path in cache.root.glob("shards/*/*/*.tar"):
+        (own._latents if "latent-" in str(path) else own._text)._handle(path.stem)
+        right = path.read_bytes()
+        path.write_bytes(bytes(byte ^ 1 for byte in right))  # in the file that is open
+        (tmp_path / "new").write_bytes(right)
+        os.replace(tmp_path / "new", path)
+    assert outcome() == expected
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int], None]]:
+    """`few_descriptors(n)` leaves this process n descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(count: int) -> None:
+        taken = set(map(int, os.listdir("/dev/fd")))
+        free = (number for number in itertools.count() if number not in taken)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), before[1]))
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_process_with_few_descriptors_reads_many_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_descriptors: Callable[[int], None], sized: bool
+) -> None:
+    """Readers open fewer shards where few descriptors are left; where those run out all the same, they let go."""
+    monkeypatch.setattr(files, "SPARE_DESCRIPTORS", 8)
+    cache = tiny_cache.build(tmp_path / "cache", per_shard=1)
+    expected = sequence(loader(cache))
+    few_descriptors(40)
+    if not sized:
+        monkeypatch.setattr(shard, "descriptors_left", lambda: 10_000)
+    own = loader(cache)
+    assert sequence(own) == expected
+    left = len(own._latents._open) + len(own._text._open)
+    assert 0 < left <= 40 and (not sized or 8 < left <= 32), "as many as there may be"
+
+
+def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "CHUNK_ROWS", 4)
+    opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
+    opened.sample(0)
+    before = os.listdir("/dev/fd")
+    assert len({opened.sample_id(row) for row in range(len(opened))}) == len(opened)
+    assert [opened.origin(row)[0] for row in range(len(opened))] == ["item"] * len(opened)
+    assert len(opened._chunks) == len(opened._names) == len(opened.head["chunks"]) > 10
+    assert len(os.listdir("/dev/fd")) == len(before)
 
 
 def test_after_a_failed_step_nothing_more_is_read(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config
 from pipeline.data import packing
 from pipeline.data.loader import Loader
@@ -347,16 +348,16 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     packed = copy.open_snapshot()
 
     def reasons(of: str) -> dict[str, str]:
-        return {path: why for path, _, why in audit.unneeded(copy, now=later) if of in path}
+        return {path: why for path, _, why in unneeded(copy, now=later) if of in path}
 
     assert not reasons(packed.head["folder"])
     named = copy.add_snapshot({k: v for k, v in tiny_head(copy, packed).items() if k != "parent"}, None)
     assert named == packed.head["parent"], "the source is the newest again"
     found = reasons(packed.head["folder"])
     assert len(found) == 2 * len(packed.shard_files()) + 1, "shards, units, the plan"
-    for path, _, _ in list(audit.unneeded(copy, now=later)):
+    for path, _, _ in list(unneeded(copy, now=later)):
         copy.files.remove(path)
-    assert not list(audit.verify(copy)) and not list(audit.unneeded(copy, now=later))
+    assert not list(audit.verify(copy)) and not list(unneeded(copy, now=later))
     source = copy.open_snapshot()
     plan = packing.planned(copy, source, 1)
     packing.Packer(copy, source, plan).encode(plan, plan.units[0], lambda made, rejected: None)

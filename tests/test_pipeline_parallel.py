@@ -22,7 +22,7 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
 from pipeline.training.trainer import fit
@@ -83,10 +83,12 @@ def test_the_stages_partition_the_state_dict(count: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": "rms_norm_across_heads"}, {"interpolation_scale": 2.0}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "fp32_residual"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.dtype, fp32_residual: bool) -> None:
     """Also that what is declared to travel between them is what does, to the stride: buffers are made after it."""
-    model = SanaTransformer.from_scratch(config(**changes), 0, dtype=dtype)
+    model = SanaTransformer.from_scratch(config(**changes), 0, dtype=dtype, numerics=Numerics(fp32_residual))
     given = inputs(dtype=dtype)
     stages = stages_of(model, 3)
     travelling, shared = stages[0].split(given)

@@ -152,6 +152,28 @@ def test_pyarrows_own_ways_to_read_parquet_are_used_nowhere() -> None:
         assert path == home or ".ipc.open_" not in text
 
 
+# ---------------------------------------------------------------- what a command shows
+
+NOISE = """
+import logging, warnings
+from pipeline import cli
+def noisy():
+    import torchao.quantization  # tells of libraries that it could not load
+    logging.getLogger("library").warning("a note")
+    warnings.warn("a warning", DeprecationWarning)
+    logging.getLogger("library").error("an error")
+cli.main = noisy
+cli.console()
+"""
+
+
+def test_a_command_shows_no_notes_of_libraries_unless_python_was_asked_for_them() -> None:
+    pytest.importorskip("torchao")
+    assert child(NOISE).stderr == "an error\n"
+    asked = subprocess.run([sys.executable, "-W", "default", "-c", NOISE], capture_output=True, text=True, check=True)
+    assert {"a note", "an error"} < set(asked.stderr.splitlines()) and "a warning" in asked.stderr
+
+
 # ---------------------------------------------------------------- commands on a busy machine
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import http.server
 import io
 import json
+import os
+import re
+import socket
+import struct
 import tarfile
 import threading
 import time
@@ -14,17 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline import retrying
-from pipeline.config import DataConfig
+from pipeline.cache.objects import ObjectFiles
+from pipeline.config import DataConfig, MirrorConfig
 from pipeline.data import ahead, remote
 from pipeline.data.detect import open_source
 from pipeline.data.source import Item, Reject, Source, Unreadable
 from pipeline.data.store import Disk
-from pipeline.errors import UserError
+from pipeline.errors import CacheError, UserError
 
 COUNT = 12
 
@@ -68,6 +75,11 @@ class Server:
     at_once: int = 0
     """The largest number of requests under way together."""
     now: int = 0
+    broken: str = ""
+    """What begins so is answered by an error, or (`how`) by a reset of the connection."""
+    how: str = "error"
+    login: str = ""
+    """The Authorization header that is asked for."""
 
 
 def serve(root: Path, ranged: bool) -> Iterator[Server]:
@@ -88,6 +100,16 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
         def answer(self) -> None:
             asked = self.headers.get("Range")
             server.ranges.append(asked)
+            if server.login and self.headers.get("Authorization") != server.login:
+                self.send_error(401)
+                return
+            if server.broken and self.path.startswith(server.broken):
+                if server.how == "error":
+                    self.send_error(500)
+                else:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    os.close(self.connection.detach())
+                return
             if server.fail:
                 server.fail -= 1
                 self.send_error(503)
@@ -342,13 +364,66 @@ def test_a_hiccup_is_tried_again_and_a_failure_is_told(ranged_server: Server, mo
 
 
 def test_missing_things_are_told(ranged_server: Server) -> None:
-    (found,) = opened(f"{ranged_server.url}/tars/gone.tar").items()
-    assert isinstance(found, Reject)
-    assert "does not exist" in found.reason
+    with pytest.raises(UserError, match=r"gone.tar: does not exist"):
+        list(opened(f"{ranged_server.url}/tars/gone.tar").items())
     with pytest.raises(UserError, match=r"holds no picture|cannot be listed"):
         list(opened(f"{ranged_server.url}/gone").items())
     with pytest.raises(UserError, match="cannot be opened"):
         opened("nonsense://x/y.tar")
+
+
+@pytest.mark.parametrize("how", ["error", "reset"])
+def test_a_listing_that_is_not_whole_is_an_error(
+    ranged_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
+    source = open_source(ranged_server.url, DataConfig(), format="folder")
+    assert len([item for item in source.items() if isinstance(item, Item)]) == COUNT
+    ranged_server.broken, ranged_server.how = "/folder", how
+    with pytest.raises(UserError, match="cannot be listed"):
+        list(source.items())
+    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(data / "mirror")))
+    with pytest.raises(CacheError):
+        list(cache.walk(""))
+    with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
+        list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar").store.names(""))
+    ranged_server.broken = ""
+    assert len(list(cache.walk("tars"))) == 2
+    assert list(cache.walk("nothing")) == []
+
+
+def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
+    for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
+        with pytest.raises(UserError, match=f"cannot be {what}") as refused:
+            list(opened(address).items())
+        assert "does not exist" not in str(refused.value)
+
+
+def test_credentials_come_from_the_driver_and_not_from_the_address(
+    ranged_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The way out that the refusal names works."""
+    address = ranged_server.url.replace("127.0.0.1", "user:secret@127.0.0.1")
+    for refused in (f"{address}/list.jsonl", f"{ranged_server.url}/list.jsonl?X-Amz-Signature=secret",
+                    "s3://key:sec/ret@bucket/x", "s3://key:secret@bucket/{0..1}.tar"):  # fmt: skip
+        with pytest.raises(UserError) as error:
+            opened(refused)
+        assert not re.search("sec/?ret", str(error.value))
+    with pytest.raises(CacheError) as error:
+        ObjectFiles(address, MirrorConfig(path=str(tmp_path)))
+    assert "secret" not in str(error.value)
+    [fix] = re.findall(r"FSSPEC_HTTP='(.*)'", str(error.value.fix))
+    ranged_server.login = "Basic " + base64.b64encode(b"user:secret").decode()
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
+    with pytest.raises(UserError, match="401"):
+        list(opened(f"{ranged_server.url}/list.jsonl").items())
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    fsspec.config.set_conf_env(found := {}, {"FSSPEC_HTTP": fix})
+    monkeypatch.setitem(fsspec.config.conf, "http", found["http"])
+    assert len(content(opened(f"{ranged_server.url}/list.jsonl"))) == COUNT
 
 
 # --- S3 ------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from PIL import Image
 
 from pipeline.cache import audit
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.source import FolderSource, Part, Source
 from pipeline.data.store import Disk, Unreadable
@@ -106,14 +107,14 @@ class CountedTars(TarSource):
 def scanned(
     source: Source, cache: Cache, share: tuple[int, int] = (0, 1), stop: Stop | None = None, run: int = RUN,
     publish: bool = True, rehash: bool = False, stale_s: float = 60, shared: bool = True, max_pixels: int = 10**6,
-    progress: Callable[[int, int | None], None] = lambda done, total: None,
+    max_bytes: int = 1 << 30, progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> pa.Table:  # fmt: skip
     fragments = Fragments(cache, "photos", Claims(cache.files, stale_s), share, stop or Stop(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scanning, "RUN", run)
         table = scanning.scan(
             source, "photos", cache, max_pixels=max_pixels, workers=1, rehash=rehash, progress=progress,
-            fragments=fragments if shared else None,
+            fragments=fragments if shared else None, max_bytes=max_bytes,
         )  # fmt: skip
     if publish:
         cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table)})
@@ -163,9 +164,9 @@ def test_what_a_broken_off_scan_has_read_is_not_read_again(folder: Path, cache: 
     assert second.ignored == 1
 
 
-@pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit"])
+@pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit", "byte limit"])
 def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) -> None:
-    max_pixels = 10**6
+    limits = {"max_pixels": 10**6, "max_bytes": 1 << 30}
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(4 * RUN)), cache)
     assert len(fragments_of(cache)) == 4
@@ -181,12 +182,26 @@ def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) ->
         for n in range(COUNT):
             (folder / f"{n:03d}.json").write_text('{"text": "more"}')
     else:
-        max_pixels = 10
+        limits["max_pixels" if change == "pixel limit" else "max_bytes"] = 10
     source = Counted(folder)
-    table = scanned(source, cache, max_pixels=max_pixels)
+    table = scanned(source, cache, **limits)
     assert len(source.reads) == COUNT
     alone = Cache(cache.root.parent / "other", create=True)
-    assert table.equals(scanned(Counted(folder), alone, shared=False, max_pixels=max_pixels))
+    assert table.equals(scanned(Counted(folder), alone, shared=False, **limits))
+
+
+@pytest.mark.parametrize("limit", ["max_pixels", "max_bytes"])
+def test_a_higher_limit_lets_in_what_a_lower_one_left_out(folder: Path, cache: Cache, limit: str) -> None:
+    assert scanned(Counted(folder), cache, **{limit: 10}).column("reject").null_count == 0
+    source = Counted(folder)
+    assert scanned(source, cache).column("reject").null_count == COUNT
+    assert len(source.reads) == COUNT
+
+
+@pytest.mark.parametrize("limit", ["max_pixels", "max_bytes"])
+def test_a_higher_limit_lets_in_what_a_lower_one_left_out_of_a_tar(tars: list[Path], cache: Cache, limit: str) -> None:
+    assert scanned(CountedTars(tars), cache, **{limit: 10}).column("reject").null_count == 0
+    assert scanned(CountedTars(tars), cache).column("reject").null_count == 12
 
 
 def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: Path, cache: Cache, truth: str) -> None:
@@ -345,8 +360,8 @@ def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(folder: Path, cache
 def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) -> None:
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(2 * RUN)), cache)
-    assert not list(audit.unneeded(cache))
-    found = [name for name, _, why in audit.unneeded(cache, now=time.time() + 1e6) if "scan" in why]
+    assert not list(unneeded(cache))
+    found = [name for name, _, why in unneeded(cache, now=time.time() + 1e6) if "scan" in why]
     assert found == sorted(f"fragments/photos/{name}" for name in cache.files.names("fragments/photos"))
     assert not list(audit.verify(cache))
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.source import FolderSource, Item, Reject, Source, Unreadable
+from pipeline.data.store import Disk
 from pipeline.errors import UserError
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
@@ -375,17 +376,19 @@ def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def denied(function: Callable[..., object], name: str) -> Callable[..., object]:
         def call(path: object, *args: object) -> object:
             if str(path).endswith(name):
-                raise PermissionError(13, "Permission denied")
+                raise PermissionError(13, "Permission denied", str(path))
             return function(path, *args)
 
         return call
 
-    monkeypatch.setattr(os, "scandir", denied(scan, "shut"))
     monkeypatch.setattr(os, "open", denied(open_file, "c.txt"))
     items, rejects = listed(tmp_path)
     assert set(items) == {"a.png"}
-    assert "cannot be read: Permission denied" in rejects["shut"]
     assert "cannot be read: Permission denied" in rejects["c.png"]
+    monkeypatch.setattr(os, "scandir", denied(scan, "shut"))
+    for listing in (lambda: listed(tmp_path), Disk(tmp_path).find, lambda: Disk(tmp_path).names("shut")):
+        with pytest.raises(UserError, match="shut"):  # what lies in it would be missing from the source
+            listing()
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------

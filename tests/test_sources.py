@@ -236,11 +236,16 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
         opened(tmp_path / "z.tar.gz")
 
 
-def test_a_missing_tar_of_a_pattern_is_a_reject(tmp_path: Path) -> None:
-    make_tar(tmp_path / "0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
-    items, rejects = listed(opened(tmp_path / "{0..1}.tar"))
-    assert len(items) == 1
-    assert "unreadable" in rejects["1.tar"]
+def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    make_tar(tmp_path / "wd-0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    assert len(listed(opened(tmp_path / "wd-{0..0}.tar"))[0]) == 1
+    with pytest.raises(UserError, match=r"1 of 2 listed files.*\n.*wd-1.tar: No such file"):
+        listed(opened(tmp_path / "wd-{0..1}.tar"))
+    with pytest.raises(UserError, match=r"3 of 3.*(\n.*)*did you mean wd-0.tar"):
+        listed(opened(tmp_path / "wdd-{0..2}.tar"))
+    for name in ("gone.parquet", "gone.jsonl"):
+        with pytest.raises(UserError, match="1 of 1 listed files"):
+            listed(opened(tmp_path / f"{{{name},{name}}}"))
 
 
 def test_no_caption_at_all_names_the_columns_there_are(tmp_path: Path) -> None:
@@ -314,6 +319,15 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
     before = [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()]
     (tmp_path / "0000_clip.json").write_text("{}")
     assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
+
+
+def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
+    scores = {"0": {"prompt": 10**400, "VILA": 30.0}, "1": {"prompt": 26.0, "VILA": 27.0}}
+    (nvlabs(tmp_path) / "0000_clip.json").write_text(json.dumps(scores))
+    items, rejects = listed(opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0}))
+    assert texts(items["0000.tar/0.png"]) == ["vila 0"]
+    assert set(texts(items["0000.tar/1.png"])) == {"prompt 1", "vila 1"}
+    assert set(rejects) == {"0000.tar/0"} and "not a number" in rejects["0000.tar/0"]
 
 
 @pytest.mark.parametrize("count", [4, 2, "three"])
@@ -417,6 +431,52 @@ def test_parquet_mistakes_are_for_people(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 10)
     with pytest.raises(UserError, match="row_group_size"):
         listed(opened(tmp_path / "a.parquet"))
+
+
+def not_utf8(texts: list[bytes]) -> pa.Array:
+    _, offsets, data = pa.array(texts, pa.binary()).buffers()
+    return pa.StringArray.from_buffers(len(texts), offsets, data)
+
+
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        (pa.array([1_000, 1_001, 2_000], pa.timestamp("ns")), "timestamp[ns]"),
+        (pa.array([1, 10**15, 2], pa.timestamp("ms")), "timestamp[ms]"),
+        (pa.array([1, 10**7, 2], pa.date32()), "date32"),
+        (pa.array([0, 1, 1_000], pa.time64("ns")), "time64[ns]"),
+        (not_utf8([b"one", b"tw\xff", b"three"]), "UTF-8"),
+        (pa.ListArray.from_arrays([0, 1, 2, 3], not_utf8([b"one", b"tw\xff", b"three"])), "UTF-8"),
+    ],
+    ids=["nanoseconds", "far time", "far date", "nanoseconds of a day", "text", "texts"],
+)
+def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, column: pa.Array, named: str) -> None:
+    pq.write_table(hf_table(3).append_column("odd", column), tmp_path / "t.parquet")
+    items, rejects = listed(opened(tmp_path))
+    assert list(items) == ["t.parquet/000000000", "t.parquet/000000002"]
+    assert set(rejects) == {"t.parquet/000000001"}
+    assert "'odd'" in rejects["t.parquet/000000001"] and named in rejects["t.parquet/000000001"]
+
+
+def test_a_column_that_cannot_be_read_at_all_is_named_once(tmp_path: Path) -> None:
+    odd = pa.array([1, 2, 3, 4], pa.timestamp("ns"))
+    pq.write_table(hf_table(4).append_column("odd", odd), tmp_path / "t.parquet", row_group_size=2)
+    items, rejects = listed(opened(tmp_path))
+    assert not items and len(rejects) == 5
+    assert "'odd' (timestamp[ns])" in rejects["t.parquet"]
+    assert len({reason for key, reason in rejects.items() if key != "t.parquet"}) == 1, "one kind of reason"
+
+
+def test_pictures_captions_and_columns_that_cannot_be_read(tmp_path: Path) -> None:
+    names = not_utf8([b"a.png", b"\xff.png", b"c.png"])
+    pq.write_table(pa.table({"file_name": names, "text": not_utf8([b"one", b"two", b"\xff"])}), tmp_path / "t.parquet")
+    items, rejects = listed(opened(tmp_path / "t.parquet"))
+    assert list(items) == ["t.parquet/000000000"]
+    assert "'file_name'" in rejects["t.parquet/000000001"] and "'text'" in rejects["t.parquet/000000002"]
+    twice = pa.table([pa.array([b"a"]), pa.array(["x"]), pa.array(["y"])], names=["jpg", "text", "text"])
+    pq.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="two columns 'text'"):
+        listed(opened(tmp_path / "t.parquet"))
 
 
 def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,5 +614,5 @@ def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Pa
 
 @pytest.mark.parametrize("data", ["https://host/data/a.tar?X-Amz-Signature=1", "http://host/pics?token=1"])
 def test_an_address_with_a_query_is_refused_before_anything_is_listed(data: str) -> None:
-    with pytest.raises(UserError, match="has a query"):
+    with pytest.raises(UserError, match="or a query"):
         open_source(data, DataConfig(), None, None)

@@ -24,6 +24,7 @@ import stages.verify
 from pipeline.cache import audit, codec, index, layout, shard, snapshot
 from pipeline.cache.files import Files
 from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config, load
 from pipeline.data.loader import Loader
 from pipeline.errors import CacheError, ConfigError, IntegrityError
@@ -451,8 +452,8 @@ def test_verify_and_gc_know_the_scales(copy: tuple[str, Config], capsys: pytest.
     cache = Cache(config.cache)
     tables = sorted((cache.root / "tables").rglob("*.npy"))
     assert len(tables) == {codec.LOSSLESS: 0, codec.INT8: 2, "mixed": 1}[name]
-    unneeded = [path for path, _, _ in audit.unneeded(cache, older_than_s=-1)]
-    assert not [path for path in unneeded if path.endswith(".npy")]
+    left = [path for path, _, _ in unneeded(cache, older_than_s=-1)]
+    assert not [path for path in left if path.endswith(".npy")]
     for path in tables:
         path.unlink()
         found = list(audit.verify(cache))

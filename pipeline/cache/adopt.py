@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -78,14 +77,17 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if files.exists(name):
+    if files.freshen(name):
         return
     with files.temporary() as path:
         linked = False
         if type(files) is type(other) is Files:
-            with suppress(OSError):  # missing, another file system, or links are not allowed: see below
+            try:
                 os.link(other.path(name), path)
+                os.utime(path)  # its age there is not its age here
                 linked = True
+            except OSError:  # missing, another file system, links are not allowed, another user's: see below
+                path.unlink(missing_ok=True)
         if not linked:
             try:
                 handle = other.open(name)

@@ -1,7 +1,6 @@
-"""Audit: what is in a cache, whether every byte of it is right, and what nothing needs any more.
+"""Audit: what is in a cache, and whether every byte of it is right.
 
-What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record, `unneeded`
-lists files that no commit, snapshot or open plan refers to.
+What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record.
 Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
 Price: `verify` reads every byte once; `status` reads documents only.
 """
@@ -19,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import codec, copies, index, shard
-from pipeline.cache.files import STALE_TMP_S
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.snapshot import Caption, Snapshot, check_files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.urls import strip_credentials
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
 
@@ -86,8 +85,8 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
         planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
         going_on |= reasons.null_count > 0 and not planned
         sources[name] = {
-            "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": scan["root"],
-            "latent": scan["latent"], "text": scan["text"],
+            "items": len(reasons), "rejected": len(reasons) - reasons.null_count,
+            "root": strip_credentials(scan["root"]), "latent": scan["latent"], "text": scan["text"],
         }  # fmt: skip
 
     for name in cache.sources():
@@ -178,7 +177,12 @@ def verify_contents(cache: Cache, progress: Callable[[int], None] = lambda size:
     """
     files = cache.files
     wanted: dict[str, str] = {}  # table -> the document that refers to it
+    forgotten: set[str] = set()
+    with suppress(CacheError):
+        forgotten = cache.forgotten_scans()
     for name, _ in copies.documents(files):
+        if name in forgotten:
+            continue
         with suppress(CacheError):
             wanted.update(dict.fromkeys(_needs(name, files.document(name)), name))
     there: set[str] = set()
@@ -554,92 +558,6 @@ def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
             return
         if lossy:
             yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")
-
-
-# ---------------------------------------------------------------- what nothing needs
-
-
-def unneeded(
-    cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None = None
-) -> Iterator[tuple[str, int, str]]:
-    """Files that nothing refers to: (path, bytes, why). Younger files are spared: a writer may be about to commit them.
-
-    Every snapshot that a name points to now, every scan, every plan and every commit are spared with all they refer to.
-    """
-    moment = time.time() if now is None else now
-    kept_shards: set[str] = set()
-    kept_tables: set[str] = set()
-    named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
-    for source in cache.sources():
-        for number in cache.files.numbers(Paths.scans(source)):
-            body = cache.files.document(Paths.numbered(Paths.scans(source), number))
-            kept_tables.add(body["table"])
-    stale_heads = []
-    packed_from: dict[str, bool] = {}  # packs that some snapshot lies in; whether a named one does
-    for head in cache.files.names("snapshots"):
-        snapshot_id = head.removesuffix(".json")
-        body = cache.files.document(f"snapshots/{head}")
-        if "folder" in body:
-            packed_from[body["folder"]] = packed_from.get(body["folder"], False) or snapshot_id in named
-        if snapshot_id not in named:
-            stale_heads.append(f"snapshots/{head}")
-            continue
-        kept_tables |= {chunk[kind] for chunk in body["chunks"] for kind in ("samples", "names")}
-        kept_tables |= set(body["sources"].values())
-        kept_shards |= {s["name"] for shards in body["shards"].values() for s in shards}
-    replaced = []
-    for recipe in recipe_names(cache):
-        if cache.files.exists(Paths.scale(recipe)):
-            kept_tables.add(cache.files.document(Paths.scale(recipe))["table"])
-        for plan in cache.plans(recipe):
-            kept_tables.add(plan.table)
-            segment = Paths.segment(recipe, plan.number)
-            if cache.files.exists(segment):
-                kept_tables.add(cache.files.document(segment)["table"])
-                folder = Paths.units(recipe, plan.number)
-                replaced += [f"{folder}/{name}" for name in cache.files.names(folder)]
-            for commit in index.commits(cache.files, recipe, plan.number):
-                kept_shards |= {commit.shard} if commit.shard else set()
-                kept_tables |= {commit.table} if commit.table else set()
-
-    stale, stood_for = set(stale_heads), set(replaced)
-    given_up: set[str] = set()
-    for pack in packs(cache):
-        plan = cache.plan(pack, 0)
-        source = cache.table(plan.table).column("snapshot")[0].as_py()
-        # One that no snapshot was made of yet goes on, as long as what it packs is wanted.
-        if not packed_from.get(pack, source in named):
-            given_up.add(pack)
-            continue
-        kept_tables.add(plan.table)
-        for commit in index.commits(cache.files, pack, 0):
-            kept_shards |= {commit.shard} if commit.shard else set()
-            kept_tables |= {commit.table} if commit.table else set()
-
-    def why(name: str) -> str | None:
-        folder, stem = name.partition("/")[0], PurePosixPath(name).stem
-        if folder in ("plans", "units") and name.split("/")[1] in given_up:
-            return "no name points to the snapshot of this pack"
-        if folder == "tmp":
-            return "left by a writer that died"
-        if folder == "shards" and stem not in kept_shards:
-            return "no commit or snapshot refers to this shard"
-        if folder == "tables" and stem not in kept_tables:
-            return "nothing refers to this table"
-        if folder == "claims":
-            return "claimed by a worker that died"
-        if folder == "fragments":
-            return "of a scan that ended long ago"
-        if name in stale:
-            return "no name points to this snapshot"
-        return "its plan's segment stands for it" if name in stood_for else None
-
-    # Units before plans, these before tables and shards: what is left of a pack if this is cut short is no pack.
-    for folder in ("tmp", "units", "plans", "shards", "tables", "claims", "fragments", "snapshots"):
-        for entry in cache.files.walk(folder):
-            reason = why(entry.name)
-            if reason is not None and moment - entry.modified >= older_than_s:
-                yield entry.name, entry.size, reason
 
 
 def unit_of(cache: Cache, recipe: str, plan: int, unit: str) -> tuple[Plan, Unit]:

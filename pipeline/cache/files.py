@@ -14,27 +14,32 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
+import resource
 import shutil
-import time
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
+from weakref import WeakSet
 
+import pyarrow as pa
 import xxhash
 
-from pipeline.cache import layout
+from pipeline.cache import layout, owner
 from pipeline.cache.layout import Paths
 from pipeline.errors import CacheError, IntegrityError, NoSpaceError
 
 _log = logging.getLogger(__name__)
 
 STALE_TMP_S = 48 * 3600
-"""Age after which a file in `tmp/` belongs to no living writer."""
+"""Age after which a file in `tmp/` belongs to no living writer of another machine."""
+SPARE_DESCRIPTORS = 128
+"""What sockets, checkpoints and libraries may open beside shards."""
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,20 @@ class Handle:
         """The same file as a seekable object of its own."""
         return os.fdopen(os.dup(self.descriptor), "rb")
 
+    def map(self) -> pa.Buffer:
+        """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
+        # By its descriptor, since the name may be gone by now. Arrow keeps the pages mapped and closes the file.
+        with pa.memory_map(f"/dev/fd/{self.descriptor}") as file:
+            return file.read_buffer()
+
     def __del__(self) -> None:
         os.close(self.descriptor)
+
+
+class Closing(Protocol):
+    """What keeps files open and can open them again."""
+
+    def close(self) -> None: ...
 
 
 class Files:
@@ -77,14 +94,23 @@ class Files:
         room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
         damage: documents that were lost or damaged when they were read, and what was wrong: their copies were read.
         mends: whether such a document is written again at once.
+        reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
+        readers: what keeps files open, to be asked to let go of them where descriptors or space run out.
     """
 
     room: int | None = None
     mends = False
+    reopen_s = 0.0
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
         self.damage: dict[str, str] = {}
+        self.readers: WeakSet[Closing] = WeakSet()
+
+    def let_go(self) -> None:
+        """Close the files that readers keep open and nobody reads from at this moment."""
+        for reader in list(self.readers):
+            reader.close()
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -183,18 +209,11 @@ class Files:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
+            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from error
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few places of a large file: an object store is asked for those ranges."""
         return self.open(name)
-
-    def map(self, name: str) -> mmap.mmap:
-        """A content-addressed file, mapped into memory for reading. Raises as `open`."""
-        handle = self.open(name)
-        if os.fstat(handle.descriptor).st_size == 0:
-            raise IntegrityError(f"{self.where(name)}: is empty", fix=layout.REPAIR)
-        return mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
 
     def digest(self, name: str) -> str:
         """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
@@ -214,7 +233,7 @@ class Files:
         """
         target = self.path(name)
         with explained(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             try:
                 os.link(temporary, target)
             except FileExistsError:
@@ -265,11 +284,14 @@ class Files:
             return self.publish(path, name)
 
     def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
-        """Publish bytes under the digest of their content; returns the digest. A damaged namesake is replaced."""
+        """Publish bytes under the digest of their content; returns the digest. A right namesake becomes as young as a
+        new file, a damaged one is replaced."""
         name = layout.content_digest(data)
         target = Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
-        if self.exists(target) and self.read(target) == data:
-            return name
+        if self.freshen(target):
+            with suppress(IntegrityError):  # missing again: `discard` is looking at its age
+                if self.read(target) == data:
+                    return name
         with self.temporary() as path:
             with explained(path), open(path, "xb") as file:
                 file.write(data)
@@ -280,8 +302,8 @@ class Files:
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
 
-        If the name is taken by the same content, nothing happens; a damaged file under it is replaced (never
-        truncated: readers of the old one keep it).
+        If the name is taken by the same content, that file becomes as young as a new one; a damaged file is replaced
+        (never truncated: readers of the old one keep it).
         """
         found = file_digest(temporary)
         if found != digest:
@@ -291,12 +313,15 @@ class Files:
                 found=found,
                 fix="check the disk",
             )
-        if self.publish(temporary, name):
-            return
-        if file_digest(self.path(name)) != digest:
-            with explained(self.path(name)):
-                os.replace(temporary, self.path(name))
-                _sync_folder(self.path(name).parent)
+        while not self.publish(temporary, name):
+            with suppress(FileNotFoundError):  # removed meanwhile: publish
+                if not self.freshen(name):
+                    continue
+                if file_digest(self.path(name)) != digest:
+                    with explained(self.path(name)):
+                        os.replace(temporary, self.path(name))
+                        _sync_folder(self.path(name).parent)
+                return
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a derived file that may change (reports); readers see the old one or the new one."""
@@ -306,7 +331,7 @@ class Files:
                 _sync(file)
             target = self.path(name)
             with explained(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(target.parent)
                 os.replace(path, target)
 
     def remove(self, name: str) -> None:
@@ -329,6 +354,54 @@ class Files:
     def _remove(self, name: str) -> None:
         with explained(self.path(name)):
             self.path(name).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ age
+
+    def now(self) -> float:
+        """The time by the store's clock: that of a file which is written for it (seconds since 1970)."""
+        return now_in(self.root / "tmp")
+
+    def freshen(self, name: str) -> bool:
+        """Make a file as young as one that is written now, so that `discard` spares it. To be called before a reference
+        to the file is published. Returns False if it is not there."""
+        path = self.path(name)
+        with explained(path):
+            try:
+                os.utime(path)
+            except FileNotFoundError:
+                return False
+            except PermissionError:  # another user's file: a copy takes its place
+                with self.temporary() as copy:
+                    shutil.copyfile(path, copy)
+                    os.replace(copy, path)
+        return True
+
+    def discard(self, name: str, before: float) -> bool:
+        """Remove a file that was last written at or before a moment (see `now`), with its copy; a younger one stays.
+
+        Returns:
+            Whether it was removed.
+        """
+        removed = self._discard(name, before)
+        if removed and layout.is_document(name):
+            self._remove(Paths.copy(name))
+        return removed
+
+    def _discard(self, name: str, before: float) -> bool:
+        """It is moved aside and looked at again there: who freshens it is either earlier, and it is put back, or later,
+        and is told that it is missing."""
+        path = self.path(name)
+        with self.temporary() as aside, explained(path):
+            try:
+                os.rename(path, aside)
+            except FileNotFoundError:
+                return False
+            with open(aside, "rb") as file:  # opened: on NFS the time is then the server's, not one remembered here
+                old = os.fstat(file.fileno()).st_mtime <= before
+            if not old:
+                with suppress(FileExistsError):
+                    os.link(aside, path)
+        return old
 
     # ------------------------------------------------------------ numbered documents
 
@@ -411,8 +484,8 @@ class Files:
 def temporary_in(folder: Path) -> Iterator[Path]:
     """A path in a folder (made if need be) that nobody else uses; removed at the end if still there."""
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{os.getpid():x}-{uuid.uuid4().hex}"
+        make_folder(folder)
+    path = folder / f"{owner.mark()}-{uuid.uuid4().hex}"
     try:
         yield path
     finally:
@@ -428,15 +501,49 @@ def free_at(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
+def descriptors_left() -> int:
+    """How many more files this process may open, but for `SPARE_DESCRIPTORS`."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    taken = len(os.listdir("/dev/fd"))
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - taken - SPARE_DESCRIPTORS
+
+
+def is_scarce(error: BaseException | None) -> bool:
+    """Whether the reason is that descriptors or space have run out."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _SCARCE:
+            return True
+        error = error.__cause__
+    return False
+
+
 def sweep_in(folder: Path) -> int:
     """Remove temporary files that no living process can own. Returns how many."""
-    count = 0
-    for path in folder.glob("*"):
+    found = list(folder.glob("*"))
+    if not found:
+        return 0
+    count, before = 0, now_in(folder) - STALE_TMP_S
+    for path in found:
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE_TMP_S:
+            if path.stat().st_mtime <= before and not owner.lives(path.name):
                 path.unlink()
                 count += 1
     return count
+
+
+def now_in(folder: Path) -> float:
+    """The time by the clock that the files of a folder get theirs from."""
+    with temporary_in(folder) as path, explained(path):
+        path.touch()
+        return path.stat().st_mtime
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with its parents, so that it is still there after a loss of power."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def file_digest(path: Path) -> str:

@@ -11,6 +11,7 @@ that were adopted from another cache come before all others, the first of them l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,13 @@ def _unit_table(files: Files, kind: str, commit: Commit) -> pa.Table:
     return _with_shard(table, commit.shard)
 
 
+def lost(files: Files, folder: str, shards: list[str], sizes: list[int]) -> np.ndarray:
+    """Which shards below a folder of `shards/` are missing or of another size in bytes: one listing."""
+    names = [Paths.shard(folder, name) for name in shards]
+    found = files.sizes(names)
+    return np.array([found.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
+
+
 class RecordIndex:
     """Every record of one recipe. Keys are looked up by binary search over sorted 16-byte keys.
 
@@ -140,10 +148,11 @@ class RecordIndex:
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
         origin: per shard, which of several caches it is from (see `union`); 0 for all otherwise.
+        lost: per shard, whether it is missing or of another size than its commit says (one listing, at first use).
     """
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
-        self.recipe, self.kind = recipe, recipe.partition("-")[0]
+        self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
         self.rejects: list[Reject] = []
         self.shards: list[str] = []
         self.bytes: list[int] = []
@@ -174,6 +183,10 @@ class RecordIndex:
             columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
         self._fill(columns)
 
+    @cached_property
+    def lost(self) -> np.ndarray:
+        return lost(self._files, self.recipe, self.shards, self.bytes)
+
     def _fill(self, columns: dict[str, np.ndarray]) -> None:
         high, low = halves(columns["key"])
         # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
@@ -187,7 +200,8 @@ class RecordIndex:
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
-        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts.
+        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts,
+        but a record whose shard is lost gives way to every other.
 
         `origin` says for each of its `shards` which of the indexes it is from.
         """
@@ -196,21 +210,29 @@ class RecordIndex:
         whole = cls.__new__(cls)
         whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
         whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
-        shards, first = [], {}
-        for at, one in enumerate(indexes):
-            numbers = np.empty(len(one.shards), np.uint32)
-            for i, name in enumerate(one.shards):
-                if name not in first:
-                    first[name] = len(whole.shards)
-                    whole.shards.append(name)
-                    whole.bytes.append(one.bytes[i])
-                    whole.origin.append(at)
-                numbers[i] = first[name]
-            shards.append(numbers[one.columns["shard"]])
-            whole.rejects.extend(one.rejects)
-        names = [name for name in indexes[0].columns if name != "shard"]
-        columns = {name: np.concatenate([one.columns[name] for one in indexes[::-1]]) for name in names}
-        whole._fill({"shard": np.concatenate(shards[::-1]), **columns})
+        first: dict[str, int] = {}
+        for lost in (False, True):  # of a shard that two caches know, the one that has it
+            for at, one in enumerate(indexes):
+                for i in np.flatnonzero(one.lost == lost).tolist():
+                    if one.shards[i] not in first:
+                        first[one.shards[i]] = len(whole.shards)
+                        whole.shards.append(one.shards[i])
+                        whole.bytes.append(one.bytes[i])
+                        whole.origin.append(at)
+        numbers = [np.array([first[name] for name in one.shards], np.uint32) for one in indexes]
+        whole.rejects = [reject for one in indexes for reject in one.rejects]
+        # The last of equals is kept: what is lost first, then the indexes from the last to the first.
+        parts = [
+            (one, number, one.lost[one.columns["shard"]] == lost)
+            for lost in (True, False)
+            for one, number in zip(indexes[::-1], numbers[::-1], strict=True)
+        ]
+        columns = {
+            name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
+            for name in indexes[0].columns if name != "shard"
+        }  # fmt: skip
+        shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
+        whole._fill({"shard": shards, **columns})
         return whole
 
     def __len__(self) -> int:
@@ -234,7 +256,9 @@ class RecordIndex:
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
     def has(self, key: bytes) -> bool:
-        return bool(self.find(as_keys([key]))[0] >= 0)
+        """Whether a record is there and its shard, too."""
+        row = int(self.find(as_keys([key]))[0])
+        return row >= 0 and not self.lost[self.columns["shard"][row]]
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:

@@ -9,7 +9,8 @@ adversary who may write into the cache.
 
 Identity rules:
 * A recipe field enters the id only when it differs from its default, so a field added later leaves old ids alone.
-* A local model folder has no `id` in the recipe: its weight digest names it, so a moved folder is the same recipe.
+* Weights are named by their digest: where they came from (`model`, `revision`) is provenance. Recipes of earlier caches
+  carry it in their id; `Recipe.same_values` leaves it out, and a cache goes on with such a recipe.
 * A latent is keyed by (recipe, image digest, target height and width, crop); text by (recipe, normalised caption).
 """
 
@@ -67,10 +68,16 @@ def canonical(value: Any) -> bytes:
 
 # ---------------------------------------------------------------- recipes
 
+PROVENANCE = ("model", "revision")
+"""Fields of a recipe that decide no value."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the values of records. Subclasses list the fields; defaults do not enter the id."""
+    """What decides the values of records. Subclasses list the fields; defaults do not enter the id.
+
+    `model` and `revision` say where the weights came from; only recipes of earlier versions have them.
+    """
 
     kind: ClassVar[str]
 
@@ -95,6 +102,19 @@ class Recipe:
             for key, value in self.values().items()
             if value != theirs.get(key)
         ]
+
+    def same_values(self, other: Recipe) -> bool:
+        """Whether both give the same values, whatever their weights are called."""
+        return self.nameless() == other.nameless()
+
+    def nameless(self) -> Self:
+        """Without the provenance that earlier versions wrote into recipes."""
+        return self.from_values({key: value for key, value in self.values().items() if key not in PROVENANCE})
+
+    def unlike(self, found: dict[str, Any]) -> list[str]:
+        """What of a model's description decides values and is otherwise here, `name: recipe | found`."""
+        mine = self.values()
+        return [f"{key}: {mine[key]!r} | {value!r}" for key, value in found.items() if mine[key] != value]
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:

@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
-import fsspec
 import xxhash
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from pipeline.cache import layout
+from pipeline.cache import drivers, layout
 from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
@@ -41,7 +41,6 @@ TOGETHER = 16
 """Requests side by side, where many small objects are read."""
 
 _PIECE = 16 << 20
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 
 T = TypeVar("T")
 
@@ -82,26 +81,18 @@ class ObjectFiles(Files):
         mirror: where copies are kept on this machine.
 
     Raises:
-        CacheError: nobody knows the scheme, its driver is not installed, or it does not start.
+        CacheError: see `drivers.open_url`.
     """
+
+    reopen_s = 30.0  # it may be a whole transfer, and a damaged shard can have many damaged records
 
     def __init__(self, url: str, mirror: MirrorConfig):
         self.url = url.rstrip("/")
         self.damage = {}
-        scheme = url.partition("://")[0].lower()
-        try:
-            # Without listings that are kept: another machine's commits would not be seen.
-            self.fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            extra = _EXTRAS.get(scheme)
-            raise CacheError(
-                f"{url}: cannot be opened: {error}", expected="a folder, s3, gs, or another scheme of fsspec",
-                fix=f"pip install 'sana-pipe[{extra}]'" if extra else f"install the fsspec driver for {scheme}://",
-            ) from None  # fmt: skip
-        except Exception as error:  # drivers raise what they like: no region, no credentials, ...
-            raise CacheError(f"{url}: cannot be opened: {type(error).__name__}: {error}") from None
-        self._base = str(root).rstrip("/")
-        self._web = scheme in ("http", "https")
+        # Without listings that are kept: another machine's commits would not be seen.
+        self.fs, self._base = drivers.open_url(self.url, CacheError, use_listings_cache=False)
+        self._web = url.partition("://")[0].lower() in ("http", "https")
+        self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
         self.room = self.mirror.limit
@@ -162,7 +153,7 @@ class ObjectFiles(Files):
 
     def walk(self, folder: str) -> Iterator[Entry]:
         try:
-            found = self._read(folder, lambda path: self.fs.find(path, detail=True))
+            found = drivers.find(self.fs, self._path(folder), lambda path, ask: self._read(self._name(path), ask))
         except FileNotFoundError:
             return
         files = [(p, info) for p, info in sorted(found.items()) if p != self._path(folder) and info["type"] == "file"]
@@ -257,7 +248,7 @@ class ObjectFiles(Files):
                 f"{temporary}: reads back other bytes than were written", expected=digest, found=found,
                 fix="check the disk",
             )  # fmt: skip
-        if not self.publish(temporary, name) and self.digest(name) != digest:
+        if not self.publish(temporary, name):  # over it: as young as a new one, and right
             self._write(name, lambda path: self.fs.put_file(str(temporary), path))
 
     def replace(self, name: str, data: bytes) -> None:
@@ -271,6 +262,35 @@ class ObjectFiles(Files):
         self._writable(name)
         with suppress(FileNotFoundError):
             self._asked(name, self.fs.rm_file, "removed")
+
+    def now(self) -> float:
+        name = f"tmp/clock-{uuid4().hex}"
+        self._create(name, b"")
+        info = self._info(name)
+        self.remove(name)
+        if info is None:
+            raise CacheError(f"{self.where(name)}: was written and is not there")
+        return _moment(info)
+
+    def freshen(self, name: str) -> bool:
+        """By a copy onto itself, which the store makes."""
+        s3 = (
+            {"MetadataDirective": "REPLACE"} if "s3" in self.fs.protocol else {}
+        )  # S3 refuses a copy that changes nothing
+        self._writable(name)
+        try:
+            self._asked(name, lambda path: self.fs.cp_file(path, path, **s3), "written")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _discard(self, name: str, before: float) -> bool:
+        """Between the look and the removal there is one request: stores have no removal on condition of age."""
+        info = self._info(name)
+        if info is None or _moment(info) > before:
+            return False
+        self._remove(name)
+        return True
 
     def sweep(self) -> int:
         """Remove this machine's unfinished copies. Unfinished uploads are invisible; a lifecycle rule of the bucket
@@ -318,10 +338,18 @@ class ObjectFiles(Files):
         self._read(name, lambda remote: self.fs.get_file(remote, str(path)))
 
     def _create(self, name: str, data: bytes) -> bool:
+        attempts = 0
+
+        def create(path: str) -> None:
+            nonlocal attempts
+            attempts += 1
+            self.fs.pipe_file(path, data, mode="create")
+
         try:
-            self._write(name, lambda path: self.fs.pipe_file(path, data, mode="create"))
+            self._write(name, create)
         except FileExistsError:
-            return False
+            # An attempt whose answer was lost may have been the first of all.
+            return attempts > 1 and self.read(name) == data
         return True
 
     def _read(self, name: str, ask: Callable[[str], T]) -> T:
@@ -349,20 +377,9 @@ class ObjectFiles(Files):
             CacheError: anything else that it says.
         """
 
-        def once() -> T:
-            try:
-                return ask(self._path(name))
-            except FileNotFoundError as error:
-                cause = error.__cause__  # the driver for http says so of a server that does not answer, too
-                if not self._web or cause is None or isinstance(cause, FileNotFoundError):
-                    raise
-                if getattr(cause, "status", None) in (404, 410):
-                    raise
-                raise ConnectionError(f"no answer: {cause}") from cause
-
         try:
             return tried(
-                once,
+                lambda: drivers.answered(lambda: ask(self._path(name)), self._web),
                 final=(FileNotFoundError, FileExistsError, PermissionError, NotImplementedError),
             )
         except (FileNotFoundError, FileExistsError):

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import tarfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,10 +32,12 @@ import xxhash
 
 from pipeline.cache import codec, layout
 from pipeline.cache.arrow import ipc_table
-from pipeline.cache.files import Files, Handle, explained
-from pipeline.errors import IntegrityError
+from pipeline.cache.files import Files, Handle, descriptors_left, explained, is_scarce
+from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
+TOUCH_S = 3600
+"""How often a shard that is being written is marked as alive, for sweepers on other machines."""
 _HEAD = 4096
 """Bytes at the beginning of a shard that hold its head."""
 
@@ -97,6 +101,7 @@ class TarWriter:
             self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
+        self._touched = time.monotonic()
         self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
 
     def __enter__(self) -> Self:
@@ -143,6 +148,9 @@ class TarWriter:
     def _write(self, data: bytes | memoryview) -> None:
         with explained(self._path):
             self._file.write(data)
+            if time.monotonic() - self._touched >= TOUCH_S:
+                os.utime(self._path)
+                self._touched = time.monotonic()
         self._state.update(data)
         self._offset += len(data)
 
@@ -235,6 +243,7 @@ GAP = 8192
 """Records that lie closer than this many bytes are read in one call, with what lies between."""
 RUN = 64
 """At most so many in one call."""
+_MEND = "sana-pipe verify --repair, with the --config and --set of this cache; or restore this shard from a copy of it"
 _own = threading.local()
 
 
@@ -259,7 +268,7 @@ class Reader:
     Args:
         files: the cache.
         recipe: the recipe of the records.
-        limit: how many shard files stay open at once.
+        limit: how many shard files stay open at once, at most; fewer where this process has few descriptors left.
         folder: where the shards lie, below `shards/`; default: the recipe's own.
         ranged: read an object store by ranges, without fetching shards whole: for records that are each read once.
     """
@@ -271,9 +280,11 @@ class Reader:
         self._open_file = files.ranged if ranged else files.open
         self.recipe_id = recipe.partition("-")[2]
         self._codec = codec.reader(files, recipe)
-        self._limit = limit
+        self._limit = max(4, min(limit, descriptors_left() // 2))
         self._open: OrderedDict[str, Handle] = OrderedDict()
+        self._reopened: dict[str, float] = {}
         self._lock = threading.Lock()
+        files.readers.add(self)
 
     @property
     def plain(self) -> bool:
@@ -288,6 +299,7 @@ class Reader:
 
         Args:
             length: bytes of its payload; needed by storages other than plain bf16, whose payload is `into` itself.
+            attempts: for the last one the shard is opened anew.
 
         Raises:
             IntegrityError: short, wrong or foreign bytes; names shard, record and offset.
@@ -389,29 +401,47 @@ class Reader:
     def _read(
         self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
     ) -> None:  # fmt: skip
-        found, got, refused = b"", 0, ""
-        for _ in range(attempts):
+        found = b""
+
+        def right(data: memoryview) -> bool:
+            nonlocal found
+            found = layout.checksum(self.recipe_id, key, data)
+            return found == expected
+
+        got, refused = self._until(right, shard, offset, view, attempts)
+        if got == len(view) and not refused and found == expected:
+            return
+        where = self.where(shard, offset, key)
+        if refused:
+            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=_MEND)
+        if got != len(view):
+            raise RecordError(
+                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes", fix=_MEND
+            )
+        raise RecordError(
+            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(), fix=_MEND
+        )
+
+    def _until(
+        self, right: Callable[[memoryview], bool], shard: str, offset: int, view: memoryview, attempts: int = 2
+    ) -> tuple[int, str]:  # fmt: skip
+        """Fill `view` from a shard until it is right. The last attempt opens the shard anew: a file that was replaced
+        (a repair, a copy put back, NFS) keeps its old bytes for who has it open.
+
+        Returns:
+            How many bytes the last attempt got, and why the disk refused it ("": it did not).
+        """
+        got, refused = 0, ""
+        for left in reversed(range(attempts)):
+            handle = self._handle(shard) if left else self._anew(shard)
             try:
-                got = self._pread(shard, offset, view)
+                got, refused = handle.read_into(view, offset), ""
             except OSError as error:  # a bad sector, a stale file of NFS
                 got, refused = 0, error.strerror or str(error)
                 continue
-            refused = ""
-            found = layout.checksum(self.recipe_id, key, view[:got])
-            if got == len(view) and found == expected:
-                return
-        where = self.where(shard, offset, key)
-        if refused:
-            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=layout.REPAIR)
-        if got != len(view):
-            raise RecordError(
-                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes",
-                fix=layout.REPAIR,
-            )  # fmt: skip
-        raise RecordError(
-            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(),
-            fix=layout.REPAIR,
-        )  # fmt: skip
+            if got == len(view) and right(view):
+                break
+        return got, refused
 
     def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:
         """The caption as it was written, kept beside a text record.
@@ -419,26 +449,25 @@ class Reader:
         Raises:
             IntegrityError: other bytes than were written.
         """
-        data = bytearray(length)
-        try:
-            got = self._pread(shard, offset, memoryview(data))
-        except OSError:
-            got = 0
-        found = layout.digest("caption", key, bytes(data[:got]))
-        if got != length or found != expected:
+        data, found = bytearray(length), b""
+
+        def right(view: memoryview) -> bool:
+            nonlocal found
+            found = layout.digest("caption", key, bytes(view))
+            return found == expected
+
+        self._until(right, shard, offset, memoryview(data))
+        if found != expected:
             raise IntegrityError(
                 f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
                 f"byte {offset} has the wrong checksum",
-                expected=expected.hex(), found=found.hex(), fix=layout.REPAIR,
+                expected=expected.hex(), found=found.hex(), fix=_MEND,
             )  # fmt: skip
         return data.decode("utf-8")
 
     def close(self) -> None:
-        with self._lock:
-            self._open.clear()
-
-    def _pread(self, shard: str, offset: int, view: memoryview) -> int:
-        return self._handle(shard).read_into(view, offset)
+        """Let go of every open file; a read opens its shard again."""
+        self._open.clear()
 
     def _preadv(self, shard: str, offset: int, views: list[Any]) -> int:
         """Fill writable buffers one after the other from a place in a shard; returns how many bytes came, perhaps too
@@ -456,19 +485,39 @@ class Reader:
         with self._lock:
             handle = self._open.get(shard)
             if handle is not None:
-                self._open.move_to_end(shard)
+                with suppress(KeyError):  # another reader had everything let go of
+                    self._open.move_to_end(shard)
                 return handle
-            name = layout.Paths.shard(self.folder, shard)
-            try:
-                handle = self._open_file(name)
-            except FileNotFoundError:
-                raise IntegrityError(
-                    f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR
-                ) from None
+            handle = self._opened(layout.Paths.shard(self.folder, shard))
             self._open[shard] = handle
             while len(self._open) > self._limit:
-                self._open.popitem(last=False)
+                with suppress(KeyError):
+                    self._open.popitem(last=False)
             return handle
+
+    def _opened(self, name: str) -> Handle:
+        """Open a shard. Where descriptors or room run out, what all readers have open is let go of first."""
+        try:
+            try:
+                return self._open_file(name)
+            except (OSError, CacheError) as error:
+                if not is_scarce(error):
+                    raise
+            self.files.let_go()
+            return self._open_file(name)
+        except FileNotFoundError:
+            raise IntegrityError(
+                f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"
+            ) from None
+
+    def _anew(self, shard: str) -> Handle:
+        """The shard, opened after what was read from it before was wrong."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._reopened.get(shard, -math.inf) >= self.files.reopen_s:
+                self._reopened[shard] = now
+                self._open.pop(shard, None)
+        return self._handle(shard)
 
 
 def read_head(files: Files, name: str) -> dict[str, Any]:

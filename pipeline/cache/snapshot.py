@@ -11,7 +11,6 @@ has its rows in a shuffled order inside each bucket, and its records in joint sh
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.files import Files
+from pipeline.cache.files import Files, digest_of
 from pipeline.cache.index import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, to_ipc
@@ -161,10 +159,10 @@ def identity(head: dict[str, Any]) -> str:
 
 def shard_files(head: dict[str, Any]) -> dict[str, int]:
     """The shards that a head names as files of the cache, with their sizes in bytes."""
-    recipes = {kind: layout.RECIPES[kind].from_values(values).name for kind, values in head["recipes"].items()}
+    folders = {kind: layout.RECIPES[kind].from_values(head["recipes"][kind]).name for kind in ("latent", "text")}
     return {
-        Paths.shard(head.get("folder", recipes[kind]), shard["name"]): shard["bytes"]
-        for kind in ("latent", "text") for shard in head["shards"][kind]
+        Paths.shard(head.get("folder", folder), shard["name"]): shard["bytes"]
+        for kind, folder in folders.items() for shard in head["shards"][kind]
     }  # fmt: skip
 
 
@@ -355,18 +353,16 @@ class Snapshot:
         entry = self.head["chunks"][number]
         path = self.files.where(Paths.table(entry[which], "arrow"))
         try:
-            mapped = self.files.map(Paths.table(entry[which], "arrow"))
+            handle = self.files.open(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=maker(self.head)) from None
-        buffer = pa.py_buffer(mapped)
-        found = xxhash.xxh3_128_hexdigest(memoryview(buffer))
-        mapped.madvise(mmap.MADV_DONTNEED)  # only what is looked up shall stay in this process's memory
+        found = digest_of(handle)  # not through the mapping: only what is looked up shall take up memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
                 fix=maker(self.head),
             )  # fmt: skip
-        table = ipc_table(buffer)
+        table = ipc_table(handle.map())
         if table.schema != schema or table.num_rows != entry["rows"]:
             raise IntegrityError(f"{path}: is not chunk {number} of snapshot {self.id}", found=str(table.schema.names))
         return table

@@ -22,10 +22,14 @@ from pipeline.cache.arrow import parquet_table
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
-from pipeline.cache.snapshot import Snapshot, identity
+from pipeline.cache.snapshot import Snapshot, check_files, identity
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 
+FORGOTTEN = "forgotten"
+"""In a scan document: its source is to be used no more."""
+MOVING = ("latest", "latest.heldout")
+"""Names that follow the newest snapshot by themselves; every other name stays where it is until it is moved."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -38,11 +42,21 @@ def check_source_name(name: str) -> None:
         )  # fmt: skip
 
 
+def check_snapshot_name(name: str) -> None:
+    """UserError unless a snapshot may be called this."""
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot name a snapshot",
+            expected="letters, digits, '.', '_' and '-', at most 100",
+            fix="--name NAME",
+        )
+
+
 def _refuse_other(files: Files) -> None:
     names = files.names("")
     if any(name != "tmp" for name in names) and "recipes" not in names:  # of a cache only the first file was lost
         raise CacheError(
-            f"{files.where('')}: is not empty and not a cache", fix="set `cache:` to an empty or new folder"
+            f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
         )
 
 
@@ -137,6 +151,14 @@ class Cache:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
+    def known(self, recipe: layout.Recipe) -> layout.Recipe:
+        """The recipe under which this cache has what `recipe` would make: the same values, whatever the weights were
+        called; of several the one with the most records. `recipe` itself if there is none."""
+        same = [one for one in self.recipes(recipe.kind) if one.same_values(recipe)]
+        if len(same) < 2:
+            return same[0] if same else recipe
+        return max(same, key=lambda one: (len(self.index(one.name)), one.name))
+
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
@@ -158,9 +180,11 @@ class Cache:
         return self.files.folders("sources")
 
     def last_scan(self, source: str) -> dict[str, Any] | None:
-        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`."""
+        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`; None if there is none, or
+        the source was forgotten."""
         numbers = self.files.numbers(Paths.scans(source))
-        return self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
+        found = self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
+        return None if found is None or found.get(FORGOTTEN) else found
 
     def add_scan(self, source: str, body: dict[str, Any]) -> None:
         """Append a scan document unless the newest says the same."""
@@ -171,6 +195,31 @@ class Cache:
             number = len(self.files.numbers(Paths.scans(source)))
             if self.files.put(Paths.numbered(Paths.scans(source), number), layout.seal(body)):
                 return
+
+    def forget_source(self, source: str) -> None:
+        """Append a scan without items that says so: nothing that earlier scans found counts any more.
+
+        Raises:
+            CacheError: there is no such source.
+        """
+        last = self.last_scan(source)
+        if last is None:
+            known = [name for name in self.sources() if self.last_scan(name) is not None]
+            raise CacheError(
+                f"{self.location}: holds no source {source!r}", expected=", ".join(known) or "(none)",
+                fix="sana-pipe status",
+            )  # fmt: skip
+        self.add_scan(source, {**last, "table": self.put_table(self.table(last["table"]).slice(0, 0)), FORGOTTEN: True})
+
+    def forgotten_scans(self) -> set[str]:
+        """Files of the scans after which their source was forgotten: what they refer to is not needed."""
+        found: set[str] = set()
+        for source in self.sources():
+            names = [Paths.numbered(Paths.scans(source), number) for number in self.files.numbers(Paths.scans(source))]
+            for at, name in enumerate(names):
+                if self.files.document(name).get(FORGOTTEN):
+                    found |= set(names[:at])
+        return found
 
     # ------------------------------------------------------------ plans
 
@@ -192,7 +241,9 @@ class Cache:
 
     # ------------------------------------------------------------ snapshots
 
-    def add_snapshot(self, head: dict[str, Any], name: str | None, *, latest: bool = True) -> str:
+    def add_snapshot(
+        self, head: dict[str, Any], name: str | None, *, latest: bool = True, move: bool = False
+    ) -> str:  # fmt: skip
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
         Its parent is what the name pointed to before, unless the head says it already (a packed snapshot). A head that
@@ -200,9 +251,15 @@ class Cache:
 
         Args:
             latest: false for a snapshot that nobody is to train on by default (a held-out part); it needs a name.
+            move: let `name` point to it though it points to another one.
+
+        Raises:
+            UserError: see `point`.
+            IntegrityError: a shard of it is missing or of another size than its commit says.
         """
-        if name is not None and not _NAME.fullmatch(name):
-            raise UserError(f"{name!r} cannot name a snapshot", expected="letters, digits, '.', '_' and '-'")
+        if name is not None:
+            check_snapshot_name(name)
+        check_files(self.files, head)
         self._write_again(head)
         parent = self.snapshot_of(name or "latest")
 
@@ -212,20 +269,12 @@ class Cache:
         before = [] if "parent" in head else self._readable([parent])
         if before and before[0].packed:
             before += self._readable([before[0].head["parent"]])
-        same = [one.id for one in before if content(one.head) == content(head)]
-        if same:
-            snapshot_id = same[0]
-        else:
-            head = {"parent": parent, **head}
-            snapshot_id = identity(head)
-            self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head))
-        for pointer in [*(["latest"] if latest else []), *([name] if name else [])]:
-            while self.snapshot_of(pointer) != snapshot_id:
-                number = len(self.files.numbers(Paths.names(pointer)))
-                self.files.put(
-                    Paths.numbered(Paths.names(pointer), number),
-                    layout.seal({"name": pointer, "snapshot": snapshot_id}),
-                )
+        same = [one.head for one in before if content(one.head) == content(head)]
+        head = same[0] if same else {"parent": parent, **head}
+        snapshot_id = identity(head)
+        self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head))
+        for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
+            self.point(pointer, snapshot_id, move=move)
         return snapshot_id
 
     def _readable(self, ids: list[str | None]) -> list[Snapshot]:
@@ -240,28 +289,97 @@ class Cache:
         head says; their parent may be any other."""
         folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in self.snapshot_names()]
         names = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
-        ids = {body["snapshot"] for body in self.files.documents(names)}
+        ids = {body["snapshot"] for body in self.files.documents(names)} - {None}
         for lost in sorted(ids - {one.id for one in self._readable(sorted(ids))}):
             for parent in (None, *sorted(ids)):
                 again = {**head, "parent": head.get("parent", parent)}
                 if identity(again) == lost:
                     self.files.ensure(Paths.snapshot(lost), layout.seal(again))
 
+    def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
+        """Let a name point to a snapshot. A name that follows the newest moves by itself.
+
+        Raises:
+            UserError: it points to another one, and `move` is false.
+            IntegrityError: that snapshot is not there.
+        """
+        while (found := self.snapshot_of(name)) != snapshot_id:
+            if found is not None and not move and name not in MOVING:
+                raise UserError(
+                    f"the name {name!r} points to another snapshot already", expected=snapshot_id, found=found,
+                    fix="another name, or --move: what no name points to any more is removed by gc",
+                )  # fmt: skip
+            # Freshened first: a gc that does not see the name yet finds the head young.
+            if not self.files.freshen(Paths.snapshot(snapshot_id)):
+                raise IntegrityError(
+                    f"{self.files.where(Paths.snapshot(snapshot_id))}: is missing", fix="sana-pipe bucket"
+                )
+            self._append_name(name, snapshot_id)
+
+    def _append_name(self, name: str, snapshot_id: str | None) -> None:
+        number = len(self.files.numbers(Paths.names(name)))
+        self.files.put(Paths.numbered(Paths.names(name), number), layout.seal({"name": name, "snapshot": snapshot_id}))
+
     def keep(self, snapshot_id: str) -> None:
-        """Give a snapshot that is trained on a name of its own (`trained-ID`), so that `gc` spares it for good."""
+        """Give a snapshot that is trained on a name of its own (`trained-ID`), so that `gc` spares it until the name is
+        forgotten.
+
+        Raises:
+            CacheError: no name can be written here, and no name that stays points to it: gc on a machine that can write
+                would remove what is being trained on.
+        """
         name = f"trained-{snapshot_id[:16]}"
-        if self.snapshot_of(name) is None:
-            self.files.put(Paths.numbered(Paths.names(name), 0), layout.seal({"name": name, "snapshot": snapshot_id}))
+        try:
+            self.point(name, snapshot_id)
+        except CacheError as error:
+            if not set(self.names_of(snapshot_id)) - set(MOVING):
+                raise CacheError(
+                    f"{self.location}: snapshot {snapshot_id[:12]} has no name that stays, so that gc on another "
+                    f"machine may remove it during the training, and none can be written here: {error.what}",
+                    fix=f"where the cache can be written: sana-pipe snapshots name {snapshot_id[:12]} NAME",
+                ) from None  # fmt: skip
+
+    def forget_name(self, name: str) -> str:
+        """Let a name point to nothing; returns the id of the snapshot that it pointed to.
+
+        Raises:
+            UserError: `latest`, which is always there.
+            CacheError: there is no such name.
+        """
+        if name == "latest":
+            raise UserError("`latest` always points to the newest snapshot", fix="sana-pipe bucket makes a newer one")
+        pointed = self.snapshot_of(name)
+        if pointed is None:
+            raise CacheError(
+                f"{self.location}: {name!r} is not the name of a snapshot",
+                expected=", ".join(one for one in self.snapshot_names() if one != "latest") or "(there are no names)",
+                fix="sana-pipe snapshots lists the names",
+            )
+        while self.snapshot_of(name) is not None:
+            self._append_name(name, None)
+        return pointed
 
     def snapshot_of(self, name: str) -> str | None:
-        """The id that a name points to."""
+        """The id that a name points to; None if there is no such name or it was forgotten."""
         numbers = self.files.numbers(Paths.names(name))
         if not numbers:
             return None
         return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
 
     def snapshot_names(self) -> list[str]:
-        return self.files.folders("names")
+        """The names that point to a snapshot, and those whose documents are damaged."""
+
+        def points(name: str) -> bool:
+            try:
+                return self.snapshot_of(name) is not None
+            except CacheError:
+                return True  # who asks for it is told
+
+        return [name for name in self.files.folders("names") if points(name)]
+
+    def names_of(self, snapshot_id: str) -> list[str]:
+        """The names that point to a snapshot."""
+        return [name for name in self.snapshot_names() if self.snapshot_of(name) == snapshot_id]
 
     def open_snapshot(self, name: str | None = None) -> Snapshot:
         """A snapshot by name, by id or by the beginning of an id; None is the newest."""
@@ -279,5 +397,5 @@ class Cache:
         raise CacheError(
             f"{self.location}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
             expected="one of the names " + (", ".join(self.snapshot_names()) or "(none yet)") + " or an id",
-            fix="sana-pipe snapshots lists them",
+            fix="sana-pipe snapshots lists names and ids",
         )

@@ -172,6 +172,6 @@ def _number(value: Any) -> float | None:
         return None
     try:
         score = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(0.0, score) if math.isfinite(score) else None

@@ -24,6 +24,7 @@ from typing import Any
 
 import braceexpand
 
+from pipeline.cache import drivers
 from pipeline.config import DataConfig
 from pipeline.data.candidates import CaptionRule
 from pipeline.data.names import EXTENSIONS, extension, is_url, said
@@ -63,7 +64,7 @@ def open_source(data: str, config: DataConfig, name: str | None = None, format: 
     store, files, called = _resolve(data)
     rule = CaptionRule.of(config)
     if files is None and format is None and not _is_folder(store, data):
-        raise _missing(data)
+        raise _missing(data, data.removeprefix("file://"))
     if files is None:
         format = format or _kind_of_folder(store, data)
     elif format is None:
@@ -127,8 +128,8 @@ def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
     """The store, the files that are meant (None: all of the folder), and what to call them."""
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
-    if path.startswith(("http://", "https://")) and "?" in path:
-        raise UserError(f"{data}: has a query, which cannot be part of a name", fix="give a plain address")
+    if remote:
+        drivers.refuse_credentials(data)
     pattern = _PATTERN.search(path)
     if pattern and (remote or not os.path.exists(path)):
         head, slash, rest = path[: pattern.start()].rpartition("/")
@@ -151,13 +152,19 @@ def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
 
 def _disk(folder: str, data: str) -> Disk:
     if not os.path.isdir(folder):
-        raise _missing(data)
+        raise _missing(data, folder)
     return Disk(folder)
 
 
-def _missing(data: str) -> UserError:
+def _missing(data: str, path: str) -> UserError:
+    try:
+        os.stat(path)
+        why = None
+    except (OSError, ValueError) as error:
+        why = said(error)
     return UserError(
-        f"the data folder {data!r} does not exist",
+        f"the data folder {data!r} does not exist or may not be read",
+        found=why,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
         fix="sana-pipe encode --data DIR",
     )

@@ -19,9 +19,11 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -205,7 +207,7 @@ class Filter:
             isinstance(found, pa.Array) and not _numeric(found)
         ):  # fmt: skip
             raise self._wrong(f"takes {ast.unparse(node)!r}, which is {_kind(found)}, for a number")
-        return found.cast(pa.float64()) if isinstance(found, pa.Array) else float(found)
+        return self._call(node, lambda: found.cast(pa.float64()) if isinstance(found, pa.Array) else float(found))
 
     def _compare(self, whole: ast.expr, left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: Columns) -> Any:
         one, other = self._value(left, columns), self._value(right, columns)
@@ -287,7 +289,7 @@ def _kind(value: Any) -> str:
     return brief(value)
 
 
-def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array], list[str]]:
+def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
     """Fields of items' metadata.
 
     Args:
@@ -295,7 +297,8 @@ def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array],
         names: which; a dot leads into an object, unless a field has the whole name.
 
     Returns:
-        A column for each name that some item has, and all top-level names that there are.
+        A column for each name that some item has, all top-level names that there are, and (n,) bool: for which items
+        a number of these is too large for float64 and therefore null.
 
     Raises:
         UserError: a field holds values of different kinds, or lists.
@@ -308,12 +311,18 @@ def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array],
         for name, values in found.items():
             values.append(_field(row, name))
     columns = {}
+    too_large = np.zeros(len(meta), bool)
     for name, values in found.items():
+        beyond = [row for row, value in enumerate(values) if isinstance(value, int) and abs(value) > sys.float_info.max]
+        if beyond and len(beyond) == sum(value is not None for value in values):
+            raise UserError(f"every number of the metadata field {name!r} is too large for a filter")
+        for row in beyond:
+            too_large[row], values[row] = True, None
         if any(value is not None for value in values):
             columns[name] = _typed(name, values)
         elif name in valid:
             columns[name] = pa.nulls(len(values), pa.float64())
-    return columns, sorted(valid)
+    return columns, sorted(valid), too_large
 
 
 def _field(row: dict[str, Any], name: str) -> Any:
@@ -329,10 +338,7 @@ def _typed(name: str, values: list[Any]) -> pa.Array:
     if kinds <= {bool}:
         return pa.array(values, pa.bool_())
     if kinds <= {int, float}:
-        try:
-            return pa.array([None if value is None else float(value) for value in values], pa.float64())
-        except OverflowError:
-            raise UserError(f"the metadata field {name!r} holds a number that is too large for a filter") from None
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {str}:
         return pa.array(values, pa.string())
     if kinds <= {int, float, str}:  # tables of several origins: numbers here, numbers as text there

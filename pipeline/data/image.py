@@ -24,11 +24,14 @@ from pipeline.data.pillow import ALLOWED, ImageReject
 from pipeline.errors import UserError
 
 __all__ = [
-    "ALLOWED", "CROP_RULE", "DECODERS", "MAX_PIXELS", "RESIZE_RULE", "ImageReject", "choose", "cover_box", "load",
-    "probe", "require", "resample_filter", "versions",
+    "ALLOWED", "CROP_RULE", "DECODERS", "LIMITS", "MAX_BYTES", "MAX_PIXELS", "RESIZE_RULE", "ImageReject", "choose",
+    "cover_box", "load", "probe", "require", "resample_filter", "versions",
 ]  # fmt: skip
 
 MAX_PIXELS = 200_000_000
+MAX_BYTES = 3072 << 20
+LIMITS = ("max_pixels", "max_picture_mib")
+"""Settings that the reason of an `ImageReject` names where a higher limit would let the picture in."""
 
 DECODERS = {"vips": vips.DECODER, "pillow": pillow.DECODER}
 """What `data.decoder` says -> the name in the recipe."""
@@ -77,26 +80,27 @@ def versions() -> dict[str, str]:
     return found
 
 
-def probe(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def probe(data: bytes, max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
     """Size of a picture from its header alone; no pixel is decoded. The same whatever the decoder.
 
     Args:
         data: the whole file.
         max_pixels: more than this many pixels are refused.
+        max_bytes: so is what takes more memory than this to decode.
 
     Returns:
         (width, height) in pixels after EXIF orientation.
 
     Raises:
-        ImageReject: not a picture in an allowed format, a damaged header, or too many pixels.
+        ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
     """
     with pillow.rejecting():
-        return pillow.open_header(data, max_pixels).upright
+        return pillow.open_header(data, max_pixels, max_bytes).upright
 
 
 def load(
     data: bytes, size: tuple[int, int], background: tuple[int, int, int] = (255, 255, 255),
-    max_pixels: int = MAX_PIXELS, decoder: str = pillow.DECODER,
+    max_pixels: int = MAX_PIXELS, decoder: str = pillow.DECODER, max_bytes: int = MAX_BYTES,
 ) -> np.ndarray:  # fmt: skip
     """Decode, turn upright, convert to sRGB, resize to cover, crop the centre.
 
@@ -110,7 +114,7 @@ def load(
         data: the whole file.
         size: (height, width) of the result in pixels.
         background: RGB, 0..255.
-        max_pixels: as in `probe`.
+        max_pixels, max_bytes: as in `probe`.
         decoder: its name in the recipe, from `choose`.
 
     Returns:
@@ -122,7 +126,7 @@ def load(
     """
     require(decoder)
     with pillow.rejecting():
-        header = pillow.open_header(data, max_pixels)
+        header = pillow.open_header(data, max_pixels, max_bytes)
         picture = vips.load(data, header, size, background) if decoder == vips.DECODER else None
         if picture is None:
             picture = pillow.load(header, size, background)

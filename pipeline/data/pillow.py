@@ -20,11 +20,12 @@ import ctypes
 import functools
 import io
 import logging
+import math
 import re
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,11 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
+STRIP = 1 << 20
+"""Pixels that are converted at a time."""
+COST = {"JPEG2000": 32, "WEBP": 32}
+"""Bytes a pixel that decoding takes at its peak, by format (measured); `COST_OF_OTHERS` otherwise."""
+COST_OF_OTHERS = 16
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 # What a decoder has to say goes into the reason of an ImageReject; on the terminal it would name no file.
@@ -80,13 +86,19 @@ class Header:
         return (height, width) if self.orientation in (5, 6, 7, 8) else (width, height)
 
 
-def open_header(data: bytes, max_pixels: int) -> Header:
+def open_header(data: bytes, max_pixels: int, max_bytes: int) -> Header:
     """Identify a picture by its first bytes and read its header; no pixel is decoded.
 
     Raises:
-        ImageReject: not a picture in an allowed format, a damaged header, or too many pixels.
+        ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
     """
     image = _open(data, max_pixels)
+    needed = image.width * image.height * COST.get(str(image.format), COST_OF_OTHERS)
+    if needed > max_bytes:
+        raise ImageReject(
+            f"{_x(image.size)} pixels of {image.format} take {-(-needed >> 20):,} MiB to decode, "
+            f"more than max_picture_mib = {max_bytes >> 20:,}"
+        )
     return Header(image, _orientation(image, data))
 
 
@@ -206,11 +218,34 @@ def _png_metadata(data: bytes) -> bytes:
 
 
 def _to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Any mode to RGB: numeric range, palette, colour profile, transparency, in this order."""
+    """Any mode to RGB, strip by strip: beside the picture and the result there is little in memory."""
+    if image.mode == "RGB" and not {"icc_profile", "transparency"} & image.info.keys():
+        return image
+    wide = image.mode.startswith("I") or image.mode == "F"
+    levels = _levels(image) if wide else None
+    out = Image.new("RGB", image.size)
+    for top, strip in _strips(image):
+        out.paste(_strip_to_srgb(strip, levels, background), (0, top))
+    return out
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """(first row, those rows) of a decoded picture, about `STRIP` pixels each."""
+    rows = max(1, STRIP // image.width)
+    for top in range(0, image.height, rows):
+        whole = rows >= image.height
+        yield top, image if whole else image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def _strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[int, int, int]) -> Image.Image:
+    """Any mode to RGB: numeric range (by `levels`), palette, colour profile, transparency, in this order."""
     profile = image.info.get("icc_profile")
     alpha: Image.Image | None = None
-    if image.mode.startswith("I") or image.mode == "F":
-        image, alpha = _wide_gray(image)
+    if levels is not None:
+        values, key = np.asarray(image), image.info.get("transparency")
+        if isinstance(key, int):
+            alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))
+        image = Image.fromarray(levels(values))
     elif image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or image.info.get("transparency") is not None:
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)
         rgba = (image.convert(straight) if straight else _with_8bit_key(image)).convert("RGBA")
@@ -242,24 +277,26 @@ def _with_8bit_key(image: Image.Image) -> Image.Image:
     return image
 
 
-def _wide_gray(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """16- and 32-bit integer and float gray -> (L, alpha or None), by the rules in `load`."""
+Levels = Callable[[np.ndarray], np.ndarray]
+"""Samples of any depth to uint8, in the same shape."""
+
+
+def _levels(image: Image.Image) -> Levels:
+    """How the samples of a 16- or 32-bit integer or float gray picture become 8-bit, by the rules in `load`."""
     tags = getattr(image, "tag_v2", None)
-    values = np.asarray(image)
-    alpha = None
-    key = image.info.get("transparency")
-    if isinstance(key, int):
-        alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))
     white_is_zero = tags is not None and tags.get(262) == 0  # PhotometricInterpretation; Pillow inverts 8 bits only
     if image.mode.startswith("I;16"):
         bits = tags.get(258, (16,)) if tags is not None else (16,)
         white = 2 ** (bits[0] if isinstance(bits, tuple) else bits) - 1
         levels = np.rint(np.minimum(np.arange(65536) / white, 1) * 255).astype(np.uint8)
-        return Image.fromarray((255 - levels if white_is_zero else levels)[values]), alpha
-    values = values.astype(np.float64)
-    if not np.isfinite(values).all():
-        raise ImageReject("the picture has samples that are not finite")
-    low, high = float(values.min()), float(values.max())
+        table = 255 - levels if white_is_zero else levels
+        return lambda values: table[values]
+    low, high = math.inf, -math.inf
+    for _, strip in _strips(image):
+        values = np.asarray(strip)
+        if not np.isfinite(values).all():
+            raise ImageReject("the picture has samples that are not finite")
+        low, high = min(low, float(values.min())), max(high, float(values.max()))
     if image.format in ("PPM", "PNG") and image.mode == "I":
         low, high = 0.0, 65535.0  # both readers scale to 16 bits
     elif low >= 0 and high <= 1 and image.mode == "F":
@@ -268,10 +305,13 @@ def _wide_gray(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         low, high = 0.0, 255.0
     elif low >= 0 and high <= 65535 and image.mode == "I":
         low, high = 0.0, 65535.0
-    gray = np.clip((values - low) / (high - low), 0, 1) if high > low else np.zeros_like(values)
-    if white_is_zero:
-        gray = 1 - gray
-    return Image.fromarray(np.rint(gray * 255).astype(np.uint8)), alpha
+
+    def scaled(values: np.ndarray) -> np.ndarray:
+        wide = values.astype(np.float64)
+        gray = np.clip((wide - low) / (high - low), 0, 1) if high > low else np.zeros_like(wide)
+        return np.rint((1 - gray if white_is_zero else gray) * 255).astype(np.uint8)
+
+    return scaled
 
 
 _PROFILE_SPACES = {"RGB": "RGB", "L": "GRAY", "CMYK": "CMYK"}

@@ -24,20 +24,20 @@ from contextlib import nullcontext
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
-import fsspec
 import xxhash
 
+from pipeline.cache import drivers
 from pipeline.data.names import hostile, said, shown
 from pipeline.data.store import RangeFile, Store, Unreadable, whole
 from pipeline.errors import UserError
 from pipeline.retrying import tried
+from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
 TOGETHER = 16
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 _VERSIONS = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "xet_hash", "blob_id", "oid", "sha256",
     "LastModified", "last_modified", "Last-Modified", "mtime", "modified", "updated", "created",
@@ -53,26 +53,14 @@ class Remote(Store):
         url: of the root, with a scheme that fsspec knows.
 
     Raises:
-        UserError: nobody knows the scheme, or its driver is not installed.
+        UserError: see `drivers.open_url`.
     """
 
     def __init__(self, url: str):
-        scheme = url.partition("://")[0].lower()
-        try:
-            self.fs, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            extra = _EXTRAS.get(scheme)
-            raise UserError(
-                f"{url}: cannot be opened: {error}",
-                expected="file, s3, gs, http, https, hf, or another scheme that fsspec knows",
-                fix=f"pip install 'sana-pipe[{extra}]'" if extra else f"install the fsspec driver for {scheme}://",
-            ) from None
-        except Exception as error:  # drivers raise what they like: no region, no credentials, ...
-            raise UserError(f"{url}: cannot be opened: {type(error).__name__}: {said(error)}") from None
+        self.fs, self._root = drivers.open_url(url, UserError)
         self.location = url.rstrip("/")
         self.ranged = True
-        self._web = scheme in ("http", "https")
-        self._root = str(root).rstrip("/")
+        self._web = url.partition("://")[0].lower() in ("http", "https")
         self._known: dict[str, dict[str, Any]] = {}
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
@@ -103,7 +91,9 @@ class Remote(Store):
 
     def find(self) -> list[str]:
         try:
-            found = self._tried(self.location, lambda: self.fs.find(self._root, detail=True))
+            found = drivers.find(
+                self.fs, self._root, lambda path, ask: self._tried(self._name(path) or self.location, lambda: ask(path))
+            )
         except Unreadable as error:
             raise UserError(
                 f"{self.location}: cannot be listed: {error}", fix="check the address and who may read it"
@@ -122,7 +112,8 @@ class Remote(Store):
         try:
             found = self._tried(folder or self.location, lambda: _listed(self.fs, base))
         except Unreadable as error:
-            if self._web:  # many web servers list nothing; who asks can do without
+            status = getattr(error.__cause__, "status", None)
+            if self._web and status in (401, 403, 405, 501):  # many web servers list nothing; who asks can do without
                 return []
             raise UserError(
                 f"{self.location}/{folder}: cannot be listed: {error}", fix="check who may list the bucket"
@@ -238,12 +229,13 @@ class Remote(Store):
 
     def _tried(self, name: str, ask: Callable[[], T]) -> T:
         try:
-            return tried(ask, final=(FileNotFoundError, PermissionError, IsADirectoryError))
+            return tried(lambda: drivers.answered(ask, self._web), final=(FileNotFoundError, PermissionError, IsADirectoryError))
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
             kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
-            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from None
+            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from error
         except Exception as error:  # every driver has its own
-            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {shown(said(error))}") from None
+            answer = strip_credentials(shown(said(error)))
+            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {answer}") from error
 
 
 class _Spool:

@@ -38,10 +38,10 @@ def filtered(
     Raises:
         UserError: a filter names a column that no item has (of the source, for its own filter), or misuses one.
     """
-    columns, names = {}, {}
+    columns, names, too_large = {}, {}, {}
     for source, scan in scans.items():
         wanted = (common.names if common else set()) | (own[source].names if source in own else set())
-        columns[source], names[source] = _columns(source, scan, wanted)
+        columns[source], names[source], too_large[source] = _columns(source, scan, wanted)
     everywhere = sorted({name for found in names.values() for name in found})
     types: dict[str, pa.DataType] = {}  # of columns that have values in some source
     for found in columns.values():
@@ -65,10 +65,13 @@ def filtered(
             chosen, unknown = rule.select(partial(of, source, strict), scan.num_rows, valid)
             chosen, unknown = (column.to_numpy(zero_copy_only=False) for column in (chosen, unknown))
             shown = " ".join(rule.text.split())
-            joined.leave(
-                f"{rule.setting} cannot be decided, a value is missing: {shown}", int((keep & unknown).sum()),
-                f"change {rule.setting} (test with `is None`)",
-            )  # fmt: skip
+            beyond = too_large[source]
+            for reason, rows in (("a value is missing", ~beyond), ("a number is too large", beyond)):
+                joined.leave(
+                    f"{rule.setting} cannot be decided, {reason}: {shown}",
+                    int((keep & unknown & rows).sum()),
+                    f"change {rule.setting} (test with `is None`)",
+                )
             joined.leave(
                 f"not selected by {rule.setting}: {shown}", int((keep & ~chosen & ~unknown).sum()),
                 f"change {rule.setting}",
@@ -78,8 +81,8 @@ def filtered(
     return kept
 
 
-def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, pa.Array], list[str]]:
-    """The wanted columns of a source that are there, and the names of all that are."""
+def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
+    """The wanted columns of a source that are there, the names of all that are, and where a number is too large."""
 
     def whole(name: str) -> pa.Array:
         column = scan.column(name).combine_chunks()
@@ -100,12 +103,13 @@ def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, p
     found = {name: make() for name, make in builtin.items() if name in wanted}
     rest = wanted - set(builtin)
     valid = list(builtin)
+    too_large = np.zeros(scan.num_rows, bool)
     if rest:
         fields = {name: name.removeprefix(_META) for name in rest}
-        own, there = filters.fields(scan.column("meta"), set(fields.values()))
+        own, there, too_large = filters.fields(scan.column("meta"), set(fields.values()))
         found |= {name: own[field] for name, field in fields.items() if field in own}
         valid += [name for name in there if name not in builtin]
-    return found, valid
+    return found, valid, too_large
 
 
 def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np.ndarray) -> Frame:

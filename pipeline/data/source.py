@@ -219,10 +219,10 @@ class FolderSource(Source):
 
     def __init__(self, root: Path | str | Store, rule: CaptionRule | str, name: str = "folder"):
         if not isinstance(root, Store):
-            if not Path(root).is_dir():
+            if not os.path.isdir(root):
                 raise UserError(
                     f"the data folder {str(root)!r} "
-                    + ("is not a folder" if Path(root).exists() else "does not exist"),
+                    + ("is not a folder" if os.path.exists(root) else "does not exist or may not be read"),
                     expected="a folder of pictures with captions in .txt files or a metadata.jsonl / metadata.csv",
                     fix="sana-pipe encode --data DIR",
                 )
@@ -331,8 +331,7 @@ class FolderSource(Source):
                 with os.scandir(os.path.join(self.store.root, folder)) as entries:
                     found = list(entries)
             except OSError as error:
-                listing.rejects.append(Reject(shown(folder) or ".", f"the folder cannot be read: {said(error)}"))
-                continue
+                self.store.unlisted(error)
             for entry in found:
                 self._sort_in(entry, folder, listing, folders, self.store)
         return listing
@@ -480,7 +479,10 @@ class FolderSource(Source):
         try:
             data = self.store.read(metadata)
         except Unreadable as error:
-            return [], columns, [Reject(metadata, f"cannot be read: {str(error).removeprefix(shown(metadata) + ': ')}")]
+            raise UserError(
+                f"{self._shown_root}: a file of captions cannot be read", found=error,
+                fix="make it readable, or move it away",
+            ) from None  # fmt: skip
         rejects: list[Reject] = []
         rows: list[tuple[int, dict[str, Any]]] = []
         parse = _csv_rows if metadata.lower().endswith(".csv") else _jsonl_rows

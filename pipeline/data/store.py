@@ -8,15 +8,19 @@ Price: on a disk each read resolves the name's links again; with opening, a read
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
+import posixpath
 import stat as stat_module
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from pipeline.data.names import hostile, said, shown
+from pipeline.errors import UserError
 
 
 class Unreadable(OSError):
@@ -36,11 +40,20 @@ class Store(ABC):
 
     @abstractmethod
     def find(self) -> list[str]:
-        """Sorted names of all files under the root that are not hidden."""
+        """Sorted names of all files under the root that are not hidden.
+
+        Raises:
+            UserError: a folder of it cannot be listed.
+        """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Sorted names (relative to the root) of the files right in a folder; empty if it cannot be listed."""
+        """Sorted names (relative to the root) of the files right in a folder; empty if there is none, or if a web
+        server does not list it.
+
+        Raises:
+            UserError: it cannot be listed.
+        """
 
     @abstractmethod
     def stat(self, name: str) -> tuple[int, int]:
@@ -65,6 +78,31 @@ class Store(ABC):
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         """`stat` of many files; an error stands in its file's place."""
         return {name: self._stat_one(name) for name in names}
+
+    def listed(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """`stat` of files that were asked for by name.
+
+        Raises:
+            UserError: some are not there or cannot be read; a data set without them is another one.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        bad: dict[str, Unreadable] = {}
+        for name, seen in self.stat_many(names).items():
+            if isinstance(seen, Unreadable):
+                bad[name] = seen
+            else:
+                found[name] = seen
+        if bad:
+            first, error = next(iter(bad.items()))
+            missing = isinstance(error.__cause__, FileNotFoundError)
+            near = difflib.get_close_matches(first, self.names(posixpath.dirname(first)), n=1) if missing else []
+            hint = f"did you mean {near[0]}? Else " if near else ""
+            raise UserError(
+                f"{self.location}: {len(bad)} of {len(bad) + len(found)} listed files cannot be read",
+                found="; ".join(map(str, islice(bad.values(), 3))) + (" ..." if len(bad) > 3 else ""),
+                fix=f"{hint}bring them back, or name only those that are to be used",
+            )
+        return found
 
     def _stat_one(self, name: str) -> tuple[int, int] | Unreadable:
         try:
@@ -107,19 +145,33 @@ class Disk(Store):
 
     def find(self) -> list[str]:
         found = []
-        for folder, folders, files in os.walk(self.root):
+        for folder, folders, files in os.walk(self.root, onerror=self.unlisted):
             folders[:] = [name for name in folders if not name.startswith(".")]
             base = os.path.relpath(folder, self.root)
             prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
             found += [prefix + name for name in files if not name.startswith(".")]
         return sorted(found)
 
+    def unlisted(self, error: OSError) -> NoReturn:
+        """A folder that cannot be listed may hold anything: the listing would not be whole.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            f"{error.filename}: the folder cannot be read: {said(error)}",
+            expected=f"every folder under {self.location} to be readable",
+            fix=f"chmod -R u+rX {error.filename}, or move it out of {self.location}",
+        )
+
     def names(self, folder: str) -> list[str]:
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
                 found = [entry.name for entry in entries if entry.is_file()]
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            self.unlisted(error)
         return sorted(f"{folder}/{name}" if folder else name for name in found)
 
     def stat(self, name: str) -> tuple[int, int]:
@@ -127,7 +179,7 @@ class Disk(Store):
         try:
             found = os.stat(path)
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{shown(name)}: {said(error)}") from None
+            raise Unreadable(f"{shown(name)}: {said(error)}") from error
         if not stat_module.S_ISREG(found.st_mode):
             raise Unreadable(f"{shown(name)}: is not a regular file")
         return found.st_size, found.st_mtime_ns

@@ -16,6 +16,7 @@ import posixpath
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -59,6 +60,7 @@ class ListingSource(FolderSource):
 
     def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
         self.store.refresh()
+        self.store.listed(self.files)
         self.ignored_kinds = Counter()
         self.ignored = 0
         listing = _Listing()
@@ -127,7 +129,8 @@ class ParquetSource(Source):
     def parts(self) -> list[Part]:
         self.store.refresh()
         with self._lock:
-            self._versions, self._open, self._groups = {}, OrderedDict(), OrderedDict()
+            self._versions = self.store.listed(self.files)
+            self._open, self._groups = OrderedDict(), OrderedDict()
         self.ignored_kinds.clear()
         self.ignored = 0
         return [Part(file, self._stamp(file)) for file in self.files]
@@ -157,19 +160,33 @@ class ParquetSource(Source):
                 fix=f"--set data.caption_field={shown(wanted[0])}" if wanted else "add a caption column",
             )
         first = 0
+        odd: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             try:
                 with self._lock:
-                    rows = table.read_row_group(group, columns=wanted).to_pylist()
+                    rows = _rows(table.read_row_group(group, columns=wanted))
                 pictures = self._group(name, group)
             except (pa.ArrowException, OSError) as error:
                 yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
                 first += count
                 continue
             for row, said_of_it in enumerate(rows or [{}] * count):
-                yield from self._row(name, group, row, first + row, said_of_it, pictures[row].as_py())
+                values = {**said_of_it, column: _value(pictures[row])}
+                unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
+                odd.update(unreadable.keys())
+                if unreadable:
+                    reasons = (f"its {shown(field)!r} {reason}" for field, reason in unreadable.items())
+                    yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
+                else:
+                    yield from self._row(name, group, row, first + row, said_of_it, values[column])
             first += count
+        for field in sorted(field for field, rows in odd.items() if rows == first):
+            kind = table.schema_arrow.field(field).type
+            yield Reject(
+                shown(name),
+                f"no value of its column {shown(field)!r} ({kind}) can be read; write it as text, or leave it out",
+            )
         if not first:
             yield Reject(shown(name), "holds no row")
 
@@ -216,6 +233,12 @@ class ParquetSource(Source):
 
     def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
+        twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
+        if twice:
+            raise UserError(
+                f"{self.location}/{part} has two columns {shown(twice[0])!r}",
+                fix="write it again with one name for each",
+            )
         if self.image_field is not None:
             candidates = [self.image_field] if self.image_field in schema.names else []
         else:
@@ -241,7 +264,7 @@ class ParquetSource(Source):
     def _stamp(self, file: str) -> str | None:
         """None where rows name files: those may change without the table."""
         try:
-            self._versions[file] = version = self.store.stat(file)
+            version = self._versions[file]
             with self._lock:
                 table = self._file(file)
         except (OSError, pa.ArrowException):
@@ -278,7 +301,7 @@ class ParquetSource(Source):
             return self.store.read(self._names[key])
         part, group, row, _ = self._found(key)
         try:
-            data, _ = _bytes_and_name(self._group(part, group)[row].as_py())
+            data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
             raise Unreadable(f"{shown(key)}: {shown(said(error))}") from None
         if data is None:
@@ -327,6 +350,35 @@ class ParquetSource(Source):
             else:
                 self._groups.move_to_end((part, group))
             return found
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """Stands for a value that Python has no object for."""
+
+    reason: str
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _Odd("is not UTF-8")
+    except Exception:  # ValueError, OverflowError, KeyError of a time zone
+        return _Odd(f"holds a {scalar.type} that Python's types cannot hold")
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows of a table; an `_Odd` stands in the place of a value that cannot be read."""
+
+    def values(column: pa.ChunkedArray) -> list[Any]:
+        try:
+            return column.to_pylist()
+        except Exception:
+            return [_value(one) for one in column]
+
+    columns = [values(column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _bytes_and_name(picture: Any) -> tuple[bytes | None, str | None]:

@@ -86,7 +86,7 @@ class TarSource(Source):
 
     def parts(self) -> list[Part]:
         self.store.refresh()
-        self._versions = {}
+        self._versions = self.store.listed(self.files)
         self.ignored_kinds.clear()
         self.ignored = 0
         self._beside = self._find_sidecars()
@@ -317,7 +317,7 @@ class TarSource(Source):
                 own = told.setdefault(key, _Told())
                 for column, said_of_it in entry.items():
                     if isinstance(said_of_it, int | float) and not isinstance(said_of_it, bool):
-                        own.scores[column] = float(said_of_it)
+                        own.scores[column] = said_of_it
                     else:
                         own.captions[column] = said_of_it
         return told
@@ -367,10 +367,9 @@ class TarSource(Source):
 
     def _stamp(self, file: str) -> str | None:
         try:
-            versions = [self.store.stat(name) for name in [file, *self._beside.get(file, [])]]
+            versions = [self._versions[file], *map(self.store.stat, self._beside.get(file, []))]
         except Unreadable:
             return None
-        self._versions[file] = versions[0]
         told = [repr(self._told[file])] if file in self._told else []
         numbers = [str(number) for version in versions for number in version]
         return digest(RULE, self.rule.identity(), *numbers, *told).hex()

@@ -13,17 +13,14 @@ put-if-absent, takes the first. So nothing here needs to be right for the cache 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Literal
 
-from pipeline.cache import index
+from pipeline.cache import index, owner
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan
@@ -47,7 +44,7 @@ class Claims:
     def __init__(self, files: Files, stale_s: float, clock: Callable[[], float] = time.monotonic):
         self.files, self.stale_s, self._clock = files, stale_s, clock
         self.token = uuid.uuid4().hex
-        self._place = _place()
+        self._place = owner.place()
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def state(self, *work: str | int) -> State:
@@ -57,14 +54,14 @@ class Claims:
         if content is None:
             self._seen.pop(name, None)
             return "free"
-        owner = _parsed(content)
-        if owner.get("owner") == self.token:
+        said = _parsed(content)
+        if said.get("owner") == self.token:
             return "mine"
         now, before = self._clock(), self._seen.get(name)
         if before is None or before[0] != content:
             self._seen[name] = (content, now)
-            return "free" if self._dead(owner) else "held" if before is None else "moving"
-        return "free" if now - before[1] >= self.stale_s or self._dead(owner) else "held"
+            return "free" if self._dead(said) else "held" if before is None else "moving"
+        return "free" if now - before[1] >= self.stale_s or self._dead(said) else "held"
 
     def take(self, *work: str | int) -> State:
         """Claim a unit that nobody has, or whose claim is stale: `mine`. Else what is known of it."""
@@ -133,11 +130,11 @@ class Claims:
         except CacheError:
             return None
 
-    def _dead(self, owner: dict[str, object]) -> bool:
+    def _dead(self, said: dict[str, object]) -> bool:
         """True if the owner was a process of this very machine that has ended."""
-        if not self._place or owner.get("machine") != self._place["machine"]:
+        if not self._place or said.get("machine") != self._place["machine"]:
             return False
-        return _started(str(owner.get("process"))) != owner.get("started")
+        return owner.ended(str(said.get("process")), str(said.get("started")))
 
 
 def sweep(cache: Cache, plans: list[Plan]) -> int:
@@ -161,25 +158,3 @@ def _parsed(content: bytes) -> dict[str, object]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _place() -> dict[str, str]:
-    """Which process of which boot of which machine this is; empty where /proc does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.readlink("/proc/self/ns/pid")  # process ids mean something inside one namespace only
-    except OSError:
-        return {}
-    own = str(os.getpid())
-    return {"machine": f"{platform.node()} {boot} {numbers}", "process": own, "started": _started(own)}
-
-
-def _started(process: str) -> str:
-    """A process's start in clock ticks; "" if there is no such process (or it is a zombie)."""
-    if not process.isdigit():
-        return ""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

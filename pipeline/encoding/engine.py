@@ -72,7 +72,9 @@ class Runner:
             costs = self._costs[recipe.name] = _StorageCosts(recipe)
         made = self._made(recipe, unit, rows, None)
         assert made is not None
-        how = {"text_mode": self._text.mode} if recipe.kind == "text" and self._text is not None else None
+        how = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
+        if recipe.kind == "text" and self._text is not None:
+            how["text_mode"] = self._text.mode
         commit = worker.encode(self.cache, recipe, plan, unit, made, progress, how, costs.measured)
         costs.tell()
         return commit
@@ -104,7 +106,7 @@ class Runner:
             encoder = _Metered(self._latents(recipe), self.meter)
             return worker.image_records(
                 recipe, unit, rows, self.sources, encoder, max_pixels=self.config.data.max_pixels,
-                workers=self.config.encode.workers, only=only,
+                workers=self.config.encode.workers, only=only, max_bytes=self.config.data.max_bytes,
             )  # fmt: skip
         assert isinstance(recipe, layout.TextRecipe)
         return worker.caption_records(recipe, unit, rows, _Metered(self._captions(recipe), self.meter), only=only)
@@ -283,12 +285,9 @@ def run_here(
 
 
 def _same(recipe: layout.Recipe, found: dict[str, Any], section: str) -> None:
-    ours = {("model" if key == "id" else key): value for key, value in found.items()}
-    values = recipe.values()
-    wrong = [f"{k}: {v!r} here, {values[k]!r} in the recipe" for k, v in ours.items() if values[k] != v]
-    if wrong:
+    if wrong := recipe.unlike(found):
         raise CacheError(
-            f"this machine's {section} is not the one that this cache's recipe names",
+            f"this machine's {section} is not the one that this cache's recipe names (recipe | here)",
             found="; ".join(wrong),
             fix=f"give every machine the same {section} model",
         )

@@ -310,7 +310,8 @@ def _probe_images(
             break
         try:
             data = source.read(item)
-            pictures.append(image.load(data, shape, recipe.background, config.data.max_pixels, recipe.decoder))
+            limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
+            pictures.append(image.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
         except (OSError, image.ImageReject):
             continue
         decoded.append(time.monotonic() - start)

@@ -7,7 +7,7 @@ plan and looks again. A unit's records and batches are fixed here, so bytes do n
 Price: planning reads the keys of all earlier plans; some 200 bytes an item are held meanwhile.
 
 A unit's id is the digest of its recipe and keys. A record that failed for a cause that may pass (its file was gone or
-had changed) counts as not assigned.
+had changed) counts as not assigned, and so does one whose shard is missing or cut: a later plan's records win.
 """
 
 from __future__ import annotations
@@ -189,18 +189,22 @@ def _plan(
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Table) -> np.ndarray:
-    """Which rows no plan has assigned, or whose record failed for a cause that may pass."""
+    """Which rows no plan has assigned, or whose record failed for a cause that may pass or was lost with its shard."""
     wanted, index = work.column("key"), cache.index(recipe.name)
     assigned = [cache.table(plan.table).column("key") for plan in plans]
     taken = np.zeros(len(work), bool)
     for keys in assigned:
         taken |= pc.is_in(wanted, value_set=keys.combine_chunks()).to_numpy()
     again = as_keys([bytes.fromhex(r.key) for r in index.rejects if r.retry])
-    if not len(again):
+    if not len(again) and not index.lost.any():
         return ~taken
-    failed = np.flatnonzero(taken & pc.is_in(wanted, value_set=binary(again)).to_numpy())
-    failed = failed[index.find(fixed(wanted)[failed]) < 0]
-    # A failed key that a later plan already took up waits for that plan's unit.
+    rows = index.find(fixed(wanted))
+    absent = rows < 0
+    lost = np.zeros(len(work), bool)
+    lost[~absent] = index.lost[index.columns["shard"][rows[~absent]]]
+    retry = absent & pc.is_in(wanted, value_set=binary(again)).to_numpy()
+    failed = np.flatnonzero(taken & (retry | lost))
+    # Such a key that a later plan already took up waits for that plan's unit.
     last = np.full(len(failed), -1)
     for plan, keys in zip(plans, assigned, strict=True):
         last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number

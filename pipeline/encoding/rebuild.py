@@ -57,10 +57,13 @@ def rebuilt(cache: Cache) -> None:
 
 def _unreadable_scans(cache: Cache) -> None:
     """Set aside the documents of earlier scans whose table is lost; `encode` makes that of the last one again."""
+    forgotten: set[str] = set()
+    with suppress(IntegrityError):
+        forgotten = cache.forgotten_scans()
     for source in cache.sources():
         for number in _numbers(cache, Paths.scans(source))[:-1]:
             name = Paths.numbered(Paths.scans(source), number)
-            if not _readable(cache, cache.files.document(name)["table"]):
+            if name not in forgotten and not _readable(cache, cache.files.document(name)["table"]):
                 cache.files.set_aside(name)
 
 

@@ -89,7 +89,7 @@ def _replace(
         if cache.add_plan(recipe.name, number, [own], table):
             break
     added = cache.plan(recipe.name, number)
-    how = {name: value for name, value in commit.provenance.items() if name == "text_mode"}
+    how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", *layout.PROVENANCE)}
     records = [made[key] for key in keys]
     again = worker.encode(cache, recipe, added, own, [(records, [])], lambda done, bad: None, how)
     if again.records != len(keys):

@@ -63,20 +63,20 @@ RULE = "fragment-1"
 HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number where the first was not enough."""
 
-Look = Callable[[Source, str, int], dict[str, Any]]
-"""(source, key, max_pixels) -> the columns `digest`, `width`, `height`, `reject`, as far as they are found."""
+Look = Callable[[Source, str, int, int], dict[str, Any]]
+"""(source, key, max_pixels, max_bytes) -> the columns `digest`, `width`, `height`, `reject`, as far as found."""
 
 
-def from_bytes(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = image.MAX_BYTES) -> dict[str, Any]:
     """Digest and size of a picture, from all of its bytes."""
     try:
         data = source.read(key)
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
-    return {"digest": layout.digest(data), **_size(data, max_pixels)}
+    return {"digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
 
 
-def from_header(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
+def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = image.MAX_BYTES) -> dict[str, Any]:
     """Size of a picture from its first bytes, as far as they tell: nothing at all if its header lies further behind.
 
     An orientation that stands behind the pixels (possible in PNG and WebP) is not seen.
@@ -85,17 +85,17 @@ def from_header(source: Source, key: str, max_pixels: int) -> dict[str, Any]:
         size = source.stat(key)[0]
         for length in HEADS:
             data = source.head(key, length)
-            found = _size(data, max_pixels)
-            if "width" in found or len(data) >= size or "max_pixels" in found["reject"]:
+            found = _size(data, max_pixels, max_bytes)
+            if "width" in found or len(data) >= size or _limited(found["reject"]):
                 return found
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return {}
 
 
-def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
+def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:
     try:
-        width, height = image.probe(data, max_pixels)
+        width, height = image.probe(data, max_pixels, max_bytes)
     except image.ImageReject as reject:
         return {"reject": str(reject)}
     return {"width": width, "height": height}
@@ -104,7 +104,7 @@ def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
 def scan(
     source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
     progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
-    look: Look = from_bytes, fragments: Fragments | None = None,
+    look: Look = from_bytes, fragments: Fragments | None = None, max_bytes: int = image.MAX_BYTES,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
@@ -125,7 +125,9 @@ def scan(
     while True:
         pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
         try:
-            tables = _Scan(source, name, cache, pool, max_pixels, look, rehash, progress, fragments).tables()
+            tables = _Scan(
+                source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments
+            ).tables()
             break
         except Outdated:
             continue
@@ -155,11 +157,11 @@ class _Scan:
     """One pass over a source."""
 
     def __init__(
-        self, source: Source, name: str, cache: Cache | None, pool: ThreadPoolExecutor, max_pixels: int, look: Look,
-        rehash: bool, progress: Callable[[int, int | None], None], fragments: Fragments | None,
+        self, source: Source, name: str, cache: Cache | None, pool: ThreadPoolExecutor, limits: tuple[int, int],
+        look: Look, rehash: bool, progress: Callable[[int, int | None], None], fragments: Fragments | None,
     ):  # fmt: skip
         self.source, self.name, self.pool = source, name, pool
-        self.max_pixels, self.look, self.rehash = max_pixels, look, rehash
+        self.limits, self.look, self.rehash = limits, look, rehash
         self.progress, self.fragments = progress, fragments
         trusted = None if rehash else cache
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
@@ -187,8 +189,8 @@ class _Scan:
         shared: dict[str, _Piece] = {}
         for piece, identity in new:
             self._check()
-            limits = (str(self.max_pixels), str(self.rehash))
-            shared[layout.digest(RULE, self.name, *limits, piece.part, identity.result()).hex()] = piece
+            decides = (*map(str, self.limits), str(self.rehash))
+            shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
         taken = 0
         made: set[str] = set()
 
@@ -263,7 +265,7 @@ class _Scan:
         before = self._before(found.key, *seen)
         if before is not None:
             return {**before, **own}
-        read = self.look(self.source, found.key, self.max_pixels)
+        read = self.look(self.source, found.key, *self.limits)
         return _row(found.key, size=seen[0], mtime_ns=seen[1], **own, **read)
 
     def _reach(self, rows: int) -> None:
@@ -366,7 +368,7 @@ def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
     """Part -> (stamp, first row, rows), for the parts whose rows may be taken over as they are."""
     parts, stamps = (table.column(column).to_pylist() for column in ("part", "stamp"))
     again = {part for part, reject in zip(parts, table.column("reject").to_pylist(), strict=True)
-             if reject is not None and (reject.startswith("unreadable") or "max_pixels" in reject)}  # fmt: skip
+             if reject is not None and (reject.startswith("unreadable") or _limited(reject))}  # fmt: skip
     runs: dict[str, tuple[str, int, int]] = {}
     start = 0
     for at in range(1, len(parts) + 1):
@@ -382,9 +384,14 @@ def _known(last: pa.Table | None) -> dict[str, dict[str, Any]]:
     if last is None:
         return {}
     # An item that was left out for its captions was never read; one whose bytes were bad stays bad while unchanged.
-    # Only max_pixels may be raised since; it stands in the reason.
+    # Only a limit may be raised since; it stands in the reason.
     rows = last.to_pylist()
-    return {r["item"]: r for r in rows if r["digest"] is not None and "max_pixels" not in (r["reject"] or "")}
+    return {r["item"]: r for r in rows if r["digest"] is not None and not _limited(r["reject"] or "")}
+
+
+def _limited(reject: str) -> bool:
+    """Whether a higher limit would let the picture in."""
+    return any(limit in reject for limit in image.LIMITS)
 
 
 def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:

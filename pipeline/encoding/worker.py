@@ -86,7 +86,7 @@ Made = tuple[list[Record], list[Reject]]
 
 def image_records(
     recipe: layout.LatentRecipe, unit: Unit, rows: pa.Table, sources: dict[str, Source], encoder: ImageEncoder, *,
-    max_pixels: int, workers: int, only: Container[bytes] | None = None,
+    max_pixels: int, workers: int, only: Container[bytes] | None = None, max_bytes: int = image.MAX_BYTES,
 ) -> Iterator[Made]:  # fmt: skip
     """Encode an image unit, batch by batch.
 
@@ -111,7 +111,8 @@ def image_records(
         if layout.digest(data) != row["digest"]:
             return Reject(key, item, "changed since it was scanned", retry=True)
         try:
-            return image.load(data, (row["height"], row["width"]), recipe.background, max_pixels, recipe.decoder)
+            size = row["height"], row["width"]
+            return image.load(data, size, recipe.background, max_pixels, recipe.decoder, max_bytes)
         except image.ImageReject as reject:
             return Reject(key, item, str(reject))
 

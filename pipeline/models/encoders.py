@@ -26,8 +26,8 @@ from pipeline.models.weights import (
     digest,
     finite_bits,
     from_bits,
-    identity,
     open_tensors,
+    origin,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES", "SELECTION", "TOKENIZER_FILES", "LatentDecoder", "LatentEncoder", "NonFiniteError", "TextEncoder",
-    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits",
+    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits", "origin",
 ]  # fmt: skip
 
 _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed
@@ -58,9 +58,8 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
     """What decides the value of a latent, read from files without building the module.
 
     Returns:
-        id ("" for a local folder: the digest names it), revision (None for a local folder), weights (32 hex digits over
-        the encoder's tensors and its architecture; the decoder does not count), compression (pixels per latent side),
-        channels, dtype, scaling_factor, tiling (always False).
+        weights (32 hex digits over the encoder's tensors and its architecture; neither the decoder nor the place they
+        came from counts), compression (pixels per latent side), channels, dtype, scaling_factor, tiling (always False).
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -68,7 +67,6 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
     folder = resolve(config)
     settings = _vae_settings(folder)
     return {
-        **identity(config),
         "weights": digest(weight_files(folder, config.variant), _encoder_tensor, _vae_architecture(settings)),
         "compression": _compression(settings),
         "channels": int(_vae_architecture(settings)["latent_channels"]),

@@ -1,10 +1,15 @@
 """From `id`, `subfolder`, `revision`, `variant` to files on this machine.
 
 What: `resolve` gives the local folder of a hub id or of a folder that `save_pretrained` wrote; `weight_files` gives the
-safetensors files of that folder, sharded or not.
+safetensors files of that folder, sharded or not. Of a repository only the files that are used are fetched.
 Why: recipes are made from the bytes of the weights, so every part has to agree on which bytes those are; and a mistyped
 id, a gated model or a machine without network must end in a sentence that says what to do.
-Price: weights in pickle files (`*.bin`, `*.pth`) are refused, since reading them runs code.
+Which files: released repositories hold several sets of the same weights side by side. As the libraries that wrote them
+do, an index goes before a single file in diffusers' folders and after it in transformers'. The index of a variant has
+three names: transformers' and today's diffusers' `model.safetensors.index.bf16.json`, that of diffusers before 0.31,
+`diffusion_pytorch_model.safetensors.bf16.index.json`, and `diffusion_pytorch_model.bf16.safetensors.index.json`.
+Price: weights in pickle files (`*.bin`) are refused, since reading them runs code. A repository is asked twice: for its
+JSON files and its list of files, then for the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import Weights
@@ -21,47 +27,121 @@ from pipeline.errors import UserError
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*$")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_HUB_ID = re.compile(rf"^{_PART}/{_PART}$")
+_HUB_FILE = re.compile(rf"^(?:hf://)?({_PART}/{_PART})/(.+\.(?:pth|safetensors))$")
+_STEM = rf"(?P<stem>{'|'.join(STEMS)})"
+_WEIGHTS = re.compile(rf"^{_STEM}(?:\.(?P<a>\w+))?(?P<shard>-\d+-of-\d+)?(?:\.(?P<b>\w+))?\.safetensors$")
+_INDEX = re.compile(rf"^{_STEM}(?:\.(?P<a>\w+))?\.safetensors(?:\.(?P<b>\w+))?\.index(?:\.(?P<c>\w+))?\.json$")
 
 
 class ModelError(UserError):
     """Weights, a model's configuration or a tokenizer that cannot be found or cannot be right."""
 
 
+@dataclass(frozen=True)
+class WeightSet:
+    """One of the sets of weights in a folder.
+
+    Attributes:
+        files: names of the files that are there, in order.
+        missing: names that the index has besides.
+        size: bytes of all of them.
+        index: the index's name, if the set is that of an index.
+        instead_of: the file or index of the same variant that is not used.
+    """
+
+    variant: str | None
+    files: tuple[str, ...]
+    missing: tuple[str, ...]
+    size: int
+    index: str | None = None
+    instead_of: str | None = None
+
+
 def is_local(weights: Weights) -> bool:
-    """Whether `weights.id` is a folder on this machine (it goes before a hub id of the same spelling)."""
-    return Path(weights.id).expanduser().is_dir()
+    """Whether `weights.id` is a folder or file on this machine (it goes before a hub id of the same spelling)."""
+    return Path(weights.id).expanduser().exists()
 
 
-def weight_patterns(variant: str | None) -> tuple[str, ...]:
-    """Files of one model folder that loading needs: its JSON and the safetensors of this variant alone."""
-    middle = f".{variant}" if variant else ""
-    return ("*.json", *(f"{stem}{middle}{end}" for stem in STEMS for end in (".safetensors", "-*.safetensors")))
-
-
-def resolve(weights: Weights, patterns: Sequence[str] | None = None) -> Path:
-    """The local folder (subfolder included) that holds `weights`.
+def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
+    """The local folder (subfolder included) that holds `weights`, or the file if `id` names one.
 
     Args:
-        weights: `id` is a folder or a hub id; `subfolder` is inside it.
-        patterns: file name patterns inside the subfolder to fetch from the hub (default: `weight_patterns`). They do
-            not matter for a folder.
+        weights: `id` is a folder or a hub id; `subfolder` is inside it. Or a file, `hf://OWNER/NAME/FILE` on the hub.
+        patterns: file name patterns inside the subfolder to fetch from the hub (default: the JSON files and one set of
+            weights). They do not matter for a folder.
+        widest: without a variant, the set of weights of the highest precision (see `choose`).
 
     Raises:
         ModelError: neither a folder nor a hub id; no such repository, revision or subfolder; a gated repository; no
-            network and nothing in the hub's cache.
+            network and nothing, or not all of it, in the hub's cache.
     """
+    root = Path(weights.id).expanduser()
+    if root.is_file():
+        return root
     if is_local(weights):
-        root = Path(weights.id).expanduser()
         return _below(root, weights, f"the folder {weights.id!r}")
+    if (file := _HUB_FILE.match(weights.id)) is not None:
+        weights = weights.model_copy(update={"id": file[1], "subfolder": None})
+        beside = Path(file[2]).with_name("config.json").as_posix()
+        path = _download(weights, (file[2], beside)) / file[2]
+        if not path.is_file():
+            raise ModelError(f"the hub repository {file[1]!r} has no file {file[2]!r}", fix="correct `id`")
+        return path
     if not _HUB_ID.match(weights.id):
         raise ModelError(
             f"there is no folder {weights.id!r}, and it is not a hub id",
             expected="an existing folder, or OWNER/NAME on the hub",
             fix="correct `id` in the configuration",
         )
-    root = _download(weights, weight_patterns(weights.variant) if patterns is None else tuple(patterns))
-    return _below(root, weights, f"the hub repository {weights.id!r}")
+    what = f"the hub repository {weights.id!r}"
+    if patterns is not None:
+        return _below(_download(weights, tuple(patterns)), weights, what)
+    folder = _below(_download(weights, ("*.json",)), weights, what)
+    found = sizes(weights)
+    if found is None:  # offline: what the cache holds has to do
+        try:
+            choose(folder, weights.variant, widest=widest)
+        except ModelError as error:
+            raise ModelError(
+                f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
+                expected=error.expected, found=error.found,
+                fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
+            ) from None  # fmt: skip
+        return folder
+    chosen = choose(folder, weights.variant, found, widest=widest)
+    return _below(_download(weights, ("*.json", *chosen.files)), weights, what)
+
+
+def fetch_command(weights: Weights) -> str:
+    """The command that fetches all files of `weights.subfolder`."""
+    revision = f" --revision {weights.revision}" if weights.revision else ""
+    return f"hf download {weights.id}{revision} --include '{f'{weights.subfolder}/' if weights.subfolder else ''}*'"
+
+
+def sizes(weights: Weights) -> dict[str, int] | None:
+    """Name and bytes of the files that the hub has in `weights.subfolder`; None where it cannot be reached.
+
+    Raises:
+        ModelError: no such repository or revision.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
+    with _explained(weights):
+        try:
+            told = HfApi().model_info(weights.id, revision=weights.revision, files_metadata=True)
+        except OfflineModeIsEnabled:
+            return None
+        except Exception as error:
+            if not _is_network(error):
+                raise
+            return None
+    there = {one.rfilename.removeprefix(prefix): one.size or 0 for one in told.siblings or ()
+             if one.rfilename.startswith(prefix)}  # fmt: skip
+    return {name: size for name, size in there.items() if "/" not in name}
 
 
 def _below(root: Path, weights: Weights, what: str) -> Path:
@@ -78,22 +158,36 @@ def _below(root: Path, weights: Weights, what: str) -> Path:
 
 def _download(weights: Weights, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub
+
+    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
+    with _explained(weights):
+        return Path(
+            huggingface_hub.snapshot_download(
+                weights.id, revision=weights.revision, allow_patterns=[prefix + p for p in patterns]
+            )
+        )
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether an error is one of the libraries that huggingface_hub speaks HTTP with."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+
+
+@contextlib.contextmanager
+def _explained(weights: Weights) -> Iterator[None]:
+    """The hub's errors as sentences that say what to do."""
     from huggingface_hub import errors
 
     prefix = f"{weights.subfolder}/" if weights.subfolder else ""
     where = f"{weights.id!r}" + (f" at revision {weights.revision!r}" if weights.revision else "")
     copy = f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{prefix}"
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                weights.id, revision=weights.revision, allow_patterns=[prefix + p for p in patterns]
-            )
-        )
+        yield
     except errors.GatedRepoError as error:
         raise ModelError(
             f"the hub repository {where} is gated: its licence has to be accepted first",
             found=_first_line(error),
-            fix=f"accept it on https://huggingface.co/{weights.id}, then `hf auth login`",
+            fix=f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)",
         ) from None
     except errors.RevisionNotFoundError as error:
         raise ModelError(
@@ -120,10 +214,10 @@ def _download(weights: Weights, patterns: tuple[str, ...]) -> Path:
         raise ModelError(
             f"the hub repository {where} could not be fetched",
             found=f"{type(error).__name__}: {_first_line(error)}",
-            fix=f"try again; {copy}",
+            fix=f"try again: what was fetched is kept; {copy}",
         ) from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore"):
+        if not _is_network(error):
             raise
         raise ModelError(
             f"the hub repository {where} could not be fetched: the network failed",
@@ -168,41 +262,93 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model folder, in name order.
-
-    A sharded model is named by its index file (`STEM.safetensors.index[.VARIANT].json`), otherwise there is one file
-    `STEM[.VARIANT].safetensors`.
+    """The safetensors files of a model folder, in name order (see `choose`).
 
     Raises:
         ModelError: no weights, weights in another format or variant only, or a shard that the index names is missing.
     """
-    middle = f".{variant}" if variant else ""
-    for stem in STEMS:
-        single = folder / f"{stem}{middle}.safetensors"
-        if single.is_file():
-            return [single]
-        index = folder / f"{stem}.safetensors.index{middle}.json"
-        if index.is_file():
-            return _shards(index)
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pth", ".pt", ".ckpt"))
-    raise ModelError(
-        f"{folder} holds no safetensors weights" + (f" of variant {variant!r}" if variant else ""),
-        expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
-        found=", ".join(others) if others else "no weight files",
-        fix="set `variant` if the names differ by one; convert other formats with save_pretrained",
-    )
+    return [folder / name for name in choose(folder, variant).files]
 
 
-def _shards(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
+def choose(
+    folder: Path, variant: str | None = None, listing: Mapping[str, int] | None = None, *, widest: bool = False
+) -> WeightSet:
+    """The set of weights that is used.
+
+    Args:
+        listing: name and bytes of files that could be fetched into the folder; default: what lies in it.
+        widest: without a variant, the set with the most bytes, that is the one of the highest precision; of equally
+            large ones that without a variant's name. Otherwise no variant means the files without one.
+
+    Raises:
+        ModelError: as `weight_files`.
+    """
+    there = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()} if listing is None else listing
+    sets = weight_sets(folder, there)
+    if variant is None and widest:
+        sets.sort(key=lambda one: (-one.size if one.files else 1, one.variant or ""))
+    else:
+        sets = [one for one in sets if one.variant == variant]
+    if not sets:
+        others = sorted(n for n in there if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
+        names = {one.variant for one in weight_sets(folder, there) if one.files} - {None}
+        middle = f".{variant}" if variant else ""
+        raise ModelError(
+            f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),
+            expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
+            found=", ".join(others) if others else "no weight files",
+            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(map(str, sorted(names)))}"
+            if names else "give the right `subfolder`; convert other formats with save_pretrained",
+        )  # fmt: skip
+    best = sets[0]
+    if best.missing:
+        whole = [one.variant for one in sets if not one.missing]
+        raise ModelError(
+            f"{folder / (best.index or '')} names weight files that are not there",
+            found="missing: " + ", ".join(best.missing[:8]) + (" .." if len(best.missing) > 8 else ""),
+            fix="fetch or copy them too" + (f", or set `variant: {whole[0]}`, which is whole" if whole else ""),
+        )
+    return best
+
+
+def weight_sets(folder: Path, there: Mapping[str, int]) -> list[WeightSet]:
+    """Every set of weights, diffusers' first: the files of an index, or a single file. Indexes are read from `folder`.
+
+    An index of whose files none is there stands for a set without files.
+
+    Raises:
+        ModelError: an index that cannot be read.
+    """
+    single: dict[tuple[str, str | None], str] = {}
+    index: dict[tuple[str, str | None], str] = {}
+    for name in sorted(there):
+        if (found := _WEIGHTS.match(name)) and not found["shard"] and not (found["a"] and found["b"]):
+            single[found["stem"], found["a"] or found["b"]] = name
+        elif found := _INDEX.match(name):
+            index.setdefault((found["stem"], found["a"] or found["b"] or found["c"]), name)
+    sets = []
+    for stem, variant in sorted({*single, *index}, key=lambda key: (STEMS.index(key[0]), key[1] or "")):
+        options = []
+        if (file := single.get((stem, variant))) is not None:
+            options.append(WeightSet(variant, (file,), (), there[file]))
+        if (file := index.get((stem, variant))) is not None:
+            names, total = _shards(folder / file)
+            have = tuple(name for name in names if name in there)
+            missing = tuple(name for name in names if name not in there)
+            size = max(total if missing else 0, sum(there[name] for name in have))
+            if have or not options:
+                options.insert(0 if stem == STEMS[0] else len(options), WeightSet(variant, have, missing, size, file))
+        if len(options) > 1:
+            options[0] = replace(options[0], instead_of=options[1].index or options[1].files[0])
+        sets.append(options[0])
+    return sets
+
+
+def _shards(index: Path) -> tuple[list[str], int]:
+    """The files that an index names, in order, and the bytes that it says they have."""
+    content = read_json(index)
+    weight_map, about = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
-    files = [index.parent / name for name in sorted({str(name) for name in weight_map.values()})]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ModelError(
-            f"{index} names weight files that are not there",
-            found="missing: " + ", ".join(missing),
-            fix="copy them too",
-        )
-    return files
+    total = about.get("total_size") if isinstance(about, dict) else None
+    return sorted({str(name) for name in weight_map.values()}), int(total) if isinstance(total, int | float) else 0

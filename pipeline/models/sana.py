@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
 from pipeline.models.sana_init import initial_value
 
+_SELF_NORM_EPS = 1e-5
 _SINUSOID_WIDTH = 256
 _SINUSOID_MAX_PERIOD = 10_000.0
 _MASK_BIAS = -10_000.0
-_LINEAR_ATTENTION_EPS = 1e-15
 
 
 class RMSNorm(nn.Module):
@@ -48,6 +48,14 @@ class RMSNorm(nn.Module):
         full = x.float()
         full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.eps)
         return full.to(self.weight.dtype) * self.weight
+
+
+class _LayerNorm(nn.LayerNorm):
+    """Layer norm in the dtype of its input, also where its parameters have another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -84,15 +92,15 @@ class _LinearAttention(torch.autograd.Function):
     products, paid for by the copies that are not made."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
         with _without_autocast(query.device):
             q, k, v = _parts(query, key, value, head_dim)
             out = torch.matmul(_moments(k, v), q.transpose(2, 3))  # (B, h, d+1, N), as diffusers: equal bit for bit
-            return _joined((out[:, :, :-1] / (out[:, :, -1:] + _LINEAR_ATTENTION_EPS)).transpose(2, 3), value.dtype)
+            return _joined((out[:, :, :-1] / (out[:, :, -1:] + eps)).transpose(2, 3), value.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query, key, value, ctx.head_dim = inputs
+        query, key, value, ctx.head_dim, ctx.eps = inputs
         ctx.save_for_backward(query, key, value)
 
     @staticmethod
@@ -102,7 +110,7 @@ class _LinearAttention(torch.autograd.Function):
             q, k, v = _parts(query, key, value, ctx.head_dim)
             moments = _moments(k, v)
             out = torch.matmul(q, moments.transpose(2, 3))
-            scale = out[..., -1:] + _LINEAR_ATTENTION_EPS
+            scale = out[..., -1:] + ctx.eps
             gradient = _by_head(gradients[0], ctx.head_dim)
             of_scale = -(gradient * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
             of_out = torch.cat([gradient / scale, of_scale], dim=-1)  # (B, h, N, d+1)
@@ -111,20 +119,20 @@ class _LinearAttention(torch.autograd.Function):
             of_key = _joined(torch.matmul(v, of_moments), key.dtype)
             of_value = _joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
             relu = torch.ops.aten.threshold_backward
-            return relu(of_query, query, 0), relu(of_key, key, 0), of_value, None
+            return relu(of_query, query, 0), relu(of_key, key, 0), of_value, None, None
 
 
-def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
     """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
 
     Args:
         query, key, value: (B, N, heads*head_dim), any floating dtype. They alone are kept for the backward pass.
 
     Returns:
-        (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + 1e-15). A position
+        (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A position
         whose denominator is zero yields zero.
     """
-    return _LinearAttention.apply(query, key, value, head_dim)
+    return _LinearAttention.apply(query, key, value, head_dim, eps)
 
 
 class _Attention(nn.Module):
@@ -134,12 +142,21 @@ class _Attention(nn.Module):
     norm_q: RMSNorm | None
     norm_k: RMSNorm | None
 
-    def __init__(self, dim: int, context_dim: int, heads: int, head_dim: int, bias: bool, dropout: float, norm: bool):
+    def __init__(
+        self,
+        dim: int,
+        context_dim: int,
+        heads: int,
+        head_dim: int,
+        bias: bool,
+        dropout: float,
+        norm_eps: float | None,
+    ):
         super().__init__()
         inner = heads * head_dim
         self.head_dim = head_dim
-        self.norm_q = RMSNorm(inner, eps=1e-5) if norm else None
-        self.norm_k = RMSNorm(inner, eps=1e-5) if norm else None
+        self.norm_q = None if norm_eps is None else RMSNorm(inner, eps=norm_eps)
+        self.norm_k = None if norm_eps is None else RMSNorm(inner, eps=norm_eps)
         self.to_q = nn.Linear(dim, inner, bias=bias)
         self.to_k = nn.Linear(context_dim, inner, bias=bias)
         self.to_v = nn.Linear(context_dim, inner, bias=bias)
@@ -161,8 +178,10 @@ class _Attention(nn.Module):
 class SelfAttention(_Attention):
     """Linear attention over image tokens."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
-        out = self.output(linear_attention(*self.project(x, x), self.head_dim).to(x.dtype))
+        out = self.output(linear_attention(*self.project(x, x), self.head_dim, self.eps).to(x.dtype))
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
 
 
@@ -239,7 +258,7 @@ class GLUMBConv(nn.Module):
 class SanaTransformerBlock(nn.Module):
     """Linear self attention, cross attention, gated convolution; the first and last are modulated by the timestep."""
 
-    def __init__(self, config: SanaConfig):
+    def __init__(self, config: SanaConfig, numerics: Numerics):
         super().__init__()
         dim, qk = config.inner_dim, config.qk_norm is not None
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=config.norm_eps)
@@ -250,9 +269,10 @@ class SanaTransformerBlock(nn.Module):
             config.attention_head_dim,
             bias=config.attention_bias,
             dropout=config.dropout,
-            norm=qk,
+            norm_eps=_SELF_NORM_EPS if qk else None,
         )
-        self.norm2 = nn.LayerNorm(dim, elementwise_affine=config.norm_elementwise_affine, eps=config.norm_eps)
+        self.attn1.eps = numerics.attention_eps
+        self.norm2 = _LayerNorm(dim, elementwise_affine=config.norm_elementwise_affine, eps=config.norm_eps)
         self.attn2 = CrossAttention(
             dim,
             config.cross_attention_dim,
@@ -260,7 +280,7 @@ class SanaTransformerBlock(nn.Module):
             config.cross_attention_head_dim,
             bias=True,
             dropout=config.dropout,
-            norm=qk,
+            norm_eps=numerics.cross_norm_eps if qk else None,
         )
         self.ff = GLUMBConv(dim, config.glu_channels)
         self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
@@ -274,10 +294,10 @@ class SanaTransformerBlock(nn.Module):
         height: int,
         width: int,
     ) -> Tensor:
-        """One block.
+        """One block. Matrix products take the dtype of `captions`; norms, gates and sums that of `hidden`.
 
         Args:
-            hidden: (B, height*width, D) image tokens, row by row.
+            hidden: (B, height*width, D) image tokens, row by row; the dtype of `captions`, or float32.
             captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
             mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or where the unpadded captions lie.
             modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution.
@@ -286,15 +306,16 @@ class SanaTransformerBlock(nn.Module):
         Returns:
             (B, height*width, D), dtype of `hidden`.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation).chunk(6, dim=1)
+        table = self.scale_shift_table + modulation.to(hidden.dtype)
+        shift1, scale1, gate1, shift2, scale2, gate2 = table.chunk(6, dim=1)
 
         x = self.norm1(hidden) * (1 + scale1) + shift1
-        hidden = hidden + gate1 * self.attn1(x.to(hidden.dtype))
+        hidden = hidden + gate1 * self.attn1(x.to(captions.dtype))
 
-        hidden = hidden + self.attn2(hidden, captions, mask_bias)
+        hidden = hidden + self.attn2(hidden.to(captions.dtype), captions, mask_bias)
 
         x = self.norm2(hidden) * (1 + scale2) + shift2
-        x = self.ff(x.unflatten(1, (height, width)).permute(0, 3, 1, 2))
+        x = self.ff(x.to(captions.dtype).unflatten(1, (height, width)).permute(0, 3, 1, 2))
         return hidden + gate2 * x.flatten(2).transpose(1, 2)
 
 
@@ -356,12 +377,14 @@ class PatchEmbed(nn.Module):
         self.scale = config.interpolation_scale
         self.proj = nn.Conv2d(config.in_channels, config.inner_dim, config.patch_size, stride=config.patch_size)
 
-    def forward(self, latents: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, H/p * W/p, D), contiguous: offloading and recomputation rebuild saved tensors contiguous
-        and would otherwise find other strides than those that were saved."""
+    def forward(self, latents: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: offloading and
+        recomputation rebuild saved tensors contiguous and would otherwise find other strides than those that were
+        saved."""
         x = self.proj(latents)
         height, width = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
+        x = x if dtype is None else x.to(dtype)
         if self.scale is not None:
             embedding = position_embedding(
                 height, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device
@@ -411,7 +434,8 @@ class ModulatedNorm(nn.Module):
         self.norm = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
 
     def forward(self, hidden: Tensor, embedded: Tensor, table: Tensor) -> Tensor:
-        shift, scale = (table[None] + embedded[:, None]).chunk(2, dim=1)
+        """(B, N, D) in the dtype of `hidden`."""
+        shift, scale = (table[None] + embedded[:, None].to(hidden.dtype)).chunk(2, dim=1)
         return self.norm(hidden) * (1 + scale) + shift
 
 
@@ -428,15 +452,17 @@ def _places(mask: Tensor, tokens: int) -> Packed:
 class SanaTransformer(nn.Module):
     """Sana's transformer. `config` is its shape; `blocks` is what strategies wrap, one by one."""
 
-    def __init__(self, config: SanaConfig):
+    def __init__(self, config: SanaConfig, numerics: Numerics = DIFFUSERS):
         super().__init__()
-        self.config = config
+        self.config, self.numerics = config, numerics
         dim = config.inner_dim
         self.patch_embed = PatchEmbed(config)
         self.time_embed = TimeEmbed(dim)
         self.caption_projection = _TwoLayers(config.caption_channels, dim, nn.GELU(approximate="tanh"))
         self.caption_norm = RMSNorm(dim, eps=1e-5)
-        self.transformer_blocks = nn.ModuleList([SanaTransformerBlock(config) for _ in range(config.num_layers)])
+        self.transformer_blocks = nn.ModuleList(
+            [SanaTransformerBlock(config, numerics) for _ in range(config.num_layers)]
+        )
         self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
         self.norm_out = ModulatedNorm(dim)
         self.proj_out = nn.Linear(dim, config.patch_size**2 * config.in_channels)
@@ -482,20 +508,20 @@ class SanaTransformer(nn.Module):
         """What precedes the blocks; arguments as in `forward`.
 
         Returns:
-            hidden (B, N, D), captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or where unpadded captions lie,
-            modulation (B, 6, D), embedded (B, D).
+            hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
+            where unpadded captions lie, modulation (B, 6, D), embedded (B, D).
         """
-        hidden = self.patch_embed(latents)
-        modulation, embedded = self.time_embed(timesteps, hidden.dtype)
+        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
+        modulation, embedded = self.time_embed(timesteps, latents.dtype)
         context = self.caption_norm(self.caption_projection(captions))
         if captions.ndim == 2:
             return hidden, context, _places(mask, hidden.shape[1]), modulation, embedded
-        return hidden, context, mask_bias(mask, hidden.dtype), modulation, embedded
+        return hidden, context, mask_bias(mask, latents.dtype), modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
         """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""
         p = self.config.patch_size
-        x = self.proj_out(self.norm_out(hidden, embedded, self.scale_shift_table))
+        x = self.proj_out(self.norm_out(hidden, embedded, self.scale_shift_table).to(embedded.dtype))
         x = x.reshape(x.shape[0], height, width, p, p, -1).permute(0, 5, 1, 3, 2, 4)
         return x.reshape(x.shape[0], -1, height * p, width * p).contiguous()
 
@@ -543,17 +569,22 @@ class SanaTransformer(nn.Module):
             raise RuntimeError(f"buffers that the model did not create cannot be restored: {', '.join(names)}")
 
     @classmethod
-    def on_meta(cls, config: SanaConfig) -> SanaTransformer:
+    def on_meta(cls, config: SanaConfig, numerics: Numerics = DIFFUSERS) -> SanaTransformer:
         """The model without memory: names and shapes only."""
         with torch.device("meta"):
-            return cls(config)
+            return cls(config, numerics)
 
     @classmethod
     def from_scratch(
-        cls, config: SanaConfig, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        config: SanaConfig,
+        seed: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        numerics: Numerics = DIFFUSERS,
     ) -> SanaTransformer:
         """A model with `initialise(seed)` weights, without initialising it twice."""
-        model = cls.on_meta(config).to(dtype).to_empty(device=device)
+        model = cls.on_meta(config, numerics).to(dtype).to_empty(device=device)
         model.initialise(seed)
         model.reset_buffers()
         return model

@@ -143,6 +143,24 @@ class SanaConfig:
         return {"_class_name": CLASS_NAME, **asdict(self)}
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """How a Sana transformer computes, beside its shape; not in `config.json`. The defaults are those of diffusers.
+
+    fp32_residual: the tokens between the blocks, the norms over them and the gates are float32, whatever the dtype of
+        the matrix products.
+    cross_norm_eps: of the RMS norms of cross attention's queries and keys.
+    attention_eps: added to the denominator of linear attention.
+    """
+
+    fp32_residual: bool = False
+    cross_norm_eps: float = 1e-5
+    attention_eps: float = 1e-15
+
+
+DIFFUSERS = Numerics()
+
+
 def read_config(folder: Path) -> SanaConfig:
     """`config.json` of a diffusers transformer folder.
 

@@ -1,4 +1,4 @@
-"""Sana's weights in and out of a diffusers folder.
+"""Sana's weights in and out of a diffusers folder, and of files with NVlabs' names.
 
 What: `WeightFiles` reads any slice of a parameter out of safetensors in one file or in shards with an index,
 `load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. Between diffusers'
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.models import hub, nvlabs
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 
@@ -56,44 +57,69 @@ def expected_shapes(config: SanaConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in SanaTransformer.on_meta(config).named_parameters()}
 
 
+def architecture_at(place: Path) -> SanaConfig:
+    """The shape of the model in a diffusers folder or in a file of NVlabs. Errors as in `WeightFiles`."""
+    return nvlabs.read(place)[0] if place.is_file() else read_config(place)
+
+
+def _slices(paths: Sequence[Path]) -> dict[str, Any]:
+    slices: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for path in paths:
+        try:
+            handle = safe_open(path, framework="pt")
+            part = {name: handle.get_slice(name) for name in handle.keys()}
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read as safetensors: {error}", fix="download or export it again"
+            ) from None
+        for name in part:
+            if name in source:
+                raise UserError(
+                    f"{path.parent}: parameter {name} is in two files", found=f"{source[name]}, {path.name}"
+                )
+            source[name] = path.name
+        slices |= part
+    return slices
+
+
 class WeightFiles:
-    """A diffusers transformer folder, opened: `config.json` and safetensors, in one file or in shards with an index.
+    """A diffusers transformer folder, opened: `config.json` and safetensors, in one file or in shards with an index. Or
+    a file as NVlabs' trainer writes it (`.pth`, or safetensors with its names; see `pipeline.models.nvlabs`).
 
     Args:
-        folder: local folder.
-        variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`.
+        place: local folder, or file.
+        variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None
+            takes the set of the highest precision that is there.
 
     Attributes:
-        config: what `config.json` says.
+        config: what `config.json` says, or the shapes of NVlabs' file.
         shapes: name and shape of every parameter.
+        taken: what was opened, in words.
 
     Raises:
         UserError: no such folder or files, a damaged file, parameters missing, unexpected or of another shape (named).
     """
 
-    def __init__(self, folder: Path, variant: str | None = None):
-        folder = Path(folder)
-        self.config = read_config(folder)
-        self._slices: dict[str, Any] = {}
-        source: dict[str, str] = {}
-        for path in _weight_files(folder, variant):
-            try:
-                handle = safe_open(path, framework="pt")
-                part = {name: handle.get_slice(name) for name in handle.keys()}
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{path} cannot be read as safetensors: {error}", fix="download or export it again"
-                ) from None
-            for name in part:
-                if name in source:
-                    raise UserError(f"{folder}: parameter {name} is in two files", found=f"{source[name]}, {path.name}")
-                source[name] = path.name
-            self._slices |= part
+    def __init__(self, place: Path, variant: str | None = None):
+        place = Path(place)
+        if place.is_file():
+            self.config, stored = nvlabs.read(place)
+            self._slices = nvlabs.renamed(stored, expected_shapes(self.config))
+            names, note = (place.name,), ""
+        else:
+            self.config = read_config(place)
+            chosen = hub.choose(place, variant, widest=True)
+            self._slices = _slices([place / name for name in chosen.files])
+            names = chosen.files
+            note = f"; {chosen.instead_of} beside it is not used" if chosen.instead_of else ""
         self.shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
         expected = expected_shapes(self.config)
-        _check_names(expected, self.shapes, str(folder))
+        _check_names(expected, self.shapes, str(place))
         for name, shape in expected.items():
-            _check_shape(name, shape, self.shapes[name], str(folder))
+            _check_shape(name, shape, self.shapes[name], str(place))
+        kinds = "/".join(sorted({self.dtype(name) for name in expected}))
+        self.taken = f"{', '.join(names)} ({kinds}) of {place}{note}"
 
     def dtype(self, name: str) -> str:
         """The file's dtype of a parameter, in safetensors' words (`F32`, `BF16`)."""
@@ -182,15 +208,7 @@ def save_weights(
         for number, names in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             file = f"{WEIGHTS_STEM}{suffix}.safetensors"
-            temporary = folder / f"{file}.tmp"
-            with temporary.open("wb") as out:
-                out.write(_header({name: shapes[name] for name in names}, dtype))
-                for name in names:
-                    whole = state_dict[name].detach()
-                    _check_shape(name, shapes[name], tuple(whole.shape), "the model to be saved")
-                    stored = deinterleave(name, whole).to(device="cpu", dtype=dtype).contiguous()
-                    stored.flatten().view(torch.uint8).numpy().tofile(out)
-            os.replace(temporary, folder / file)
+            write_file(folder / file, {name: [name] for name in names}, shapes, state_dict, dtype)
             written.append(file)
             place.update(dict.fromkeys(names, file))
         if len(shards) > 1:
@@ -205,36 +223,61 @@ def save_weights(
         raise UserError(f"the transformer cannot be written to {folder}: {error}") from error
 
 
-def _weight_files(folder: Path, variant: str | None) -> list[Path]:
-    middle = f".{variant}" if variant else ""
-    single = folder / f"{WEIGHTS_STEM}{middle}.safetensors"
-    indices = [
-        folder / f"{WEIGHTS_STEM}.safetensors.index{middle}.json",
-        folder / f"{WEIGHTS_STEM}{middle}.safetensors.index.json",
-    ]
-    index = next((path for path in indices if path.is_file()), None)
-    if single.is_file():
-        if index is not None:
-            raise UserError(
-                f"{folder} has both {single.name} and {index.name}", fix="remove the one that is out of date"
-            )
-        return [single]
-    if index is None:
-        there = sorted(path.name for path in folder.glob("*") if ".safetensors" in path.name or path.suffix == ".bin")
-        raise UserError(
-            f"{folder} has no weights" + (f" of variant {variant!r}" if variant else ""),
-            expected=f"{single.name} or {indices[0].name}",
-            found=", ".join(there) or "no weight files",
-            fix="set model.weights.variant to the middle part of the files' names (null where there is none)",
-        )
+def save_nvlabs(
+    state_dict: Mapping[str, Tensor], config: SanaConfig, folder: Path, stem: str, dtype: torch.dtype
+) -> None:
+    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, which `WeightFiles` reads
+    beside them: their names do not say how many heads cross attention has, nor the base of a position embedding.
+
+    The buffers of their model that are computed or replaced at its start (`pos_embed`, `y_embedder.y_embedding`) are
+    left out, as a file without both is what their converter to diffusers takes. Arguments and errors as in
+    `save_weights`.
+    """
+    shapes = expected_shapes(config)
+    _check_names(shapes, state_dict, "the model to be saved")
+    path = folder / f"{stem}.safetensors"
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index} cannot be read as an index of shards: {error!r}") from None
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise UserError(f"{index} names shards that are not there: {_some(absent)}", fix="download them again")
-    return [folder / name for name in names]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, nvlabs.parts(shapes), shapes, state_dict, dtype)
+        with safe_open(path, framework="pt") as file:  # mapped, so that the other file needs no memory for the whole
+            temporary = folder / f"{stem}.pth.tmp"
+            torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, temporary)
+        os.replace(temporary, folder / f"{stem}.pth")
+        _write_json(folder / "config.json", config.to_dict())
+    except OSError as error:
+        raise UserError(f"the transformer cannot be written to {folder}: {error}") from error
+
+
+def write_file(
+    path: Path,
+    tensors: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """One safetensors file, written beside its place and renamed.
+
+    Args:
+        tensors: name in the file and the parameters that it consists of, one below the other.
+
+    Raises:
+        UserError: a parameter of another shape, or one with values that `dtype` cannot hold (named).
+    """
+    rows = {stored: sum(shapes[name][0] for name in names) for stored, names in tensors.items()}
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as out:
+        out.write(_header({stored: (rows[stored], *shapes[names[0]][1:]) for stored, names in tensors.items()}, dtype))
+        for name in (name for names in tensors.values() for name in names):
+            whole = state_dict[name].detach()
+            _check_shape(name, shapes[name], tuple(whole.shape), "the model to be saved")
+            stored = deinterleave(name, whole).to(device="cpu", dtype=dtype).contiguous()
+            if dtype == torch.float16 and not torch.isfinite(stored).all() and torch.isfinite(whole).all():
+                raise UserError(
+                    f"parameter {name} has values that float16 cannot hold", expected="at most 65504",
+                    found=f"{float(whole.abs().max()):g}", fix="another --dtype",
+                )  # fmt: skip
+            stored.flatten().view(torch.uint8).numpy().tofile(out)
+    os.replace(temporary, path)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:

@@ -43,7 +43,7 @@ class SanaStage(SanaTransformer):
         blocks = model.blocks
         if not 0 <= start < stop <= len(blocks):
             raise ValueError(f"blocks {start} to {stop} of {len(blocks)}")
-        self.config = model.config
+        self.config, self.numerics = model.config, model.numerics
         self.is_first, self.is_last = start == 0, stop == len(blocks)
         if self.is_first:
             self.patch_embed = model.patch_embed
@@ -69,7 +69,8 @@ class SanaStage(SanaTransformer):
 
         Returns:
             (image tokens (B, N, D), captions (B, L, D), modulation (B, 6, D), embedding (B, D)), all contiguous and in
-            the model's dtype; the last stage returns the prediction (B, C, H, W).
+            the model's dtype, the image tokens in float32 if `numerics` says so; the last stage returns the prediction
+            (B, C, H, W).
         """
         if self.is_first:
             latents, captions, timesteps = inputs
@@ -78,7 +79,7 @@ class SanaStage(SanaTransformer):
         else:
             hidden, context, modulation, embedded = (_Dense.apply(x) for x in inputs)
             conditions = inputs[1:]  # type: ignore[assignment]
-            bias = mask_bias(mask, hidden.dtype)
+            bias = mask_bias(mask, context.dtype)
         for block in self.blocks:
             hidden = block(hidden, context, bias, modulation, *grid)
         if self.is_last:
@@ -100,7 +101,12 @@ class SanaStage(SanaTransformer):
         batch, dim = latents.shape[0], self.config.inner_dim
         height, width = self.grid(latents, mask)
         shapes = (batch, height * width, dim), (batch, captions.shape[1], dim), (batch, 6, dim), (batch, dim)
-        return tuple(torch.empty(s, dtype=latents.dtype, device="meta", requires_grad=True) for s in shapes)
+        first = torch.float32 if self.numerics.fp32_residual else latents.dtype
+        dtypes = first, *[latents.dtype] * 3
+        return tuple(
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
 
     def returned(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """A stand-in on the meta device for what the last stage returns, for these inputs of the model."""

@@ -42,7 +42,7 @@ import xxhash
 
 from pipeline.config import TextConfig
 from pipeline.models.hub import ModelError, quiet, read_json, resolve, weight_files
-from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits, identity
+from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
 """Name of the rule in `TextEncoder`: the first position and the last `max_length - 1` of the padded sequence."""
@@ -85,8 +85,7 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
         instruction: the text that goes before every caption (`config.instruction` with the recipe's own filled in).
 
     Returns:
-        id, revision (as for the VAE), weights (32 hex digits; the same for a folder with the language model's head and
-        one without), tokenizer (32 hex digits over its files), dtype, attention, instruction, normalisation,
+        weights (32 hex digits; the same for a folder with the language model's head and one without), tokenizer (32 hex digits over its files), dtype, attention, instruction, normalisation,
         max_length, selection, width (of a row).
 
     Raises:
@@ -95,7 +94,6 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
     folder = resolve(config)
     architecture = _text_architecture(folder)
     return {
-        **identity(config),
         "weights": digest(weight_files(folder, config.variant), _decoder_stack_tensor, architecture),
         "tokenizer": _tokenizer_digest(_tokenizer_folder(config)),
         "dtype": config.dtype,

@@ -35,11 +35,11 @@ class NonFiniteError(UserError):
         )
 
 
-def identity(weights: Weights) -> dict[str, Any]:
-    """The fields `id` and `revision` of a recipe: empty for a local folder, which the digest names."""
+def origin(weights: Weights) -> dict[str, Any]:
+    """Where weights of the hub came from, for the provenance of what they make; nothing for a local folder."""
     if is_local(weights):
-        return {"id": "", "revision": None}
-    return {"id": weights.id, "revision": weights.revision}
+        return {}
+    return {"model": weights.id, **({"revision": weights.revision} if weights.revision else {})}
 
 
 def digest(files: Sequence[Path], rename: Callable[[str], str | None], architecture: dict[str, Any]) -> str:

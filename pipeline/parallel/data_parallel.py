@@ -9,9 +9,10 @@ Why the same call for DDP: mixed precision, checkpoints and clipping are then on
 Why per block: one block's parameters are gathered at a time. Why also for one process in bf16: the fp32 master
 parameters are cast block by block, where autocast would keep bf16 copies of all of them (about 3 GiB for Sana 1.6B)
 and would run the linear attention's fp32 products in bf16.
-The root is told not to cast its inputs. FSDP2's default would cast every floating tensor given to `forward`, also the
-timestep, and bf16 has 8 bits for a number up to 1000: 873 becomes 872 before the sinusoid, which made the gradient
-error 9 times that of the bf16 model itself. So the caller casts what is to be cast and keeps the timestep in fp32.
+No module casts its inputs. FSDP2's default would cast every floating tensor given to `forward`, also the timestep, and
+bf16 has 8 bits for a number up to 1000: 873 becomes 872 before the sinusoid, which made the gradient error 9 times that
+of the bf16 model itself; and the fp32 tokens that run through the blocks under `train.residual: fp32`. So the caller
+casts what is to be cast and keeps the timestep in fp32.
 The policy has no dtype for buffers: Sana's model registers none, so there is none to cast.
 Price: with microbatches whose gradients are not reduced each time, every process holds one full fp32 gradient. In DDP's
 place FSDP2 copies a block's parameters before use even when there is nothing to gather.
@@ -62,11 +63,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshards
-    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    outer = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    for block in blocks:
-        fully_shard(block, mesh=over, reshard_after_forward=reshard, mp_policy=inner, offload_policy=where)
-    fully_shard(model, mesh=over, reshard_after_forward=reshard, mp_policy=outer, offload_policy=where)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not take hold of {missing}")

@@ -2,6 +2,8 @@
 
 What: `CAME` keeps the momentum of every parameter, and of the mean square of its gradient and of its deviation from the
 momentum only the means over rows and over columns. A convolution is seen as the matrix (outputs, all the rest).
+NVlabs' CAME differs in two points, which `factor_kernels` and `joint` give: it keeps 3x3 kernels whole, and its model
+has one matrix where ours has two or three.
 Why our own: factoring the last two dimensions, as the packages do, gives a 1x1 convolution (out, in, 1, 1) four factors
 of its own size; these are 47 % of Sana, and CAME then needs more memory than AdamW. They also fail on DTensors.
 How it shards: the row means of a shard of rows are local, the column means are summed over the processes that hold
@@ -16,7 +18,7 @@ Constants are those of NVlabs' Sana configurations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -44,13 +46,15 @@ class _Part:
     """This process's part of one parameter, seen as a matrix (or a vector: `vector`).
 
     value, momentum: as stored. update: fp32, first the gradient, then the normalised gradient. rows, columns: of the
-    whole parameter. other_rows, other_columns: the processes that hold them.
+    whole matrix, that of several parameters if they are joint; `matrix` is its number. other_rows, other_columns: the
+    processes that hold them.
     """
 
     value: Tensor
     momentum: Tensor
     update: Tensor
     state: dict[str, Tensor]
+    matrix: int
     rows: int
     columns: int
     other_rows: Groups
@@ -60,6 +64,7 @@ class _Part:
 
     @property
     def vector(self) -> bool:
+        """Whether squares are kept one by one."""
         return "exp_avg_sq" in self.state
 
 
@@ -71,12 +76,16 @@ class CAME(torch.optim.Optimizer):
             bf16 (then updates and momentum are rounded by chance, see `stochastic`).
         betas: decay of the second moment's companions: momentum, squares, squared deviations.
         eps: added to the squares of the gradient and of the deviation.
-        clip: largest root mean square of the normalised gradient, over the whole parameter.
+        clip: largest root mean square of the normalised gradient, over the whole matrix.
         seed: of the rounding.
+        factor_kernels: whether squares of convolutions larger than 1x1 are factored. Nine values per channel are a
+            per cent of Sana's parameters; unfactored they have no confidence.
+        joint: parameters that are taken for the rows of one matrix: they share the means over rows and the clipping.
+            All of them need gradients, or none.
 
     State: `exp_avg` like the parameter; `exp_avg_sq_row` (rows,), `exp_avg_sq_col` (the other dimensions),
-    `exp_avg_res_row` and `exp_avg_res_col` alike, fp32, DTensors where the parameter is one; for a vector only
-    `exp_avg_sq`, and no confidence.
+    `exp_avg_res_row` and `exp_avg_res_col` alike, fp32, DTensors where the parameter is one; for a vector or an
+    unfactored kernel only `exp_avg_sq`, and no confidence. Joint parameters have equal `_col`.
 
     Raises:
         ValueError: a parameter that is sharded in another dimension, or of another dtype.
@@ -92,9 +101,12 @@ class CAME(torch.optim.Optimizer):
         *,
         clip: float = CLIP,
         seed: int = 0,
+        factor_kernels: bool = True,
+        joint: Iterable[Sequence[Tensor]] = (),
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip": clip})
-        self.noise = Noise(seed)
+        self.noise, self.factor_kernels = Noise(seed), factor_kernels
+        self._joint = {parameter: tuple(members) for members in joint for parameter in members}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"CAME takes fp32 or bf16 parameters, not {parameter.dtype}")
@@ -127,27 +139,30 @@ class CAME(torch.optim.Optimizer):
 
     def _grouped(self) -> Iterator[list[_Part]]:
         """Parts in groups of about `_GROUP` elements. Cut by sizes that all processes share, not by those of shards."""
+        matrices: dict[Tensor, list[tuple[int, Tensor, dict[str, Any]]]] = {}  # by the first of joint parameters
+        every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
+        for index, (parameter, group) in enumerate(every):
+            if parameter.grad is not None:
+                first, *_ = self._joint.get(parameter, (parameter,))
+                matrices.setdefault(first, []).append((index, parameter, group))
         parts: list[_Part] = []
-        index, held = -1, 0.0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index += 1
-                if parameter.grad is None:
-                    continue
-                parts.append(self._part(parameter, group, index))
+        held = 0.0
+        for number, members in enumerate(matrices.values()):
+            for index, parameter, group in members:
+                parts.append(self._part(parameter, group, index, number))
                 held += parameter.numel() / _shards(parameter)
-                if held >= _GROUP:
-                    yield parts
-                    parts, held = [], 0.0
+            if held >= _GROUP:
+                yield parts
+                parts, held = [], 0.0
         if parts:
             yield parts
 
-    def _part(self, parameter: Tensor, group: dict[str, Any], index: int) -> _Part:
+    def _part(self, parameter: Tensor, group: dict[str, Any], index: int, matrix: int) -> _Part:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter)
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and (self.factor_kernels or parameter.shape[2:].numel() == 1):
                 for what in ("exp_avg_sq", "exp_avg_res"):
                     state[what + "_row"] = _zeros(parameter, 0)
                     state[what + "_col"] = _zeros(parameter, 1)
@@ -160,12 +175,18 @@ class CAME(torch.optim.Optimizer):
             gradient = gradient.redistribute(placements=parameter.placements)
         rounded = parameter.dtype == torch.bfloat16
         rows = parameter.shape[0] if parameter.ndim else 1
+        others = [member for member in self._joint.get(parameter, ()) if member is not parameter]
         return _Part(
             value=_matrix(local(parameter)),
             momentum=_matrix(local(state["exp_avg"])),
             update=_matrix(local(gradient).contiguous()).float(),
-            state={name: local(value) for name, value in state.items() if name not in ("step", "exp_avg")},
-            rows=rows,
+            state={
+                name: _matrix(local(value)) if name == "exp_avg_sq" else local(value)
+                for name, value in state.items()
+                if name not in ("step", "exp_avg")
+            },
+            matrix=matrix,
+            rows=rows + sum(member.shape[0] for member in others),
             columns=parameter.numel() // rows,
             other_rows=_holders(parameter, 0),
             other_columns=_holders(parameter, 1),
@@ -198,6 +219,7 @@ def _clip(parts: list[_Part]) -> None:
     """update <- update / max(1, RMS / clip), the RMS over the whole parameter."""
     sums = [part.update.square().sum() for part in parts]
     _sum(sums, [part.other_rows + part.other_columns for part in parts])
+    _share(parts, sums)
     for part, total in zip(parts, sums, strict=True):
         rms = (total / (part.rows * part.columns)).sqrt()
         part.update.div_((rms / part.group["clip"]).clamp(min=1.0))
@@ -224,6 +246,7 @@ def _factors(
         row_sums.append(square.sum(1))
         column_sums.append(square.sum(0))
     _sum(column_sums, [part.other_rows for part in parts])
+    _share(parts, column_sums)
     totals = []
     for part, sums in zip(parts, column_sums, strict=True):
         columns = part.state[name + "_col"].view(-1)
@@ -237,6 +260,18 @@ def _factors(
         mean = total / part.columns  # of all squares: the mean of the columns' means is that of the rows' means
         found.append(((rows / mean).rsqrt_()[:, None], columns.rsqrt()[None]))
     return found
+
+
+def _share(parts: list[_Part], sums: list[Tensor]) -> None:
+    """Add up, in place, the sums of the parts of one matrix."""
+    members: dict[int, list[Tensor]] = {}
+    for part, value in zip(parts, sums, strict=True):
+        members.setdefault(part.matrix, []).append(value)
+    for values in members.values():
+        if len(values) > 1:
+            total = torch.stack(values).sum(0)
+            for value in values:
+                value.copy_(total)
 
 
 # --------------------------------------------------------------------------------------------------------- the shards

@@ -1,8 +1,8 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-What: `Saver` writes model and optimizer into `step-00000500.tmp`, then `checkpoint.json`, then renames the folder, all
-of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes; `load`
-restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
+What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, renames the folder, all
+of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes;
+`load` restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
 folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
 the document holds the size and xxh3-128 digest of every file, so that the difference is found when it is read.
@@ -45,9 +45,11 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.config import Config
 from pipeline.data.loader import State
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import agree, gather, on_main
+from pipeline.training.lock import Lock
+from pipeline.training.reading import CheckpointError, Reader, read_metadata
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -57,16 +59,10 @@ LAYOUT = (
     "...]; moments and averages alike"
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-(\d{8,})\.(tmp|removing)")
+_LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
 _MEND = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Sections = Mapping[str, Mapping[str, Tensor]]
-
-
-class CheckpointError(UserError):
-    """A checkpoint that is damaged, incomplete, or does not belong to this run."""
-
-    exit_code = 7
 
 
 @dataclass(frozen=True)
@@ -94,10 +90,13 @@ class Saver:
         root: the run's `checkpoints` folder.
         config: kept in every checkpoint; `train.async_save`, `keep_checkpoints`, `keep_every` rule this class.
         say: told of every published checkpoint, on the first process, perhaps from another thread.
+        lock: of the run directory; checked before each publication and removal.
     """
 
-    def __init__(self, root: Path, architecture: SanaConfig, config: Config, say: Callable[[str], None]):
+    def __init__(self, root: Path, architecture: SanaConfig, config: Config, say: Callable[[str], None], lock: Lock):
         self._root, self._architecture, self._config, self._say = root, architecture, config, say
+        self._lock = lock
+        self._earlier = leftovers(root)  # of attempts before this one: a later one has not begun while the lock is ours
         self._thread = ThreadPoolExecutor(1, "checkpoint") if config.train.async_save else None
         # What the thread agrees on must not meet what the training reduces at the same time: a group of its own.
         timeout = timedelta(seconds=config.train.parallel.timeout_s)
@@ -146,10 +145,9 @@ class Saver:
                 self._thread.shutdown()
 
     def _write(self, tensors: dict[str, Any], state: State) -> Path:
-        root, group, train = self._root, self._group, self._config.train
-        final = folder_of(root, state.step)
-        work = final.with_name(final.name + ".tmp")
-        on_main(lambda: _prepare(root, final, work), group)
+        group, final = self._group, folder_of(self._root, state.step)
+        work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
+        on_main(lambda: self._prepare(final, work), group)
         _dcp(lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written")
         rank, world = dist.get_rank(), dist.get_world_size()
         own: dict[str, list[Any]] = {}
@@ -171,10 +169,38 @@ class Saver:
             "torch": torch.__version__,
             "files": files,
         }
-        on_main(lambda: _publish(work, final, document), group)
-        on_main(lambda: _retire(root, train.keep_checkpoints, train.keep_every), group)
+        on_main(lambda: _publish(work, final, document, self._lock), group)
+        on_main(self._retire, group)
         self._say(f"saved {final}")
         return final
+
+    def _prepare(self, final: Path, work: Path) -> None:
+        self._lock.check()
+        if final.exists():
+            raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+        except OSError as error:
+            raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
+
+    def _retire(self) -> None:
+        """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and what
+        interrupted saves and removals of this attempt and of earlier ones left. A rename first: a half-removed
+        checkpoint must not look like a damaged one."""
+        train, token = self._config.train, self._lock.token
+        for path in leftovers(self._root):
+            if path in self._earlier or f".{token}." in path.name:
+                self._lock.check()
+                shutil.rmtree(path, ignore_errors=True)
+        for path in complete(self._root)[: -train.keep_checkpoints]:
+            if train.keep_every is not None and _step_of(path) % train.keep_every == 0:
+                continue
+            self._lock.check()
+            away = path.with_name(f"{path.name}.{token}.removing")
+            os.rename(path, away)
+            shutil.rmtree(away, ignore_errors=True)
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
@@ -217,18 +243,7 @@ def _dcp(call: Callable[[], Any], what: str) -> None:
         raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_MEND) from None
 
 
-def _prepare(root: Path, final: Path, work: Path) -> None:
-    if final.exists():
-        raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
-
-
-def _publish(work: Path, final: Path, document: dict[str, Any]) -> None:
+def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> None:
     there = {path.name for path in work.iterdir()}
     unseen = sorted(set(document["files"]) - there)
     if unseen or ".metadata" not in there:
@@ -244,24 +259,11 @@ def _publish(work: Path, final: Path, document: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(work)
+        lock.check()
         os.rename(work, final)
         _sync_folder(final.parent)
     except OSError as error:
         raise CheckpointError(f"{final}: could not be published: {error}", fix=_MEND) from None
-
-
-def _retire(root: Path, keep: int, every: int | None) -> None:
-    """Remove all checkpoints but the newest `keep` and those of every `every`th step, and what interrupted saves and
-    removals left. A rename first: a half-removed checkpoint must not look like a damaged one."""
-    for path in sorted(root.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in complete(root)[:-keep]:
-        if every is not None and _step_of(path) % every == 0:
-            continue
-        away = path.with_name(path.name + ".removing")
-        os.rename(path, away)
-        shutil.rmtree(away, ignore_errors=True)
 
 
 def _sync_folder(path: Path) -> None:
@@ -406,15 +408,16 @@ def load(
     """
     world = dist.get_world_size()
     error: Exception | None = None
+    held: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
+        held = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
     agree(error)
-    held = {name.partition(".")[0] for name in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata}
     tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
-    _dcp(lambda: dcp.load(tensors, checkpoint_id=str(folder)), f"{folder}: could not be read into this model")
+    _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
     moments = {**settings, **tensors["optim"]}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
     return set(more or {}) - held
@@ -438,7 +441,7 @@ class ModelTensors(Mapping[str, Tensor]):
         document = read_document(self.folder)
         verify(self.folder, document)
         self.architecture = document.architecture
-        self._reader = dcp.FileSystemReader(str(self.folder))
+        self._reader = Reader(str(self.folder))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {

@@ -8,7 +8,8 @@ value that all of them have.
 Price: a stop signal is obeyed after the step in flight (on a GPU after one more), then one checkpoint is written.
 No process ever holds the whole model: it is laid out without memory, spread, and each process reads its own slices.
 
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl` and `checkpoints/step-*`.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*` and, while a
+training has it, `lock.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from pipeline.launch import Launch, check_accelerate, check_restart, resolve_dev
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_files import architecture_at
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
@@ -42,6 +44,7 @@ from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, s
 from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, in_backward, optim, trackers
 from pipeline.training.ema import Average
+from pipeline.training.lock import Lock, taken
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
 from pipeline.training.watch import Watch, memory_errors
@@ -84,18 +87,22 @@ class Report:
     stopped_by: str | None
 
 
-def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print) -> Report:
+def fit(
+    config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print,
+    accepted: Callable[[], None] = lambda: None,
+) -> Report:  # fmt: skip
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
         say: prints one line; called on the first process only.
+        accepted: called on the first process once it is certain that this run may start or resume.
 
     Raises:
         UserError: what a person can mend, in the same words on every process.
     """
-    train = config.train
+    train, run = config.train, Path(config.train.output)
     quiet: Say = say if launch.is_main else lambda _: None
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
@@ -112,8 +119,12 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
     in_backward.check(train, task.batch, layout.data_world)
     for line in launch.advice:
         quiet(f"note: {line}")
-    with memory_errors(train), started(launch, train.parallel, device) as mesh, _signals() as wanted:
-        run = Path(train.output)
+    with (
+        memory_errors(train),
+        started(launch, train.parallel, device) as mesh,
+        _signals() as wanted,
+        taken(run, quiet) as lock,
+    ):
         found, notes = on_main(lambda: _choose(run, resume))
         for line in notes:
             quiet(line)
@@ -121,16 +132,23 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
         together(lambda: _check_fit(architecture, task))
         if found is not None:
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
-            optim.check_resumable(found[1].config["train"]["optim"]["name"], train.optim.name)
+            before = found[1].config["train"]
+            recipes = before.get("recipe", "default"), train.recipe
+            optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
+        config = with_residual(config, found[1].config if found is not None else None)
+        train = config.train
+        on_main(accepted)
         values = together(lambda: start_values(config, architecture)) if found is None else None
-        model = SanaTransformer.on_meta(architecture)
+        model = SanaTransformer.on_meta(architecture, numerics(train))
         model.reset_buffers()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         held = spread(model, mesh, train)
         if values is not None:
             _check_equal_start(values)
+            if isinstance(values, Stored):
+                quiet(f"start weights: {values.taken}")
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device, seed=train.seed)
+        optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
         averages = [Average(held.module, train.ema)] if train.ema is not None else []
         step = Step(held, FlowMatching(train.flow), optimizer, train, device)
         done = 0
@@ -151,14 +169,34 @@ def fit(config: Config, task: Task, launch: Launch, *, resume: str | Path | None
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
+        for line in optim.advice(train.optim, task.batch, train.steps):
+            quiet(f"note: {line}")
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
-        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, quiet)
+        loop = _Loop(config, task, layout, architecture, step, averages, device, journal, wanted, lock, quiet)
         try:
             return loop.run(done, found[0] if found else None)
         finally:
             if journal is not None:
                 journal.close()
+
+
+def with_residual(config: Config, before: dict[str, Any] | None) -> Config:
+    """The configuration with `train.residual` decided: as given, else what the run began with, else fp32.
+
+    Args:
+        before: the configuration that the checkpoint to be resumed was written with.
+    """
+    if config.train.residual is not None:
+        return config
+    residual = "fp32" if before is None else before["train"].get("residual") or "compute"
+    return config.model_copy(update={"train": config.train.model_copy(update={"residual": residual})})
+
+
+def numerics(train: TrainConfig) -> Numerics:
+    """How the model computes under `train.residual` (decided, see `with_residual`) and `train.recipe`."""
+    theirs = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    return Numerics(fp32_residual=train.residual == "fp32", **theirs)
 
 
 def start_values(config: Config, architecture: SanaConfig) -> Start:
@@ -170,7 +208,7 @@ def start_values(config: Config, architecture: SanaConfig) -> Start:
     weights = config.model.weights
     if weights is None:
         return Drawn(architecture, config.train.seed)
-    return Stored(hub.resolve(weights, hub.weight_patterns(weights.variant)), weights.variant)
+    return Stored(hub.resolve(weights, widest=True), weights.variant)
 
 
 def architecture_of(config: Config, task: Task) -> SanaConfig:
@@ -180,7 +218,7 @@ def architecture_of(config: Config, task: Task) -> SanaConfig:
         UserError: weights that cannot be found or read.
     """
     if config.model.weights is not None:
-        return read_config(hub.resolve(config.model.weights, ("config.json",)))
+        return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
     if config.model.arch is None:
         raise ConfigError("neither model.weights nor model.arch is given")
     return SanaConfig.from_arch(config.model.arch, task.sample_size)
@@ -369,13 +407,14 @@ class _Loop:
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
+        lock: Lock,
         say: Say,
     ):
         self.config, self.train, self.task = config, config.train, task
         self.architecture, self.model = architecture, step.spread.module
         self.step, self.averages, self.more = step, averages, _sections(averages, step)
         self.optimizer, self.device = step.optimizer, device
-        self.journal, self.wanted, self.say = journal, wanted, say
+        self.journal, self.wanted, self.lock, self.say = journal, wanted, lock, say
         self.watch = Watch(config.train, architecture, layout, device, say)
         self.part = layout.data_rank(dist.get_rank())
         self.root = Path(config.train.output) / "checkpoints"
@@ -393,10 +432,10 @@ class _Loop:
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked
-                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1)
+                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
                 optim.set_learning_rate(self.optimizer, rate)
                 self._seed(state.step)
-                stop = self.wanted.name is not None or saver.failed
+                stop = self.wanted.name is not None or saver.failed or self.lock.lost
                 outcome = self.step(microbatches, state.step, stop=stop)
                 for average in self.averages:
                     average.update(state.step)
@@ -429,7 +468,7 @@ class _Loop:
         self.step.settle()
         counted = self.watch.values(replaced)
         self.loss = counted["loss"]
-        if self.journal is None:
+        if self.journal is None or self.lock.lost:
             return
         values = {
             "step": outcome.step,
@@ -444,4 +483,4 @@ class _Loop:
         self.journal.row(self.train.steps, values)
 
     def _saver(self) -> checkpoint.Saver:
-        return checkpoint.Saver(self.root, self.architecture, self.config, self.say)
+        return checkpoint.Saver(self.root, self.architecture, self.config, self.say, self.lock)

@@ -43,15 +43,17 @@ def main() -> None:
             FileSystemWriter.finish, lambda writer, *rest, **more: "00000004" in str(writer.path)
         )
     elif point == "written":
-        checkpoint._publish = dying(checkpoint._publish, lambda work, final, document: "00000004" in final.name)
+        checkpoint._publish = dying(checkpoint._publish, lambda work, final, *rest: "00000004" in final.name)
     elif point == "renaming":
         os.rename = dying(os.rename, lambda work, final: final == checkpoint.folder_of(root, 4))
     elif point == "renamed":
-        checkpoint._retire = dying(checkpoint._retire, lambda where, *keep: checkpoint.folder_of(root, 4).exists())
+        checkpoint.Saver._retire = dying(  # type: ignore[method-assign]
+            checkpoint.Saver._retire, lambda saver: checkpoint.folder_of(root, 4).exists()
+        )
     elif point == "removing":
         options["keep_checkpoints"] = 1
         checkpoint.shutil.rmtree = dying(
-            checkpoint.shutil.rmtree, lambda path, **more: str(path).endswith("00000002.removing")
+            checkpoint.shutil.rmtree, lambda path, **more: "00000002" in str(path) and str(path).endswith(".removing")
         )
     else:
         raise SystemExit(f"unknown point {point}")

@@ -50,7 +50,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b": {"parallel": pp()},
         "1f1b, recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
         "1f1b, norm": {"parallel": pp(), "norm": True, **SHORT},
-        "1f1b, bf16": {"parallel": pp(), "precision": "bf16"},
+        "1f1b, bf16": {"parallel": pp(), "precision": "bf16", "residual": "fp32"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
         "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
         "interleaved_zero_bubble": {"parallel": pp("interleaved_zero_bubble"), **SHORT},
@@ -113,12 +113,13 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
     found: dict[str, Any] = {"loss": [], "norm": [], "gradient": [], "plain bf16": expected["bf16"]}
     with mesh.started(launch, settings.train.parallel, CPU) as group:
         held = spread(start(settings), group, settings.train)
+        tokens = strategies.tokens_of(held)
         for step, (loss, norm, gradients) in enumerate(expected["steps"]):  # two shapes, one after the other
             mine = tiny_run.gradients(held, settings, own(settings, launch, step))
             found["loss"].append(abs(mine[0] - loss))
             found["norm"].append(abs(mine[1] / norm - 1))
             found["gradient"].append(tiny_run.distance(whole(mesh.gather(mine[2])), gradients))
-        found["wrapping"] = mesh.gather(wrapping(held))
+        found["wrapping"], found["tokens"] = mesh.gather(wrapping(held)), sorted(tokens)
         held = spread(start(settings), group, settings.train)
         steps = case.get("steps", STEPS)
         losses = tiny_run.train_losses(held, settings, steps, layout.data_rank(launch.rank), layout.data_world)

@@ -38,7 +38,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "parallel": TP, "microbatch": 3, "activation_checkpointing": "full",
         },
         "TP, norm": {"parallel": TP, "norm": True},
-        "TP, bf16": {"parallel": TP, "precision": "bf16"},
+        "TP, bf16": {"parallel": TP, "precision": "bf16", "residual": "fp32"},
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED},
         "TP, compiled": {"parallel": TP, **COMPILED},
@@ -50,7 +50,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "parallel": {"tp_size": 2}, "norm": True, "activation_checkpointing": "full",
         },
         "DDP x TP": {"parallel": {**DDP, "tp_size": 2}},
-        "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16"},
+        "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32"},
     },
     8: {"HSDP x TP": {"parallel": {**HSDP, "tp_size": 2}}},
 }  # fmt: skip
@@ -111,6 +111,15 @@ def wrapping(held: Spread) -> dict[str, Any]:
     }
 
 
+def tokens_of(held: Spread) -> set[str]:
+    """Filled with the dtypes of what the blocks return from now on."""
+    found: set[str] = set()
+    for block in held.module.modules():
+        if type(block).__name__.endswith("SanaTransformerBlock"):
+            block.register_forward_hook(lambda module, inputs, output: found.add(str(output.dtype)))
+    return found
+
+
 def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     settings = settings_of(case)
     held = spread(tiny_run.model(settings), group, settings.train)
@@ -144,7 +153,7 @@ def compare(launch: Launch, folder: Path) -> None:
         with mesh.started(own, settings.train.parallel, CPU) as group:
             layout = mesh.check_sizes(settings.train.parallel, launch.world)
             held = spread(tiny_run.model(settings), group, settings.train)
-            what = wrapping(held)
+            what, tokens = wrapping(held), tokens_of(held)
             loss, norm, mine = tiny_run.gradients(held, settings, pieces(settings, own))
             held = spread(tiny_run.model(settings), group, settings.train)
             losses = tiny_run.train_losses(held, settings, STEPS, layout.data_rank(own.rank), layout.data_world)
@@ -152,6 +161,7 @@ def compare(launch: Launch, folder: Path) -> None:
             "precision": settings.train.precision,
             "qk_norm": bool(case.get("norm")),
             "wrapping": what,
+            "tokens": sorted(tokens),
             "loss": abs(loss - expected["loss"]),
             "norm": abs(norm / expected["norm"] - 1),
             "gradient": tiny_run.distance(mine, expected["gradients"]),

@@ -20,7 +20,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.spread import Spread
 from pipeline.training import optim
 from pipeline.training.step import Step
-from pipeline.training.trainer import Task
+from pipeline.training.trainer import Task, numerics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
@@ -138,7 +138,8 @@ def task(
 
 def model(settings: Config, seed: int = 0) -> SanaTransformer:
     assert settings.model.arch is not None
-    return SanaTransformer.from_scratch(SanaConfig.from_arch(settings.model.arch, 8), seed)
+    shape = SanaConfig.from_arch(settings.model.arch, 8)
+    return SanaTransformer.from_scratch(shape, seed, numerics=numerics(settings.train))
 
 
 class Recorder:

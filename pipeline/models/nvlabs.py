@@ -1,0 +1,208 @@
+"""Files with NVlabs' names: what their trainer writes (`checkpoints/NAME.pth`) and their repository and ComfyUI load.
+
+What: `parts` says which of our parameters each of their tensors consists of, `read` opens a `.pth` or a safetensors
+file, and `renamed` gives it our names.
+Why: released checkpoints and those of people who train with NVlabs' code come in this form. The names are those that
+NVlabs' `tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are one tensor there, one
+below the other, and GLUMBConv's channels are in diffusers' order.
+Why no pickle: torch reads such a file with `weights_only`, which runs no code of it.
+Price: a file says neither how many heads cross attention has (known for the released widths) nor, without its
+`pos_embed`, the base of a position embedding; `config.json` beside the file goes before what the shapes say.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.models.sana_config import SanaConfig, read_config
+
+BUFFERS = ("pos_embed", "y_embedder.y_embedding")
+"""Buffers of their model, which is no part of ours: a table that is computed, and the rows of the empty caption."""
+
+CROSS_HEADS = {1152: 16, 2240: 20}
+"""Width -> heads of cross attention, of NVlabs' registered models. Those of self attention are `_HEAD` wide."""
+
+_HEAD = 32
+
+_ENDS = {
+    "patch_embed.proj": "x_embedder.proj",
+    "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+    "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+    "caption_norm": "attention_y_norm",
+    "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_embed.linear": "t_block.1",
+    "proj_out": "final_layer.linear",
+    "scale_shift_table": "final_layer.scale_shift_table",
+}
+_BLOCK = {
+    "attn1.to_q": "attn.qkv",
+    "attn1.to_k": "attn.qkv",
+    "attn1.to_v": "attn.qkv",
+    "attn1.norm_q": "attn.q_norm",
+    "attn1.norm_k": "attn.k_norm",
+    "attn1.to_out.0": "attn.proj",
+    "attn2.to_q": "cross_attn.q_linear",
+    "attn2.to_k": "cross_attn.kv_linear",
+    "attn2.to_v": "cross_attn.kv_linear",
+    "attn2.norm_q": "cross_attn.q_norm",
+    "attn2.norm_k": "cross_attn.k_norm",
+    "attn2.to_out.0": "cross_attn.proj",
+    "ff.conv_inverted": "mlp.inverted_conv.conv",
+    "ff.conv_depth": "mlp.depth_conv.conv",
+    "ff.conv_point": "mlp.point_conv.conv",
+    "scale_shift_table": "scale_shift_table",
+}
+_ORDER = ("to_q", "to_k", "to_v")
+
+
+def their_name(name: str) -> str:
+    """NVlabs' name of the tensor that one of our parameters is (a part of)."""
+    block = re.match(r"transformer_blocks\.(\d+)\.(.+)$", name)
+    rest, table, start = (block[2], _BLOCK, f"blocks.{block[1]}.") if block else (name, _ENDS, "")
+    module, dot, kind = rest.rpartition(".")
+    return start + (table[rest] if rest in table else table[module] + dot + kind)
+
+
+def parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Each of their tensors with the parameters that it consists of, from the first row to the last."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(their_name(name), []).append(name)
+    for together in found.values():
+        together.sort(key=lambda name: next((i for i, word in enumerate(_ORDER) if f".{word}." in name), 0))
+    return found
+
+
+def read(path: Path) -> tuple[SanaConfig, dict[str, Any]]:
+    """The model's shape, and slices (as safetensors gives them) by their names.
+
+    Raises:
+        UserError: it is not such a file, or of a model that this package does not implement (named).
+    """
+    stored = _open(path)
+    return _config(path, stored), {name: one for name, one in stored.items() if name not in BUFFERS}
+
+
+def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Slices by our names, in diffusers' channel order; what has no name of ours keeps its own."""
+    slices = dict(stored)
+    for theirs, ours in parts(names).items():
+        if (whole := slices.pop(theirs, None)) is None:
+            continue
+        rows = int(whole.get_shape()[0])
+        for i, name in enumerate(ours):
+            slices[name] = _Rows(whole, i * rows // len(ours), (i + 1) * rows // len(ours))
+    return slices
+
+
+class _Stored:
+    """A tensor of a `.pth` file, as safetensors gives slices."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        kind = self.tensor.dtype
+        return {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}.get(kind, str(kind))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self.tensor[key]
+
+
+class _Rows:
+    """Rows of a stored tensor."""
+
+    def __init__(self, stored: Any, start: int, stop: int):
+        self.stored, self.start, self.stop = stored, start, stop
+
+    def get_shape(self) -> list[int]:
+        return [self.stop - self.start, *self.stored.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        return str(self.stored.get_dtype())
+
+    def __getitem__(self, key: tuple[slice, ...]) -> Tensor:
+        first, *rest = key
+        start, stop, _ = first.indices(self.stop - self.start)
+        return self.stored[(slice(self.start + start, self.start + max(start, stop)), *rest)]
+
+
+def _open(path: Path) -> dict[str, Any]:
+    try:
+        if path.suffix == ".safetensors":
+            file = safe_open(path, framework="pt")
+            return {name: file.get_slice(name) for name in file.keys()}
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"{path} cannot be read as weights",
+            expected="a .pth file of tensors (of torch 1.6 or newer) or a safetensors file",
+            found=next(iter(str(error).splitlines()), type(error).__name__),
+            fix="fetch it again; a file with other objects than tensors is not loaded, since reading it runs code",
+        ) from None
+    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
+    tensors = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+    return {str(name): _Stored(one) for name, one in tensors.items()}
+
+
+def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
+    shapes = {name: tuple(one.get_shape()) for name, one in stored.items()}
+    try:
+        width, channels, patch = shapes["x_embedder.proj.weight"][:3]
+        depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+        hidden = shapes["blocks.0.mlp.depth_conv.conv.weight"][0] // 2
+        captions = shapes["y_embedder.y_proj.fc1.weight"][1]
+        out = shapes["final_layer.linear.weight"][0]
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{path} does not hold a Sana transformer of NVlabs' repository", expected="x_embedder.proj.weight, ..",
+            found=", ".join(sorted(shapes)[:4]) or "no tensors", fix=f"give another file ({error})",
+        ) from None  # fmt: skip
+    if any(name.startswith("cfg_embedder.") for name in shapes):
+        raise UserError(
+            f"{path} is a guidance-distilled model (Sana-Sprint: it has cfg_embedder)", expected="Sana or SANA-1.5"
+        )
+    beside = path.with_name("config.json")
+    if beside.is_file():
+        return read_config(beside.parent)
+    if width not in CROSS_HEADS or width % _HEAD:
+        raise UserError(
+            f"{path} does not say how many heads the cross attention of a model of width {width} has",
+            expected=f"width {' or '.join(map(str, CROSS_HEADS))}", fix=f"put the model's diffusers config.json at {beside}",
+        )  # fmt: skip
+    side, scale = _positions(path, stored)
+    return SanaConfig(
+        in_channels=channels, out_channels=out, num_layers=depth, caption_channels=captions, patch_size=patch,
+        num_attention_heads=width // _HEAD, attention_head_dim=_HEAD, cross_attention_dim=width,
+        num_cross_attention_heads=CROSS_HEADS[width], cross_attention_head_dim=width // CROSS_HEADS[width],
+        mlp_ratio=hidden / width, qk_norm="rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
+        sample_size=side, interpolation_scale=scale,
+    )  # fmt: skip
+
+
+def _positions(path: Path, stored: Mapping[str, Any]) -> tuple[int, float | None]:
+    """`sample_size` and `interpolation_scale`, from the buffer `pos_embed` (1, tokens, width): zeros in a model that adds
+    none; else its second row begins with sin(1 / scale)."""
+    if "pos_embed" not in stored:
+        raise UserError(
+            f"{path} has no pos_embed, which says whether the model adds a position embedding",
+            fix=f"put the model's diffusers config.json at {path.with_name('config.json')}",
+        )
+    table = stored["pos_embed"][slice(0, 1), slice(0, 2), slice(0, 2)].float()
+    side = math.isqrt(stored["pos_embed"].get_shape()[1])
+    value = float(table[0, -1, 0])
+    return side, round(1 / math.asin(value), 1) if value else None

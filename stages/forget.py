@@ -1,0 +1,47 @@
+"""`sana-pipe forget`: a source that no new snapshot is to use, or a snapshot's name. `gc` then removes the rest."""
+
+from __future__ import annotations
+
+import click
+
+from pipeline.cache.store import Cache
+from pipeline.cache.unneeded import unneeded
+from pipeline.config import Config
+from pipeline.errors import IntegrityError
+
+
+def run(config: Config, source: str | None = None, snapshot: str | None = None) -> int:
+    """Forget one or the other, and say what `gc` may remove now.
+
+    Args:
+        source: the name of a source. Its records stay: other sources and snapshots may share them.
+        snapshot: a name of a snapshot.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: see `Cache.forget_source` and `Cache.forget_name`.
+    """
+    cache = Cache.of(config)
+    if source is not None:
+        cache.forget_source(source)
+        click.echo(
+            f"source {source!r} is forgotten: `bucket` makes no samples of it. Its records stay, and are used if it is "
+            "encoded again; snapshots that hold it stay as they are"
+        )
+    if snapshot is not None:
+        pointed = cache.forget_name(snapshot)
+        left = cache.names_of(pointed)
+        click.echo(
+            f"{snapshot!r} no longer names snapshot {pointed[:12]}, which "
+            + (f"{', '.join(left)} still names" if left else "has no other name")
+        )
+    try:
+        now = list(unneeded(cache, older_than_s=0))
+    except IntegrityError as error:
+        click.echo(f"gc removes nothing yet: {error.what} (sana-pipe verify --repair)")
+        return 0
+    size = sum(entry[1] for entry in now)
+    click.echo(f"sana-pipe gc --yes may remove {len(now)} files, {size / 1e9:.3f} GB, once they are old enough")
+    return 0

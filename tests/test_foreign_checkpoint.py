@@ -1,0 +1,101 @@
+"""A checkpoint from somebody else: reading it runs nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from pipeline.launch import Launch
+from pipeline.training import checkpoint
+from pipeline.training.trainer import fit
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("foreign") / "run"
+    settings = tiny_run.config(run, steps=1)
+    fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+    return run
+
+
+class Calls:
+    """Pickles to a call of `function`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _runs_code(found: Metadata, mark: Path) -> Any:
+    found.planner_data = Calls(Path.touch, mark)
+    return found
+
+
+def _calls_torch(found: Metadata, mark: Path) -> Any:
+    import torch
+
+    found.planner_data = Calls(torch.save, {}, str(mark))
+    return found
+
+
+def _is_something_else(found: Metadata, mark: Path) -> Any:
+    return {"a": 1}
+
+
+def _holds_an_object(found: Metadata, mark: Path) -> Any:
+    """torch's planner would unpickle it from the data, without a check."""
+    name = next(name for name in found.state_dict_metadata if name.startswith("model."))
+    found.state_dict_metadata[name] = BytesStorageMetadata()
+    return found
+
+
+def _points_outside(found: Metadata, mark: Path) -> Any:
+    next(iter(found.storage_data.values())).relative_path = "../secret"
+    return found
+
+
+def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> None:
+    """Replace `.metadata`, with a document that fits it."""
+    path, head = folder / ".metadata", folder / checkpoint.DOCUMENT
+    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()), mark)))
+    values = json.loads(head.read_text())
+    del values["digest"]
+    values["files"][".metadata"] = checkpoint._fingerprint(path)
+    head.write_text(json.dumps({**values, "digest": checkpoint._digest_of(values)}))
+
+
+@pytest.mark.parametrize("change", [_runs_code, _calls_torch, _is_something_else, _holds_an_object, _points_outside])
+def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
+    written: Path, tmp_path: Path, change: Callable[[Metadata, Path], Any]
+) -> None:
+    shutil.copytree(written, tmp_path / "run")
+    folder, mark = tmp_path / "run/checkpoints/step-00000001", tmp_path / "touched"
+    forge(folder, change, mark)
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):  # what export and sample read
+        checkpoint.load_model_state(folder)
+    settings = tiny_run.config(tmp_path / "run", steps=2)
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
+        fit(settings, tiny_run.task(settings), Launch(), resume="auto", say=lambda line: None)
+    assert not mark.exists()
+
+
+def test_torchs_own_reader_is_used_nowhere() -> None:
+    """It would unpickle anything."""
+    for folder in ("pipeline", "stages"):
+        for path in (tiny_run.ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            assert path.name == "reading.py" or not any(
+                word in text for word in ("FileSystemReader", "import pickle", "checkpoint_id=str(folder)")
+            ), path

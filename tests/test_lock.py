@@ -1,0 +1,275 @@
+"""One training at a time in a run directory: who is refused, who takes over, and what a fenced run leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from pipeline.launch import Launch, scheduled_attempt
+from pipeline.processes import Identity, has_ended, this_process
+from pipeline.training import checkpoint, lock, metrics
+from pipeline.training.trainer import Report, fit
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEVER = 1e9
+
+
+def train(run: Path, *, steps: int = 1, resume: str | None = None, touch: Any = None, **options: Any) -> Report:
+    settings = tiny_run.config(run, steps=steps, **options)
+    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=lambda line: None)
+
+
+def plant(run: Path, identity: Identity, *, untouched_s: float = 0.0, job: str | None = None, attempt: int = 0) -> Path:
+    """A lock in a run directory, as its owner would have written it."""
+    run.mkdir(exist_ok=True)
+    path = run / lock.NAME
+    since = time.time() - 7300
+    path.write_text(json.dumps(asdict(lock.Owner("07e4", identity, since, job, attempt))))
+    os.utime(path, (time.time() - untouched_s,) * 2)
+    return path
+
+
+@pytest.fixture
+def beats() -> Iterator[Callable[[Path], None]]:
+    """`beats(path)`: touch a file until the test ends, as a living owner does."""
+    ended = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def begin(path: Path) -> None:
+        def beat() -> None:
+            while not ended.wait(0.05):
+                os.utime(path)
+
+        threads.append(threading.Thread(target=beat))
+        threads[-1].start()
+
+    yield begin
+    ended.set()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[Identity, subprocess.Popen[bytes]]]:
+    """Another process of this machine."""
+    child = subprocess.Popen(["sleep", "600"])
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    yield replace(this_process(), process=child.pid, started=started), child
+    child.kill()
+    child.wait()
+
+
+ELSEWHERE = Identity("node7", "node7 another-boot pid:[1]", 4711, "1")
+
+
+# ------------------------------------------------------------------------------------------------------ who may begin
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
+    tmp_path: Path, process: Any, beats: Callable[[Path], None], here: bool
+) -> None:
+    identity = process[0] if here else ELSEWHERE
+    path = plant(tmp_path / "run", identity)
+    before = path.read_bytes()
+    beats(path)
+    with pytest.raises(lock.RunTaken) as caught:
+        train(tmp_path / "run")
+    said = str(caught.value)
+    assert caught.value.exit_code == 10
+    assert f"process {identity.process} on {identity.host}, for 2 h" in said
+    assert "train.output" in said
+    assert path.read_bytes() == before
+    assert list((tmp_path / "run").iterdir()) == [path]
+
+
+def test_the_successor_of_a_process_that_ended_here_does_not_wait(
+    tmp_path: Path, process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, child = process
+    assert not has_ended(identity)
+    plant(tmp_path / "run", identity)
+    child.kill()
+    child.wait()
+    assert has_ended(identity)
+    monkeypatch.setattr(lock, "STALE_S", NEVER)
+    assert train(tmp_path / "run").step == 1
+
+
+def test_a_number_that_is_used_again_is_another_process(process: Any) -> None:
+    identity, _ = process
+    assert has_ended(replace(identity, started="1"))
+    assert not has_ended(replace(identity, started="1", machine=ELSEWHERE.machine))
+
+
+def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch, process: Any) -> None:
+    """/proc mounted with hidepid shows a user only the processes that are the user's."""
+    read_text = Path.read_text
+
+    def hidden(path: Path, *rest: Any, **more: Any) -> str:
+        if path.name == "stat":
+            raise FileNotFoundError(path)
+        return read_text(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert not has_ended(process[0])
+
+
+def test_the_successor_of_a_lost_host_waits_for_a_sign_by_the_file_systems_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    monkeypatch.setattr(lock, "POLL_S", 0.05)
+    plant(tmp_path / "fresh", ELSEWHERE)
+    plant(tmp_path / "stale", ELSEWHERE, untouched_s=30)
+    skewed = time.time() + 1e6
+    monkeypatch.setattr(time, "time", lambda: skewed)  # a clock of this machine that is wrong by days
+    waits: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: (waits.append(s), sleep(s))[1])
+    assert train(tmp_path / "stale").step == 1
+    assert lock.POLL_S not in waits
+    assert train(tmp_path / "fresh").step == 1
+    assert lock.POLL_S in waits
+
+
+def test_a_requeued_job_takes_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: Any, beats: Callable[[Path], None]
+) -> None:
+    """Though the process of its first attempt still lives; another job does not, nor the same attempt."""
+    monkeypatch.setattr(lock, "STALE_S", NEVER)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert scheduled_attempt() == (" 77", 0)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert scheduled_attempt() == (" 77", 1)
+    for name, job, attempt, refused in (("a", " 77", 0, False), ("b", " 77", 1, True), ("c", " 76", 0, True)):
+        path = plant(tmp_path / name, process[0], job=job, attempt=attempt)
+        if refused:
+            beats(path)
+            with pytest.raises(lock.RunTaken):
+                train(tmp_path / name)
+        else:
+            assert train(tmp_path / name).step == 1
+
+
+def test_a_copied_run_directory_is_nobodys(tmp_path: Path, process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock names a process that lives, and that never touches this copy."""
+    monkeypatch.setattr(lock, "STALE_S", 0.5)
+    plant(tmp_path / "run", process[0])
+    assert train(tmp_path / "run").step == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"token": 1}'])
+def test_a_torn_lock_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 0.2)
+    path = plant(tmp_path / "run", ELSEWHERE)
+    path.write_text(text)
+    assert train(tmp_path / "run").step == 1
+
+
+def test_the_lock_is_touched_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    path, seen = tmp_path / "run" / lock.NAME, list[int]()
+
+    def touch(step: int) -> None:
+        seen.append(path.stat().st_mtime_ns)
+        time.sleep(0.2)
+
+    train(tmp_path / "run", steps=3, touch=touch)
+    assert len(set(seen)) == 3
+    assert not path.exists()
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "other", touch=lambda step: 1 // 0)
+    assert not (tmp_path / "other" / lock.NAME).exists()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lock"]
+
+
+# ------------------------------------------------------------------------------------------------------ who is fenced
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def taken_over(run: Path) -> None:
+    """The twin begins: its token in the lock, its work in the folder."""
+    plant(run, ELSEWHERE)
+    (run / "checkpoints/step-00000009.07e4.tmp").mkdir(parents=True)
+
+
+def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    run, steps = tmp_path / "run", list[int]()
+
+    def touch(step: int) -> None:
+        steps.append(step)
+        if step == 2:
+            taken_over(run)
+        if step >= 2:
+            time.sleep(0.2)
+
+    with pytest.raises(lock.RunTaken, match="taken over"):
+        train(run, steps=20, save_every=20, touch=touch)
+    assert steps[-1] <= 4, "it did not wait for its next save"
+    assert names(run) == ["step-00000009.07e4.tmp"]
+    assert metrics.read(run / "metrics.jsonl")[-1]["step"] <= 2, "the rows are the twin's"
+    assert json.loads((run / lock.NAME).read_text())["token"] == "07e4", "the twin's lock stays"
+
+
+@pytest.mark.parametrize("when", ["before", "written", "published"])
+def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Stopped at that moment of its second save, and woken up when the twin is at work; no beat has warned it."""
+    monkeypatch.setattr(lock, "BEAT_S", NEVER)
+    run = tmp_path / "run"
+    save, sync = dcp.save, checkpoint._sync_folder
+
+    def late(*args: Any, **options: Any) -> Any:
+        result = save(*args, **options)
+        if when == "written" and "00000004" in str(options["checkpoint_id"]):
+            taken_over(run)
+        return result
+
+    def synced(path: Path) -> None:
+        sync(path)
+        if when == "published" and (run / "checkpoints/step-00000004").exists():
+            taken_over(run)
+
+    def touch(step: int) -> None:
+        if when == "before" and step == 3:
+            taken_over(run)
+
+    monkeypatch.setattr(dcp, "save", late)
+    monkeypatch.setattr(checkpoint, "_sync_folder", synced)
+    with pytest.raises(lock.RunTaken):
+        train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
+    left = {name for name in names(run) if not name.startswith("step-00000004.")}
+    twins = {"step-00000002", "step-00000009.07e4.tmp"}
+    assert left == (twins | {"step-00000004"} if when == "published" else twins)
+
+
+def test_a_run_removes_what_was_left_before_it_and_what_it_left_itself(tmp_path: Path) -> None:
+    root = tmp_path / "run/checkpoints"
+    for name in ("step-00000001.tmp", "step-00000001.abc.tmp", "step-00000001.abc.removing"):
+        (root / name).mkdir(parents=True)
+
+    def touch(step: int) -> None:
+        if step == 1:
+            (root / "step-00000009.07e4.tmp").mkdir()
+            mine = json.loads((tmp_path / "run" / lock.NAME).read_text())["token"]
+            (root / f"step-00000001.{mine}.removing").mkdir()  # a removal that a busy file system refused
+
+    train(tmp_path / "run", steps=2, touch=touch)
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000009.07e4.tmp"]

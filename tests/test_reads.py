@@ -1,0 +1,161 @@
+"""Which command reads which option: the table against the configuration's fields and what the stages really read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline import config as configuration
+from pipeline.cli import cli
+from pipeline.config import READS, Config, load, reads
+from pipeline.errors import ConfigError
+
+PATHS = configuration._all_paths()
+OPTIONS = [path for path in PATHS if not any(other.startswith(path + ".") for other in PATHS)]
+
+
+def test_every_option_is_read_by_a_command_and_every_entry_is_an_option() -> None:
+    assert [option for option in OPTIONS if not any(reads(command, option) for command in READS)] == []
+    assert {name for names in READS.values() for name in names} <= set(PATHS)
+    assert {command.split()[0] for command in READS} <= set(cli.commands)
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("train", "bucket.batch=24"),
+        ("train", "bucket={batch: 24}"),
+        ("train", "data={resolution: 64, decoder: pillow}"),
+        ("train", "data.caption_weights={long: 1}"),
+        ("bucket", "train.steps=3"),
+        ("bucket", "bucket.pack_mib=8"),
+        ("bucket", "data.caption_field=long"),
+        ("bucket --pack --snapshot", "bucket.batch=24"),
+        ("encode", "encode.ray.cpus=2"),
+        ("verify", "encode.device=cpu"),
+        ("snapshots diff", "bucket.batch=24"),
+        ("export", "train.steps=3"),
+        ("sample", "model.weights=null"),
+    ],
+)
+def test_an_option_that_the_command_does_not_read_is_refused(command: str, given: str) -> None:
+    with pytest.raises(ConfigError, match=f"sana-pipe {command} does not read"):
+        load("tiny", [given], command)
+    load("tiny", [given])
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("train", "data={resolution: 64, buckets: [[64, 64]]}"),
+        ("train", "train.optim={lr: 1e-3}"),
+        ("train", "model.arch.num_layers=2"),
+        ("train", "mirror.gib=2"),
+        ("bucket --pack", "bucket.pack_mib=8"),
+        ("bucket", "bucket.sources.photos.weight=2"),
+        ("encode --engine ray", "encode.ray.cpus=2"),
+        ("encode", "encode.storage=int8"),
+        ("verify --repair", "encode.device=cpu"),
+        ("gc", "cache=elsewhere"),
+    ],
+)
+def test_an_option_that_it_reads_is_taken(command: str, given: str) -> None:
+    if "buckets" in given:
+        with pytest.raises(ConfigError, match=r"data\.buckets: sana-pipe train does not read"):
+            load("tiny", [given], command)
+        given = "data={resolution: 64}"
+    load("tiny", [given], command)
+
+
+def test_a_misspelt_option_is_still_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'bucket\.batch'"):
+        load("tiny", ["bucket.bach=24"], "train")
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("train --set bucket.batch=24", "train"),
+        ("encode --data . --set encode.ray.cpus=2", "encode"),
+        ("bucket --set bucket.pack_mib=8", "bucket"),
+        ("bucket --pack --snapshot s --set bucket.batch=8", "bucket --pack --snapshot"),
+        ("verify --set encode.device=cpu", "verify"),
+        ("snapshots diff a b --set train.steps=1", "snapshots diff"),
+        ("gc --set train.steps=1", "gc"),
+    ],
+)
+def test_the_command_line_says_what_it_is_about_to_do(words: str, refused: str) -> None:
+    result = CliRunner().invoke(cli, [*words.split(), "--config", "tiny"])
+    assert isinstance(result.exception, ConfigError)
+    assert f"sana-pipe {refused} does not read" in str(result.exception)
+
+
+def test_the_table_holds_what_the_stages_really_read(
+    small_cache_copy: Path, make_config: Callable[..., Config], photos: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every stage runs with a configuration whose fields note who reads them."""
+    import stages.bucket
+    import stages.encode
+    import stages.export
+    import stages.gc
+    import stages.pack
+    import stages.sample
+    import stages.snapshots
+    import stages.status
+    import stages.train
+    import stages.verify
+
+    found: dict[str, set[str]] = defaultdict(set)
+    places: dict[int, str] = {}
+    command = ""
+    read = object.__getattribute__
+
+    def noted(section: Any, name: str) -> Any:
+        value = read(section, name)
+        known = name in type(section).model_fields and id(section) in places
+        if command and known and not isinstance(value, configuration._Section):
+            found[command].add(places[id(section)] + name)
+        return value
+
+    def place(section: Any, prefix: str) -> None:
+        places[id(section)] = prefix
+        for name, value in vars(section).items():
+            if isinstance(value, configuration._Section):
+                place(value, f"{prefix}{name}.")
+
+    monkeypatch.setattr(configuration._Section, "__getattribute__", noted)
+    few = ["train.steps=1", "train.save_every=1", "train.optim.warmup_steps=0", "train.ema={}", "sample.steps=1"]
+
+    def run(words: str, stage: Callable[..., Any], **options: Any) -> None:
+        nonlocal command
+        config = make_config(tmp_path, *few)
+        places.clear()
+        place(config, "")
+        command = words
+        try:
+            stage(config, **options)
+        finally:
+            command = ""
+
+    run("encode", stages.encode.run, data=str(photos))
+    run("bucket", stages.bucket.run, name="x")
+    run("bucket --pack --snapshot", stages.pack.run, snapshot="x", name="y")
+    run("train", stages.train.run)
+    run("export", stages.export.run, checkpoint="auto", out=tmp_path / "export")
+    monkeypatch.setattr(stages.sample, "_decode_apart", lambda *_: (_ for _ in ()).throw(ConfigError("enough")))
+    with pytest.raises(ConfigError, match="enough"):
+        run("sample", stages.sample.run, checkpoint="auto", snapshot=None, out=tmp_path / "drawn", count=1)
+    run("status", stages.status.run)
+    run("verify", stages.verify.run)
+    run("gc", stages.gc.run, yes=False, older_than_hours=1)
+    run("snapshots", stages.snapshots.run)
+    odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in found.items()}
+    assert {words: options for words, options in odd.items() if options} == {}
+    assert {"train.steps", "model.weights", "data.resolution"} <= found["train"]
+    assert found["status"] == {"cache"}

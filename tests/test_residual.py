@@ -1,0 +1,143 @@
+"""`train.residual`: the dtype of the tokens between the blocks, under every way to run a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.launch import Launch
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.parallel import mesh
+from pipeline.parallel.spread import spread
+from pipeline.training import checkpoint, trainer
+from pipeline.training.trainer import fit
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+DEEP = SanaConfig(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=32, num_cross_attention_heads=4,
+    cross_attention_head_dim=32, cross_attention_dim=128, caption_channels=24, num_layers=8,
+)  # fmt: skip
+
+
+def gradients(settings: Any, seen: list[torch.dtype] | None = None) -> dict[str, Tensor]:
+    """Of one step, spread as the settings say; `seen` gets the dtype of what each block returns."""
+    with mesh.started(Launch(), settings.train.parallel, CPU) as group:
+        held = spread(tiny_run.model(settings), group, settings.train)
+        for block in held.module.blocks if seen is not None else ():
+            block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        return tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])[2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
+@pytest.mark.parametrize("residual", ["fp32", "compute"])
+def test_the_tokens_have_the_dtype_that_was_asked_for(precision: str, residual: str) -> None:
+    seen: list[torch.dtype] = []
+    gradients(tiny_run.config(precision=precision, residual=residual, layers=2), seen)
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    assert seen == [torch.float32 if residual == "fp32" else half] * 2
+
+
+def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
+    """Gradients of the same weights, rounded to bf16 for all three, against fp32 arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    latents, captions = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 10, 24, generator=generator)
+    mask, times = torch.ones(2, 10, dtype=torch.bool), torch.tensor([300.0, 900.0])
+    start = SanaTransformer.from_scratch(DEEP, 0).bfloat16().state_dict()
+
+    def found(numerics: Numerics, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = SanaTransformer(DEEP, numerics).to(dtype)
+        model.load_state_dict(start)
+        with torch.no_grad():
+            model.patch_embed.proj.weight.mul_(16)  # as deep in a trained model, what a block adds is small
+        out = model(latents.bfloat16().to(dtype), captions.bfloat16().to(dtype), mask, times)
+        assert out.dtype == dtype
+        out.float().square().mean().backward()
+        return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+    exact = found(Numerics(), torch.float32)
+    errors = [tiny_run.distance(found(Numerics(fp32), torch.bfloat16), exact) for fp32 in (True, False)]
+    print(errors)
+    assert errors[0] <= 0.6 * errors[1]
+
+
+def test_in_fp32_there_is_nothing_to_choose() -> None:
+    found = [gradients(tiny_run.config(residual=residual)) for residual in ("fp32", "compute")]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "activation_offload": True},
+        {"compile": "block", "compile_backend": "aot_eager", "activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "activation_compression": "int8"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fp32_tokens_go_with_every_way_to_keep_activations(options: dict[str, Any]) -> None:
+    seen: list[torch.dtype] = []
+    base = {"precision": "bf16", "residual": "fp32", "layers": 2}
+    expected = gradients(tiny_run.config(**base))
+    found = gradients(tiny_run.config(**base, **options), seen)
+    assert set(seen) == {torch.float32}
+    limit = 2e-2 if "activation_compression" in options else 2e-3 if "compile" in options else 0.0
+    assert tiny_run.distance(found, expected) <= limit
+
+
+def test_affine_norms_take_fp32_tokens() -> None:
+    model = SanaTransformer(replace(DEEP, num_layers=1, norm_elementwise_affine=True), Numerics(True)).bfloat16()
+    latents, captions = torch.randn(1, 4, 4, 4).bfloat16(), torch.randn(1, 3, 24).bfloat16()
+    assert model(latents, captions, torch.ones(1, 3, dtype=torch.bool), torch.tensor([500.0])).dtype == torch.bfloat16
+
+
+# -------------------------------------------------------------------------------------------------------- the run
+
+
+def _fit(folder: Path, steps: int, resume: str | None = None, **train: Any) -> list[str]:
+    settings, said = (
+        tiny_run.config(folder, steps=steps, precision="bf16", layers=1, async_save=False, **train),
+        list[str](),
+    )
+    fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=said.append)
+    return said
+
+
+def _began_with(folder: Path, steps: int) -> Any:
+    return checkpoint.read_document(folder / f"checkpoints/step-{steps:08d}").config["train"].get("residual")
+
+
+def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(trainer, "numerics", lambda train: used.append(train.residual) or Numerics())
+    _fit(tmp_path / "new", 1)
+    _fit(tmp_path / "compute", 1, residual="compute")
+    _fit(tmp_path / "compute", 2, resume="auto")
+    assert used == ["fp32", "compute", "compute"]
+    assert (_began_with(tmp_path / "new", 1), _began_with(tmp_path / "compute", 2)) == ("fp32", "compute")
+    said = _fit(tmp_path / "compute", 3, resume="auto", residual="fp32")
+    assert used[-1] == "fp32"
+    assert any("train.residual: compute -> fp32" in line for line in said)
+
+
+def test_a_run_older_than_the_option_goes_on_as_it_was(tmp_path: Path) -> None:
+    _fit(tmp_path, 1, residual="compute")
+    path = tmp_path / "checkpoints/step-00000001/checkpoint.json"
+    document = json.loads(path.read_text())
+    for name in ("residual", "recipe"):
+        del document["config"]["train"][name]
+    values = {name: value for name, value in document.items() if name != "digest"}
+    path.write_text(json.dumps({**values, "digest": checkpoint._digest_of(values)}))
+    _fit(tmp_path, 2, resume="auto")
+    assert _began_with(tmp_path, 2) == "compute"
