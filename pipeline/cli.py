@@ -345,7 +345,8 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
 @_configured
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing."""
+    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing, 4 if
+    something is damaged."""
     config = _load(config_path, overrides)
     from stages import status as stage
 
@@ -354,7 +355,7 @@ def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -
 
 @cli.command()
 @_configured
-@click.option("--repair", is_flag=True, help="Encode damaged records again, and only those.")
+@click.option("--repair", is_flag=True, help="Put documents right, and encode damaged records again, only those.")
 @click.option("--data", multiple=True, metavar="NAME=DIR", help="Where a source is now, if it moved (for --repair).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def verify(

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import launch
-from pipeline.cache import layout
+from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit, check_source_name
@@ -159,6 +159,7 @@ def _run(
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
+    copies.complete(cache.files)
     latent, text = _known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):
