@@ -79,7 +79,8 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train", "verify",
+        "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train",
+        "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
