@@ -254,11 +254,8 @@ def _shown(config: Config) -> dict[str, Any]:
         section, _, key = name.partition(".")
         if name != "train.output":
             found.setdefault(section, {})[key] = _at(tree, name)
-    return {
-        **found,
-        "vae": {**found["vae"], "id": _name(config.vae)},
-        "text": {**found["text"], "id": _name(config.text)},
-    }
+    found["vae"]["id"], found["text"]["id"] = _name(config.vae), _name(config.text)
+    return found
 
 
 def _name(weights: VaeConfig | TextConfig) -> str:
