@@ -485,6 +485,8 @@ class TrainConfig(_Section):
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
+    max_quarantine_rate: with --quarantine, the run saves and ends when more than this share of the last 10,000 samples
+    (of 200 at least) stood in for unreadable ones; a fifth of it brings a warning.
     activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
     inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
     `every-K` (`every-2`): each K-th block in full, the others nothing.
@@ -538,6 +540,7 @@ class TrainConfig(_Section):
     prefetch: NotNegative | None = None
     prefetch_mib: Positive = 128
     loader_threads: Positive = 2
+    max_quarantine_rate: Share = 0.05
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
