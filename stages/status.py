@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
@@ -33,7 +34,7 @@ def run(config: Config, as_json: bool = False) -> int:
         for name, store in told["stores"].items():
             line = (
                 f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
-                f"{store['bytes'] / 1e9:.2f} GB, {store['rejects']} rejected"
+                f"{amount(store['bytes'])}, {store['rejects']} rejected"
             )
             if store["records_missing"]:
                 line += f", {store['records_missing']} records missing"
@@ -46,6 +47,6 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(f"damaged: {name}: {problem}")
         if told["damaged"]:
             click.echo(f"fix: {layout.REPAIR}")
-        free = "" if told["free_bytes"] is None else f"{told['free_bytes'] / 1e9:.1f} GB free; "
+        free = "" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
         click.echo(free + ("complete" if told["complete"] else "not complete"))
     return IntegrityError.exit_code if told["damaged"] else 0 if told["complete"] else 1

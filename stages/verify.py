@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
@@ -77,7 +78,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         }  # fmt: skip
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
-    click.echo(f"{bar.done} files, {size / 1e9:.2f} GB read: " + (f"{len(left)} damaged" if left else "all is right"))
+    click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))
     for fix in sorted({f.fix for f in left if not (mend and f.fix == layout.REPAIR)}):
         click.echo(f"fix: {fix}")
     return IntegrityError.exit_code if left else 0

@@ -63,6 +63,13 @@ def test_text_mode_reaches_the_configuration(stage: Callable[..., Calls]) -> Non
     assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "fast") == 2
 
 
+def test_shrink_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--config", "tiny", "--data", ".") == 0
+    assert end("encode", "--config", "tiny", "--data", ".", "--shrink") == 0
+    assert 0 < calls[0][0][0].encode.max_shrink < 1 == calls[1][0][0].encode.max_shrink
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
@@ -72,7 +79,8 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train", "verify",
+        "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train",
+        "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
@@ -240,7 +248,7 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
     [
         ("encode", "--data", "LONG"), ("encode", "--data", "LONG/x-{0..1}.tar"), ("encode", "--data", "LONG/x.jsonl"),
         ("bucket", "--config", "LONG"), ("status", "--set", "cache=LONG"), ("bucket", "--cache", "LONG"),
-        ("export", "--checkpoint", "LONG"), ("export", "--out", "LONG"), ("sample", "--checkpoint", "LONG"),
+        ("export", "--checkpoint", "LONG"), ("sample", "--checkpoint", "LONG"),
         ("demo", "--out", "LONG"), ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
 )  # fmt: skip
@@ -274,6 +282,13 @@ def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_sys
     for arguments in (("encode", "--data", "shut"), ("status", "--set", "cache=shut"), ("status", "--config", "shut")):
         assert end(*arguments) in (2, 3)
         assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stopped_by", "code"), [("SIGINT", 130), ("SIGTERM", 0), (None, 0)])
+def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stopped_by: str | None, code: int) -> None:
+    """It saved; but `train && export` must not go on. A scheduler's signal is what its job was told to expect."""
+    stage("train", result=types.SimpleNamespace(stopped_by=stopped_by))
+    assert end("train") == code
 
 
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,19 +19,20 @@ import resource
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
 import xxhash
 
+from pipeline import retrying
 from pipeline.cache import layout, owner
 from pipeline.cache.layout import Paths
-from pipeline.errors import CacheError, IntegrityError, NoSpaceError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
 SPARE_DESCRIPTORS = 128
 """What sockets, checkpoints and libraries may open beside shards."""
+T = TypeVar("T")
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -92,6 +94,7 @@ class Files:
 
     Attributes:
         room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
+        patience_s: how long a network file system, or an object store, that is away is waited for.
         damage: documents that were lost or damaged when they were read, and what was wrong: their copies were read.
         mends: whether such a document is written again at once.
         reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
@@ -102,8 +105,8 @@ class Files:
     mends = False
     reopen_s = 0.0
 
-    def __init__(self, root: Path | str):
-        self.root = Path(root)
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+        self.root, self.patience_s = Path(root), patience_s
         self.damage: dict[str, str] = {}
         self.readers: WeakSet[Closing] = WeakSet()
 
@@ -114,6 +117,18 @@ class Files:
 
     def path(self, name: str) -> Path:
         return self.root / name
+
+    def waited(self, read: Callable[[], T]) -> T:
+        """What a read of a file returns, when the file system that it lies on is there.
+
+        Raises:
+            AwayError: it was away for too long.
+            OSError: as `read`.
+        """
+        try:
+            return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
+        except retrying.NoAnswer as error:
+            raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""
@@ -136,7 +151,7 @@ class Files:
 
     def read(self, name: str) -> bytes:
         try:
-            return self.path(name).read_bytes()
+            return self.waited(self.path(name).read_bytes)
         except FileNotFoundError:
             raise IntegrityError(f"{self.path(name)}: is missing", fix=layout.REPAIR) from None
         except OSError as error:
@@ -205,7 +220,7 @@ class Files:
             CacheError: it cannot be read.
         """
         try:
-            return Handle(os.open(self.path(name), os.O_RDONLY))
+            return Handle(self.waited(lambda: os.open(self.path(name), os.O_RDONLY)))
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -12,19 +12,22 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import copies, index, layout
-from pipeline.cache.arrow import parquet_table
+from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Snapshot, check_files, identity
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.retrying import PATIENCE_S
+
+RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
 
 FORGOTTEN = "forgotten"
 """In a scan document: its source is to be used no more."""
@@ -87,13 +90,17 @@ class Cache:
         root: its path, or the URL of a place in an object store.
         create: make it if it is not there; whether publication will hold there is probed first.
         mirror: where copies of what an object store holds are kept, and how much of them; None for the default.
+        patience_s: how long an object store or a network file system that is away is waited for.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
     """
 
-    def __init__(self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None):
-        self.files = files_at(root, mirror)
+    def __init__(
+        self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None,
+        patience_s: float = PATIENCE_S,
+    ):  # fmt: skip
+        self.files = files_at(root, mirror, patience_s)
         if create:
             self.files.probe()
         if not self.files.exists(Paths.FORMAT):
@@ -112,7 +119,7 @@ class Cache:
     @classmethod
     def of(cls, config: Config, *, create: bool = False) -> Cache:
         """The cache that a configuration names."""
-        return cls(config.cache, create=create, mirror=config.mirror)
+        return cls(config.cache, create=create, mirror=config.mirror, patience_s=config.patience_s)
 
     @classmethod
     def if_there(cls, config: Config) -> Cache | None:
@@ -121,7 +128,7 @@ class Cache:
         Raises:
             CacheError: there is something else, so that none can be made either.
         """
-        files = files_at(config.cache, config.mirror)
+        files = files_at(config.cache, config.mirror, config.patience_s)
         if files.exists(Paths.FORMAT):
             return cls.of(config)
         _refuse_other(files)
@@ -151,10 +158,11 @@ class Cache:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
-    def known(self, recipe: layout.Recipe) -> layout.Recipe:
+    def known(self, recipe: RecipeKind) -> RecipeKind:
         """The recipe under which this cache has what `recipe` would make: the same values, whatever the weights were
         called; of several the one with the most records. `recipe` itself if there is none."""
-        same = [one for one in self.recipes(recipe.kind) if one.same_values(recipe)]
+        kind = type(recipe)
+        same = [one for one in self.recipes(recipe.kind) if isinstance(one, kind) and one.same_values(recipe)]
         if len(same) < 2:
             return same[0] if same else recipe
         return max(same, key=lambda one: (len(self.index(one.name)), one.name))
@@ -163,7 +171,9 @@ class Cache:
 
     def put_table(self, table: pa.Table) -> str:
         sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
+            for piece in pieces(table):  # a row group with more text in a column could not be read
+                file.write_table(piece)
         return self.files.put_content(sink.getvalue(), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:
