@@ -61,8 +61,15 @@ class NoSpaceError(CacheError):
     exit_code = 6
 
 
+class AwayError(CacheError):
+    """A store did not answer for as long as `patience_s` says. The same command may well succeed later."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
 class RejectRateError(UserError):
-    """More items were rejected than `encode.max_reject_rate` allows."""
+    """More items were rejected than `encode.max_reject_rate` allows, or more records could not be read than
+    `train.max_quarantine_rate` does."""
 
     exit_code = 5
 
@@ -74,7 +81,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),
-    5: ("more items were rejected than encode.max_reject_rate allows", ("encode",)),
+    5: ("more items were rejected than encode.max_reject_rate allows, or all of them", ("encode",)),
     6: ("there is no space for what is to be written", tuple(name for name in _CACHE if name != "forget")),
     7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
     8: ("the process that decodes pictures failed", ("sample",)),

@@ -41,7 +41,10 @@ def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None,
 # ----------------------------------------------------------------------------------------------------------- CAME
 
 
-def _published(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+def _published(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float,
+    eps: tuple[float, float] = (1e-30, 1e-16),
+) -> None:  # fmt: skip
     """One step of the published algorithm on a whole float64 parameter, by the letter: no sharing of means, outer
     products written out."""
     rows = parameter.shape[0] if parameter.ndim > 1 else 1
@@ -59,30 +62,33 @@ def _published(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr
         return torch.outer(r, c) / r.mean()
 
     value *= 1 - lr * decay
-    u = g / approximated("v", g**2 + 1e-30, 0.999).sqrt()
+    u = g / approximated("v", g**2 + eps[0], 0.999).sqrt()
     u = u / max(1.0, float((u**2).mean()) ** 0.5)
     m = moved("m", u, 0.9)
-    value -= lr * (m if vector else m / approximated("s", (u - m) ** 2 + 1e-16, 0.9999).sqrt())
+    value -= lr * (m if vector else m / approximated("s", (u - m) ** 2 + eps[1], 0.9999).sqrt())
 
 
-def test_came_is_the_published_algorithm() -> None:
+@pytest.mark.parametrize("eps", [(1e-30, 1e-16), (1e-4, 0.3)])
+def test_came_is_the_published_algorithm(eps: tuple[float, float]) -> None:
+    """The second pair is so large that each epsilon shows in its place."""
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     exact = [p.detach().double().clone() for p in ours]
     states: list[dict[str, Tensor]] = [{} for _ in SHAPES]
-    optimizer = CAME([{"params": ours[:4], "weight_decay": 0.1}, {"params": ours[4:]}], lr=1e-2)
+    optimizer = CAME([{"params": ours[:4], "weight_decay": 0.1}, {"params": ours[4:]}], lr=1e-2, eps=eps)
     for step in range(20):
         for i, parameter in enumerate(ours):
             parameter.grad = torch.randn(parameter.shape) * 10.0 ** (-step % 7 - 3)
-            _published(exact[i], parameter.grad.double(), states[i], 1e-2, 0.1 if i < 4 else 0.0)
+            _published(exact[i], parameter.grad.double(), states[i], 1e-2, 0.1 if i < 4 else 0.0, eps)
         optimizer.step()
     for mine, true in zip(ours, exact, strict=True):
         assert float((mine.detach() - true).norm() / true.norm()) < 1e-6
 
 
-def test_a_group_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["default", "nvlabs"])
+def test_a_group_of_any_size_gives_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> dict[str, Tensor]:
-        settings = tiny_run.config(optim={"name": "came"})
+        settings = tiny_run.config(optim={"name": "came"}, recipe=recipe)
         model = tiny_run.model(settings)
         tiny_run.train_losses(model, settings, 2)
         return model.state_dict()
@@ -90,6 +96,32 @@ def test_a_group_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     whole = run()
     monkeypatch.setattr(came, "_GROUP", 500)
     assert all(torch.equal(value, whole[name]) for name, value in run().items())
+
+
+def test_joint_parameters_are_one_matrix() -> None:
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(12, 5))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([6, 2, 4])]
+    one, several = CAME([whole], lr=1e-2), CAME(parts, lr=1e-2, joint=[parts])
+    for step in range(5):
+        whole.grad = torch.randn(12, 5) * 10.0 ** torch.arange(12)[:, None].div(3).sub(step)
+        for part, gradient in zip(parts, whole.grad.split([6, 2, 4]), strict=True):
+            part.grad = gradient.clone()
+        one.step()
+        several.step()
+    torch.testing.assert_close(torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:
+    model = tiny_run.model(tiny_run.config(layers=1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [[names[id(p)] for p in members] for members in optim.joint_weights(model.named_parameters())]
+    before = "transformer_blocks.0."
+    assert sorted(found) == [
+        [f"{before}attn1.to_{part}.weight" for part in "qkv"],
+        [f"{before}attn2.to_{part}.bias" for part in "kv"],
+        [f"{before}attn2.to_{part}.weight" for part in "kv"],
+    ]
 
 
 def test_came_refuses_dtypes_it_would_spoil() -> None:
@@ -333,6 +365,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"(?s)state of adamw, this run has train.optim.name: came.*adamw or adamw8bit"
     ):
         _fit(tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}), resume="auto")
+
+
+def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) -> None:
+    _fit(tiny_run.config(tmp_path / "run", steps=1, optim={"name": "came"}, layers=1))
+    with pytest.raises(ConfigError, match=r"(?s)train.recipe: default.*--set train.recipe=default"):
+        _fit(
+            tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}, layers=1, recipe="nvlabs"), resume="auto"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ loss scaling

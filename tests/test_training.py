@@ -60,6 +60,45 @@ def test_learning_rate_scales_with_the_root_of_the_batch() -> None:
     assert optim.learning_rate(config, 256, 0) == pytest.approx(1e-4)
 
 
+def test_nvlabs_warm_up_begins_with_a_rate_of_nothing() -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=4)
+    rates = [optim.learning_rate(config, 64, step, "nvlabs") for step in range(6)]
+    assert rates == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_under_nvlabs_recipe_everything_decays() -> None:
+    model = tiny_run.model(tiny_run.config())
+    optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU, recipe="nvlabs")
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "says"),
+    [
+        ({"warmup_steps": 2000}, 250, [("warmup_steps = 2000", "rate of 1.", "warmup_steps=25 ")]),
+        ({"warmup_steps": 125}, 250, []),
+        ({"scale_lr": "sqrt", "warmup_steps": 0}, 250, []),
+        ({"lr": 2e-5, "warmup_steps": 0}, 250, [("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps")]),
+        ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
+    ],
+)
+def test_a_rate_that_will_not_do_is_said(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
+    """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
+    found = optim.advice(OptimConfig(**options), 64, steps)
+    assert len(found) == len(says)
+    assert all(part in line for line, parts in zip(found, says, strict=True) for part in parts)
+
+
+def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
+    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    notes = [line for line in said if line.startswith("note: ") and "train.optim" in line]
+    assert len(notes) == 2
+    assert "--set train.optim.warmup_steps=0" in notes[0]
+    assert "--set train.optim.lr=0.0001" in notes[1]
+
+
 def test_only_matrices_decay() -> None:
     model = tiny_run.model(tiny_run.config())
     optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU)
@@ -352,6 +391,20 @@ def test_rows_are_means_over_the_steps_between(finished: Path, tmp_path: Path) -
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 6]
     assert [row["loss"] for row in rows] == pytest.approx([sum(every[:4]) / 4, sum(every[4:]) / 2])
+
+
+def test_the_run_warms_up_from_its_first_step_also_when_resumed(tmp_path: Path) -> None:
+    def settings(steps: int) -> Config:
+        rule = {"lr": 1e-3, "warmup_steps": 4, "scale_lr": "sqrt"}
+        return tiny_run.config(tmp_path / "run", steps=steps, optim=rule)
+
+    _fit(settings(2))
+    _fit(settings(6), resume="auto")
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    full = 1e-3 * math.sqrt(tiny_run.GLOBAL_BATCH / 256)
+    assert [row["lr"] for row in rows] == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
+    model = tiny_run.model(settings(6))
+    assert [row["loss"] for row in rows] == tiny_run.train_losses(model, settings(6), 6), "the optimizer gets that rate"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
