@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from pipeline import launch
-from pipeline.cache import index
+from pipeline.amounts import amount
+from pipeline.cache import copies, index
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import packing
@@ -43,6 +44,7 @@ def run(
     """
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
+    copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     packer = packing.Packer(cache, source, plan)
@@ -74,6 +76,6 @@ def run(
     elif packed is None:
         click.echo(f"{left} units are in other processes' hands: the last of them publishes the packed snapshot")
     else:
-        click.echo(f"packed {source.id} into {told['shards']} shards, {told['bytes'] / 1e9:.3f} GB")
+        click.echo(f"packed {source.id} into {told['shards']} shards, {amount(told['bytes'])}")
         click.echo(f"snapshot {packed} ({name})")
     return packed

@@ -309,7 +309,7 @@ class Reader:
                 raise IntegrityError(
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
-                    fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                    fix=f"{layout.REPAIR} (the recipe's document says how it is stored)",
                 )  # fmt: skip
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
@@ -433,9 +433,17 @@ class Reader:
         """
         got, refused = 0, ""
         for left in reversed(range(attempts)):
-            handle = self._handle(shard) if left else self._anew(shard)
+
+            def fill(anew: bool = left == 0) -> int:
+                handle = self._anew(shard) if anew else self._handle(shard)
+                try:
+                    return handle.read_into(view, offset)
+                except OSError:
+                    self._open.pop(shard, None)  # when its file system is back, this one may stay dead
+                    raise
+
             try:
-                got, refused = handle.read_into(view, offset), ""
+                got, refused = self.files.waited(fill), ""
             except OSError as error:  # a bad sector, a stale file of NFS
                 got, refused = 0, error.strerror or str(error)
                 continue

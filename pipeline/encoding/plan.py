@@ -215,6 +215,15 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
     return missing
 
 
+def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
+    """How many records of a work list are still to be made, and how many are there. Those that failed for good are
+    neither."""
+    index = cache.index(recipe.name)
+    there = index.find(fixed(work.column("key"))) >= 0
+    failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
+    return int((~there & ~failed).sum()), int(there.sum())
+
+
 def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
     """Which rows of a work list have one of these keys (hex)."""
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.compute
 
@@ -33,10 +34,11 @@ from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
 from pipeline.data import detect, image
 from pipeline.data.ahead import TOGETHER
+from pipeline.data.reasons import Kinds
 from pipeline.data.source import Item, Reject, Run, Seen, Source
 from pipeline.data.store import Unreadable
 from pipeline.encoding.fragments import Fragments, Outdated, Rows
-from pipeline.errors import UserError
+from pipeline.errors import IntegrityError, UserError
 
 SCAN = pa.schema(
     [
@@ -56,7 +58,7 @@ AHEAD = 1024
 RUN = 2048
 """Items of a fragment, where the source has no parts that say when they have changed."""
 
-RULE = "fragment-1"
+RULE = "fragment-2"
 """Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
 
 
@@ -105,6 +107,7 @@ def scan(
     source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
     progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
     look: Look = from_bytes, fragments: Fragments | None = None, max_bytes: int = image.MAX_BYTES,
+    max_shrink: float = 1.0,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
@@ -117,9 +120,11 @@ def scan(
             scan, so that a changed policy takes effect on known rows.
         look: how a picture that is not known is examined.
         fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
+        max_shrink: the largest share of the pictures of the last scan that may be missing in this one.
 
     Raises:
-        UserError: two items have the same sample id, or this is another data set under a known name.
+        UserError: two items have the same sample id, this is another data set under a known name, or too little of it
+            is left.
         Stopped: a signal asked for the end.
     """
     while True:
@@ -137,6 +142,7 @@ def scan(
     _unique(name, table)
     if cache is not None:
         _same_set(cache, name, source, table)
+        _not_shrunk(cache, name, table, max_shrink)
     source.recall(places(table))
     return table
 
@@ -167,6 +173,7 @@ class _Scan:
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
+        self._taken_over = False
         self._done = 0
         self._whole: int | None = None
 
@@ -191,14 +198,14 @@ class _Scan:
             self._check()
             decides = (*map(str, self.limits), str(self.rehash))
             shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
-        taken = 0
+        taken, rule = 0, self.source.rule
         made: set[str] = set()
 
         def make(one: str) -> Rows:
             before = self.source.ignored
             table = self._made(shared[one])
             made.add(one)
-            return Rows(table, self.source.ignored - before)
+            return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
         def arrived(one: str, rows: Rows) -> None:
             nonlocal taken
@@ -206,10 +213,14 @@ class _Scan:
             if one not in made:
                 self._reach(len(rows.table))
                 taken += rows.ignored
+                if rule is not None:
+                    rule.seen.update(rows.columns)
 
         if self.fragments is not None:
             self.fragments.gather(list(shared), make, arrived, self._scans)
         self.source.ignored += taken
+        if rule is not None and not self._taken_over:  # what is taken over has passed this check
+            rule.check_seen()
         return [piece.table for piece in pieces if piece.table is not None]
 
     def _pieces(self) -> list[_Piece]:
@@ -219,6 +230,7 @@ class _Scan:
             self._check()
             run = runs.get(part.name)
             if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+                self._taken_over = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
             if self._known is None:
@@ -296,7 +308,9 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     table = cache.table(scan["table"])
     found = list(places(table))
     parts = sorted({part for _, part, _ in found})
-    source = detect.reopen(location or scan["root"], scan.get("source_format", "folder"), parts, config, name)
+    source = detect.reopen(
+        location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
+    )
     source.recall(found)
     return source
 
@@ -347,12 +361,21 @@ def _row(item: str, **values: Any) -> dict[str, Any]:
     return {**empty, "item": item, "captions": [], **values}
 
 
+def _table(cache: Cache, scan: dict[str, Any]) -> pa.Table | None:
+    """The table of a scan; None if it is lost or damaged: then every item is read again."""
+    try:
+        return cache.table(scan["table"])
+    except IntegrityError as error:
+        click.echo(f"{error.what}; the source is read anew")
+        return None
+
+
 def _last(cache: Cache, name: str) -> pa.Table | None:
     """The table of the last scan, with the columns of this version."""
     last = cache.last_scan(name)
-    if last is None:
+    table = _table(cache, last) if last is not None else None
+    if table is None:
         return None
-    table = cache.table(last["table"])
     for column in SCAN:
         if column.name not in table.column_names:
             table = table.append_column(column, pa.nulls(table.num_rows, column.type))
@@ -393,11 +416,40 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
     last = cache.last_scan(name)
     if last is None or last["root"] == source.location:
         return
-    before = set(cache.table(last["table"]).column("item").to_pylist())
+    known = _table(cache, last)
+    before = set(known.column("item").to_pylist()) if known is not None else set()
     if before and table.num_rows and before.isdisjoint(table.column("item").to_pylist()):
         raise UserError(
             f"source {name!r} was last read from {last['root']}; {source.location} shares none of its {len(before)} "
             "items",
             fix=f"if this is another data set, give it its own name: --source-name NAME (sources so far: "
             f"{', '.join(cache.sources())})",
+        )
+
+
+def lost(cache: Cache, name: str, table: pa.Table) -> tuple[pa.Table, int]:
+    """The pictures that the last scan of a source could use and that are missing in `table`: neither their items nor
+    their bytes are in it, or only among what cannot be read. And of how many. A picture that a setting leaves out is
+    not missing."""
+    last = _last(cache, name)
+    before = (SCAN.empty_table() if last is None else last).filter(pa.compute.field("reject").is_null())
+    usable = pa.compute.field("reject").is_null() | pa.compute.field("width").is_valid()
+    now = table.filter(usable)
+    items, digests = (set(now.column(column).to_pylist()) for column in ("item", "digest"))
+    pairs = zip(*(before.column(column).to_pylist() for column in ("item", "digest")), strict=True)
+    return before.filter(pa.array([i not in items and d not in digests for i, d in pairs], pa.bool_())), len(before)
+
+
+def _not_shrunk(cache: Cache, name: str, table: pa.Table, most: float) -> None:
+    gone, before = lost(cache, name, table)
+    if len(gone) > most * before:
+        items = gone.column("item").to_pylist()
+        here = dict(zip(*(table.column(column).to_pylist() for column in ("item", "reject")), strict=True))
+        kinds = Kinds.of((item, here.get(item) or "is not there any more") for item in items)
+        raise UserError(
+            f"{len(gone)} of the {before} pictures of source {name!r} are missing",
+            expected=f"at most {most:.0%} (encode.max_shrink)",
+            found="\n" + "\n".join(kinds.lines()),
+            fix="bring them back; if they are gone for good: sana-pipe encode --shrink ...; if this is another data "
+            "set: --source-name NAME",
         )

@@ -66,6 +66,7 @@ def config(
         "text": {"id": "none"},
         "model": {"arch": {**shape, **(arch or {})}},
         "train": base,
+        "patience_s": 1.0,
     }
     return Config.model_validate(sections)
 
@@ -182,11 +183,11 @@ def train_losses(
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
     train, held = settings.train, model if isinstance(model, Spread) else Spread(model)
-    optimizer = optim.build(held.module, train.optim, torch.device("cpu"))
+    optimizer = optim.build(held.module, train.optim, torch.device("cpu"), recipe=train.recipe)
     step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
     found = []
     for number in range(steps):
-        optim.set_learning_rate(optimizer, optim.learning_rate(train.optim, GLOBAL_BATCH, number))
+        optim.set_learning_rate(optimizer, optim.learning_rate(train.optim, GLOBAL_BATCH, number, train.recipe))
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
         found.append(float(outcome.loss))
     return found
