@@ -3,15 +3,10 @@
 What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
-<<<<<<< HEAD
-exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
-command reads.
-=======
 exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
 keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
->>>>>>> main
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
+command reads.
 """
 
 from __future__ import annotations
@@ -151,13 +146,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-<<<<<<< HEAD
-    given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
-    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
-=======
     own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = _load(config_path, (*overrides, *own))
->>>>>>> f-remote
+    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {

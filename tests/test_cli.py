@@ -247,7 +247,7 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
     [
         ("encode", "--data", "LONG"), ("encode", "--data", "LONG/x-{0..1}.tar"), ("encode", "--data", "LONG/x.jsonl"),
         ("bucket", "--config", "LONG"), ("status", "--set", "cache=LONG"), ("bucket", "--cache", "LONG"),
-        ("export", "--checkpoint", "LONG"), ("export", "--out", "LONG"), ("sample", "--checkpoint", "LONG"),
+        ("export", "--checkpoint", "LONG"), ("sample", "--checkpoint", "LONG"),
         ("demo", "--out", "LONG"), ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
 )  # fmt: skip
