@@ -168,9 +168,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    given = [*overrides, *([f"text.mode={text_mode}"] if text_mode else [])]
-    given += ["encode.max_shrink=1"] if shrink else []
-    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
+    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
+    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
