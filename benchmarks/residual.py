@@ -77,9 +77,9 @@ def kept(fp32_residual: bool, checkpointing: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--side", type=int, default=8, help="of the token grid")
-    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one block")
     size = parser.parse_args()
     layers = 1 if size.quick else size.layers

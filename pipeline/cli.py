@@ -3,15 +3,10 @@
 What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
 `sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
 Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
-<<<<<<< HEAD
-exit code; anything else is a defect and keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
-command reads.
-=======
 exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
 keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one of them.
->>>>>>> main
+Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
+command reads.
 """
 
 from __future__ import annotations
@@ -102,6 +97,7 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
     "--reassign", metavar="FILE", help="Encode these pictures for other buckets, too; `bucket` writes such a list."
 )
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
+@click.option("--shrink", is_flag=True, help="The source may have lost more than encode.max_shrink of its pictures.")
 @click.option(
     "--text-mode",
     type=click.Choice(["auto", "exact"]),
@@ -127,6 +123,7 @@ def encode(
     source_name: str | None,
     reassign: str | None,
     rehash: bool,
+    shrink: bool,
     text_mode: str | None,
     task_index: int | None,
     task_count: int | None,
@@ -141,7 +138,8 @@ def encode(
     same command again to continue.
 
     Exit code 6: there is no room for what is to be written (with --dry-run: there will not be); encoding waits for it
-    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate.
+    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate, or
+    nothing but rejects.
     """
     if (task_index is None) != (task_count is None):
         raise click.UsageError("--task-index and --task-count belong together")
@@ -149,8 +147,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    given = (*overrides, *([f"text.mode={text_mode}"] if text_mode else []))
-    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
+    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
+    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -275,7 +273,11 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
 @cli.command()
 @_configured
 @click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
-@click.option("--resume", metavar="auto|PATH", help="`auto`: the newest complete checkpoint of train.output.")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
+)
 @click.option(
     "--quarantine", metavar="FILE",
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
@@ -291,7 +293,8 @@ def train(
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    return stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
 @cli.command()
@@ -321,15 +324,23 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     "--format", "form", type=click.Choice(["diffusers", "nvlabs"]), default="diffusers", show_default=True,
     help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
 )  # fmt: skip
-@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write.")
+@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write; new or empty.")
+@click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
 def export(
-    config_path: str | None, overrides: tuple[str, ...], checkpoint: str, ema: bool, dtype: str, form: str, out: str
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    checkpoint: str,
+    ema: bool,
+    dtype: str,
+    form: str,
+    out: str,
+    overwrite: bool,
 ) -> Any:
     """Write a folder that diffusers' SanaPipeline.from_pretrained loads, or files with NVlabs' names."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema, dtype=dtype, form=form)
+    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite, dtype=dtype, form=form)
 
 
 @cli.command()

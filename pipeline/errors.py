@@ -59,7 +59,14 @@ class NoSpaceError(CacheError):
     exit_code = 6
 
 
+class AwayError(CacheError):
+    """A store did not answer for as long as `patience_s` says. The same command may well succeed later."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
 class RejectRateError(UserError):
-    """More items were rejected than `encode.max_reject_rate` allows."""
+    """More items were rejected than `encode.max_reject_rate` allows, or more records could not be read than
+    `train.max_quarantine_rate` does."""
 
     exit_code = 5

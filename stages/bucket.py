@@ -18,6 +18,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
+from pipeline.amounts import amount
 from pipeline.cache import layout, snapshot
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
@@ -25,7 +26,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import buckets, selection
+from pipeline.data import buckets, reasons, selection
 from pipeline.data.captions import instruction
 from pipeline.data.filters import Filter
 from pipeline.data.join import BucketReport, Frame, Joined, assemble, join, unjudged, usable
@@ -114,7 +115,7 @@ def run(
         )  # fmt: skip
         return _Made(head, samples, names, report, joined, frame, moves)
 
-    told: dict[str, Any] = {"dry_run": dry_run, "name": name}
+    told: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     kept_away = None
     if away.any():
         side = Joined(joined.sources)
@@ -137,6 +138,9 @@ def run(
         label = f"{name or 'latest'}.heldout"
         told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, move, latest=False)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
+    if joined.examples:
+        lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)
+        told["reports"] = [one.files.where(name) for one, name in lists if one.files.exists(name)]
     _tell(told, as_json)
     return told["snapshot"] or ""
 
@@ -230,7 +234,10 @@ def _publish(
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in made.report],
         "sources": dict(zip(sources, held, strict=True)),
         "left_out": [
-            {"reason": reason, "samples": count, "keep": made.joined.keep.get(reason)}
+            {
+                "reason": reason, "samples": count, "keep": made.joined.keep.get(reason),
+                **({"examples": some} if (some := made.joined.examples.get(reason)) else {}),
+            }
             for reason, count in head["left_out"].items()
         ],
         "adopted_bytes": brought,
@@ -276,11 +283,15 @@ def _tell(told: dict[str, Any], as_json: bool) -> None:
         click.echo(f"{one['samples']} samples, {one['steps_per_epoch']:.2f} optimizer steps per epoch")
         if one["adopted_bytes"]:
             verb = "would be" if told["dry_run"] else "were"
-            click.echo(f"{one['adopted_bytes'] / 1e9:.3f} GB of shards {verb} linked or copied from other caches")
+            click.echo(f"{amount(one['adopted_bytes'])} of shards {verb} linked or copied from other caches")
         if one is told:
             for left in one["left_out"]:
                 keep = f"; to keep: {left['keep']}" if left["keep"] else ""
                 click.echo(f"left out: {left['samples']:6d}  {left['reason']}{keep}")
+                if "examples" in left:
+                    click.echo(f"{'':18}{reasons.examples(left['examples'], left['samples'])}")
+            for file in told["reports"]:
+                click.echo(f"each reject with its reason: {file}")
             for entry in told["reassign"]:
                 click.echo(
                     f"{entry['items']} pictures of {entry['source']!r} have to be encoded for another bucket: "

@@ -62,7 +62,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
         ["encode", "--data", folder],
         ["bucket"],
         ["train", "--resume", "auto", *faster],
-        ["export", "--out", "export"],
+        ["export", "--out", "export", "--overwrite"],
         ["sample", "--out", "samples"],
     ):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -22,13 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import launch
+from pipeline.amounts import amount
 from pipeline.cache import layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit, check_source_name
 from pipeline.config import Config
-from pipeline.data import buckets, captions, image
+from pipeline.data import buckets, captions, image, reasons
 from pipeline.data.detect import open_source
+from pipeline.data.reasons import Kinds
 from pipeline.data.source import Source
 from pipeline.encoding import claims, estimate, on_ray, worker
 from pipeline.encoding import engine as engines
@@ -116,7 +117,7 @@ def dry_run(
             speed = estimate.probe(work, config, source, latent, engines.device(config))
             times = estimate.times(work, sizes, speed, config, tasks)
         reserve = int(config.encode.min_free_gib * 2**30)
-        free = files_at(config.cache, config.mirror).free_bytes()
+        free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
         told = estimate.report(source.name, work, sizes, free, reserve, times)
         for line in estimate.lines(told, config.cache):
             click.echo(line)
@@ -126,7 +127,7 @@ def dry_run(
 
 
 def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
-    source = open_source(data, config.data, name, format)
+    source = open_source(data, config.data, name, format, config.patience_s)
     check_source_name(source.name)  # before hours of reading
     return source
 
@@ -146,7 +147,7 @@ def _scan(
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look, fragments=fragments, max_bytes=config.data.max_bytes,
+            look=look, fragments=fragments, max_bytes=config.data.max_bytes, max_shrink=config.encode.max_shrink,
         )  # fmt: skip
 
 
@@ -167,6 +168,11 @@ def _run(
     fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
     with stop.polite():
         scan = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
+    out = scan.filter(pc.is_valid(scan.column("reject"))).select(["item", "width", "reject"])
+    rejected = [Reject("", row["item"], row["reject"]) for row in out.to_pylist()]
+    faults = out.column("width").null_count  # a row that has a width was left out by a setting
+    _check_rejects(config, cache, name, scan.num_rows, rejected, faults)
+    gone = len(scanning.lost(cache, name, scan)[0])
     cache.add_scan(
         name,
         {
@@ -175,17 +181,26 @@ def _run(
             **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )  # fmt: skip
-    out = scan.filter(pc.is_valid(scan.column("reject"))).select(["item", "reject"])
-    rejected = [Reject("", row["item"], row["reject"]) for row in out.to_pylist()]
-    usable = scan.num_rows - len(rejected)
-    click.echo(f"source {name!r}: {scan.num_rows} items, {usable} usable, {len(rejected)} rejected by the scan")
-    if source.ignored:
-        click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
-    _check_rejects(config, cache, name, scan.num_rows, rejected)
-
     images = planning.image_work(scan, name, latent, table, targets)
     texts = planning.caption_work(scan, text)
+    (new_images, old_images), (new_texts, old_texts) = (
+        planning.counted(cache, recipe, work) for recipe, work in ((latent, images), (text, texts))
+    )
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
+    idle = not new_images + new_texts and not worker.missing_units(
+        cache, [*text_plans, *planning.plan_images(cache, latent, images, config.encode)]
+    )
+    told = [
+        f"source {name!r}: {scan.num_rows} items, {len(rejected)} rejected by the scan",
+        f"pictures: {new_images} new, {old_images} reused, {gone} gone",
+        f"captions: {new_texts} new, {old_texts} reused",
+    ]
+    if idle:
+        click.echo("; ".join([*told, "nothing to do"]))
+    else:
+        click.echo("\n".join(told))
+        if source.ignored:
+            click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
     with _workers(config, cache, source, stop)[engine](share) as encode:
         made_text, left_text, text_speed = encode(worker.missing_units(cache, text_plans), "captions")
         claims.sweep(cache, text_plans)
@@ -200,17 +215,20 @@ def _run(
         worker.missing_units(cache, image_plans)
 
     fragments.finish()
-    rejected += _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
+    failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
+    rejected += failed
     _report_rejects(cache, name, rejected)
-    for index in (cache.index(latent.name), cache.index(text.name)):
-        size = sum(index.bytes)
-        click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size / 1e6:.1f} MB")
+    for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
+        size = amount(sum(index.bytes))
+        click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     if left_text + left_images:
         click.echo(f"{left_text + left_images} units were in other workers' hands when this one ended")
-    _check_rejects(config, cache, name, scan.num_rows, rejected)
+    _check_rejects(config, cache, name, scan.num_rows, rejected, faults + len(failed))
     return {
         "images": made_images, "captions": made_text, "rejects": len(rejected), "left": left_text + left_images,
-        "items": scan.num_rows, "speed": {"captions": text_speed, "images": image_speed},
+        "items": scan.num_rows, "new": {"images": new_images, "captions": new_texts},
+        "reused": {"images": old_images, "captions": old_texts}, "gone": gone,
+        "speed": {"captions": text_speed, "images": image_speed},
     }  # fmt: skip
 
 
@@ -333,23 +351,38 @@ def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[R
 
 
 def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
-    path = f"reports/rejects-{name}.csv"
+    path = reasons.report(name)
     sheet = io.StringIO()
     rows = csv.writer(sheet, lineterminator="\n")
     rows.writerow(["item", "reason"])
-    rows.writerows(sorted((r.item, r.reason) for r in rejects))
+    rows.writerows((reasons.cell(item), reasons.cell(why)) for item, why in sorted((r.item, r.reason) for r in rejects))
     cache.files.replace(path, sheet.getvalue().encode())
     if rejects:
         click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
-        for reason, count in Counter(r.reason for r in rejects).most_common(8):
-            click.echo(f"  {count:6d}  {reason}")
+        for line in Kinds.of((r.item, r.reason) for r in rejects).lines():
+            click.echo(line)
 
 
-def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: list[Reject]) -> None:
-    if items and len(rejects) / items > config.encode.max_reject_rate:
-        _report_rejects(cache, name, rejects)
-        raise RejectRateError(
-            f"{len(rejects)} of {items} items of source {name!r} were rejected",
-            expected=f"at most {config.encode.max_reject_rate:.1%} (encode.max_reject_rate)",
-            fix=f"look at {cache.files.where(f'reports/rejects-{name}.csv')}, or raise encode.max_reject_rate",
-        )
+def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: list[Reject], faults: int) -> None:
+    """Raises a RejectRateError if there are too many rejects, or nothing else.
+
+    Args:
+        faults: rejects that no setting asked for.
+    """
+    most, where = config.encode.max_reject_rate, cache.files.where(reasons.report(name))
+    if not items or (faults / items <= most and len(rejects) < items):
+        return
+    _report_rejects(cache, name, rejects)
+    kinds = Kinds.of((r.item, r.reason) for r in rejects)
+    if len(rejects) < items:
+        expected = f"at most {most:.1%} (encode.max_reject_rate)"
+        fix = f"look at {where}, or raise encode.max_reject_rate"
+    else:
+        expected = "some that can be used; the source is left as it was"
+        fix = f"look at {where}"
+        if any("caption" in kind for kind in kinds.counts):
+            fix = "put the caption of X.jpg into X.txt, or say where it is: --set data.caption_field=COLUMN"
+    raise RejectRateError(
+        f"{len(rejects)} of {items} items of source {name!r} were rejected", expected=expected,
+        found="\n" + "\n".join(kinds.lines()), fix=fix,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache.store import Cache
 from pipeline.cache.unneeded import remove, unneeded
 from pipeline.config import Config
@@ -38,5 +39,5 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     if len(found) < len(listed):
         click.echo(f"{len(listed) - len(found)} files were used again or removed by others meanwhile")
     verb = "removed" if yes else "could be removed (--yes)"
-    click.echo(f"{len(found)} files, {size / 1e9:.3f} GB {verb}")
+    click.echo(f"{len(found)} files, {amount(size)} {verb}")
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from pipeline import launch
+from pipeline.amounts import amount
 from pipeline.cache import index
 from pipeline.cache.store import Cache
 from pipeline.config import Config
@@ -74,6 +75,6 @@ def run(
     elif packed is None:
         click.echo(f"{left} units are in other processes' hands: the last of them publishes the packed snapshot")
     else:
-        click.echo(f"packed {source.id} into {told['shards']} shards, {told['bytes'] / 1e9:.3f} GB")
+        click.echo(f"packed {source.id} into {told['shards']} shards, {amount(told['bytes'])}")
         click.echo(f"snapshot {packed} ({name})")
     return packed

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import compare
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache, check_snapshot_name
@@ -28,11 +29,11 @@ def run(config: Config, as_json: bool = False) -> int:
     if as_json:
         click.echo(json.dumps({"snapshots": found}))
         return 0
-    click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'GB':>9}  names")
+    click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'size':>10}  names")
     for entry in found:
         click.echo(
             f"{entry['id'][:12]}  {(entry['parent'] or '-')[:12]:<12}  {entry['samples']:>9}  {entry['buckets']:>7}  "
-            f"{entry['left_out']:>8}  {entry['bytes'] / 1e9:>9.3f}  {', '.join(entry['names']) or '-'}"
+            f"{entry['left_out']:>8}  {amount(entry['bytes']):>10}  {', '.join(entry['names']) or '-'}"
             + (" (packed)" if entry["packed"] else "")
         )
     return 0

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import audit
 from pipeline.cache.store import Cache
 from pipeline.config import Config
@@ -31,7 +32,7 @@ def run(config: Config, as_json: bool = False) -> int:
         for name, store in told["stores"].items():
             line = (
                 f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
-                f"{store['bytes'] / 1e9:.2f} GB, {store['rejects']} rejected"
+                f"{amount(store['bytes'])}, {store['rejects']} rejected"
             )
             if store["records_missing"]:
                 line += f", {store['records_missing']} records missing"
@@ -40,6 +41,6 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(line)
         for name, snapshot in told["snapshots"].items():
             click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in told["packed"] else ""))
-        free = "" if told["free_bytes"] is None else f"{told['free_bytes'] / 1e9:.1f} GB free; "
+        free = "" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
         click.echo(free + ("complete" if told["complete"] else "not complete"))
     return 0 if told["complete"] else 1

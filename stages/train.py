@@ -18,6 +18,7 @@ from pipeline.data.loader import Loader, State
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.parallel.mesh import check_sizes
+from pipeline.retrying import TIMEOUT_S
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
 
 
@@ -86,7 +87,7 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
             text=train.text,
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
-            timeout_s=train.loader_timeout_s,
+            timeout_s=config.patience_s + 2 * TIMEOUT_S,  # who waits for a store gives up first, and knows why
             quarantine=quarantine,
         )
 
@@ -98,4 +99,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=loader,
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
+        names=snapshot.names,
     )

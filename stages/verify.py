@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pipeline import launch
+from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
@@ -61,7 +62,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
             click.echo(f"  and {len(finding.records) - 20} more records")
         if finding.path in outcomes:
             click.echo(f"  {outcomes[finding.path]}")
-    click.echo(f"{read[0]} files, {read[1] / 1e9:.2f} GB read: " + (f"{len(left)} damaged" if left else "all is right"))
+    click.echo(f"{read[0]} files, {amount(read[1])} read: " + (f"{len(left)} damaged" if left else "all is right"))
     if left and not mend:
         click.echo("fix: sana-pipe verify --repair")
     if "replaced" in outcomes.values():

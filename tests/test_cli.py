@@ -63,6 +63,13 @@ def test_text_mode_reaches_the_configuration(stage: Callable[..., Calls]) -> Non
     assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "fast") == 2
 
 
+def test_shrink_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--config", "tiny", "--data", ".") == 0
+    assert end("encode", "--config", "tiny", "--data", ".", "--shrink") == 0
+    assert 0 < calls[0][0][0].encode.max_shrink < 1 == calls[1][0][0].encode.max_shrink
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
@@ -138,7 +145,7 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False, "move": False}
     assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
     assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
-    assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True}
+    assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True, "move": False}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
     assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None}
     assert end("train", "--quarantine", "q") == 0
@@ -154,10 +161,15 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
     bucket, pack = stage("bucket", result="made"), stage("pack")
     assert end("bucket", "--pack", "--name", "n") == 0
-    assert len(bucket) == 1 and pack[0][1] == {"snapshot": "made", "name": "n", "as_json": False}
-    assert end("bucket", "--pack", "--snapshot", "s", "--json") == 0
-    assert len(bucket) == 1 and pack[1][1] == {"snapshot": "s", "name": None, "as_json": True}
-    for wrong in (["--snapshot", "s"], ["--pack", "--dry-run"], ["--pack", "--json"]):
+    assert len(bucket) == 1 and pack[0][1] == {
+        "snapshot": "made", "name": "n", "as_json": False, "move": False, "latest": False,
+    }  # fmt: skip
+    assert bucket[0][1] == {}, "the name is the packed snapshot's"
+    assert end("bucket", "--pack", "--snapshot", "s", "--json", "--latest", "--move") == 0
+    assert len(bucket) == 1 and pack[1][1] == {
+        "snapshot": "s", "name": None, "as_json": True, "move": True, "latest": True,
+    }  # fmt: skip
+    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"]):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2
 
@@ -269,6 +281,13 @@ def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_sys
     for arguments in (("encode", "--data", "shut"), ("status", "--set", "cache=shut"), ("status", "--config", "shut")):
         assert end(*arguments) in (2, 3)
         assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stopped_by", "code"), [("SIGINT", 130), ("SIGTERM", 0), (None, 0)])
+def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stopped_by: str | None, code: int) -> None:
+    """It saved; but `train && export` must not go on. A scheduler's signal is what its job was told to expect."""
+    stage("train", result=types.SimpleNamespace(stopped_by=stopped_by))
+    assert end("train") == code
 
 
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pipeline import config as module
 from pipeline.config import Config, dump, find, load, shipped
 from pipeline.errors import ConfigError
+from pipeline.training.optim import peak_learning_rate
 
 MINIMAL = """\
 vae: {id: some/vae}
@@ -276,6 +277,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         optim = config.train.optim
         assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (2e-5, (0.9, 0.999), 1e-10, 0.0)
         assert (optim.clip, optim.warmup_steps, config.train.flow.shift) == (0.1, warmup, 3.0)
+        assert optim.scale_lr == "sqrt"
         assert config.model.weights is not None
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
@@ -322,7 +324,8 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     report = stages.train.run(config, say=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
-    assert row["lr"] == pytest.approx(config.train.optim.lr / config.train.optim.warmup_steps)
+    peak = peak_learning_rate(config.train.optim, load("tiny").bucket.batch)  # that of the snapshot
+    assert row["lr"] == pytest.approx(peak / config.train.optim.warmup_steps)
     assert (tmp_path / "run/tensorboard").exists() == (config.train.trackers == ["tensorboard"])
 
 
@@ -359,6 +362,16 @@ TREES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=8,
 )
+
+
+def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
+        found = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
+        assert found is not None and (found.id, found.subfolder, found.variant) == (str(weights), subfolder, None)
+    with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
+        load("tiny", ["model.weights=OWNER/NAME"])
+    assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None
 
 
 @given(TREES)

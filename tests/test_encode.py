@@ -388,6 +388,73 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
         stages.encode.run(config, data=str(source))
 
 
+def test_a_source_of_which_much_is_missing_is_left_as_it_was(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    before = Cache(start.cache).last_scan("photos")
+    away = [path for path in sorted(source.iterdir()) if path.suffix != ".txt"][:3]
+    for path in away:
+        path.rename(path.with_suffix(".gone"))
+    with pytest.raises(UserError, match="3 of the 12") as refused:
+        stages.encode.run(start, data=str(source))
+    assert away[0].name in str(refused.value) and "--shrink" in str(refused.value.fix)
+    assert Cache(start.cache).last_scan("photos") == before
+    done = stages.encode.run(make_config(tmp_path, "encode.max_shrink=0.25"), data=str(source))
+    assert (done["items"], done["gone"]) == (9, 3)
+    for path in away:
+        path.with_suffix(".gone").rename(path)
+    done = stages.encode.run(start, data=str(source))
+    assert (done["gone"], done["new"]["images"], done["reused"]["images"]) == (0, 0, 12)
+    for path in list(source.iterdir()):  # other names are no loss
+        path.rename(path.with_name("new-" + path.name))
+    assert stages.encode.run(start, data=str(source))["gone"] == 0
+    # nor is what a setting leaves out
+    strict = make_config(tmp_path, "data.min_side=500", "encode.max_reject_rate=0.1")
+    done = stages.encode.run(strict, data=str(source))
+    assert done["gone"] == 0 and 2 < done["rejects"] < 12
+    with pytest.raises(RejectRateError, match="12 of 12"):
+        stages.encode.run(make_config(tmp_path, "data.min_side=50000"), data=str(source))
+
+
+def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in source.glob("*.txt"):
+        path.unlink()
+    no_models(monkeypatch)
+    config = make_config(tmp_path, "encode.max_reject_rate=1.0")
+    with pytest.raises(RejectRateError, match="12 of 12") as refused:
+        stages.encode.run(config, data=str(source))
+    assert str(refused.value.found).count("no caption") == 1
+    assert "--set data.caption" in str(refused.value.fix)
+    assert Cache(config.cache).sources() == []
+    assert len(reasons(config, source)) == 12
+
+
+def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture(source / "more.png", 1)
+    done = stages.encode.run(start, data=str(source))
+    said = capsys.readouterr().out
+    assert "pictures: 1 new, 12 reused, 0 gone" in said and "captions: 1 new, 13 reused" in said
+    assert (done["new"], done["reused"]) == ({"images": 1, "captions": 1}, {"images": 12, "captions": 13})
+    no_models(monkeypatch)
+    done = stages.encode.run(start, data=str(source))
+    [line] = capsys.readouterr().out.splitlines()
+    assert "0 new, 13 reused" in line and "nothing to do" in line
+    assert (done["images"], done["captions"]) == (0, 0)
+    (source / "more.png").unlink()
+    assert stages.encode.run(start, data=str(source))["gone"] == 1
+    assert "1 gone" in capsys.readouterr().out
+
+
+def test_a_list_of_rejects_holds_no_formula(start: Config, source: Path) -> None:
+    (source / "=cmd|calc.png").write_bytes(b"no picture")
+    stages.encode.run(start, data=str(source))
+    assert set(reasons(start, source)) == {"'=cmd|calc.png"}
+
+
 def test_a_picture_that_vanishes_is_planned_again(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture(source / "late.png", 9)
     data = (source / "late.png").read_bytes()

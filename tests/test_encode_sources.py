@@ -21,7 +21,7 @@ from pipeline.config import Config
 from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import worker
-from pipeline.errors import UserError
+from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from tests.test_remote import serve
 
@@ -173,9 +173,9 @@ def test_a_member_that_changed_since_the_scan_is_told_and_mended(
         return plans
 
     monkeypatch.setattr(stages.encode.planning, "plan_images", swap)
-    done = stages.encode.run(config, data=str(tars))
-    assert done["images"] == 0
-    assert done["rejects"] == COUNT
+    with pytest.raises(RejectRateError, match=f"{COUNT} of {COUNT}"):
+        stages.encode.run(config, data=str(tars))
+    assert Cache(config.cache).sources() == ["tars"], "the scan was good"
     monkeypatch.undo()
     assert stages.encode.run(config, data=str(tars))["images"] == COUNT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import shutil
 import subprocess
@@ -261,11 +262,64 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(export, "_copy_model", full)
         with pytest.raises(UserError, match="No space left"):
-            export.run(trained.config, "auto", out)
+            export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
-    export.run(trained.config, "auto", out)  # an earlier export may be replaced
+    export.run(trained.config, "auto", out, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
+
+
+def test_only_an_older_export_of_the_same_run_is_overwritten(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "export"
+    out.mkdir()
+    mark = out / export.MARK
+    state = {"run": export._run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
+    written: list[Path] = []
+    monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[5]))
+
+    def run(before: dict[str, Any], overwrite: bool) -> str:
+        mark.write_text(json.dumps({"state": before}))
+        content = mark.read_bytes()
+        try:
+            export.run(trained.config, "auto", out, overwrite=overwrite)
+        except UserError as error:
+            assert mark.read_bytes() == content
+            return str(error)
+        return "written"
+
+    assert "--overwrite" in run({**state, "step": 2}, False)
+    assert run({**state, "step": 4}, True).count("--overwrite") == 0
+    for odd in ({"run": "another"}, {"seed": 1}, {"snapshot": "another"}):
+        assert "another run" in run({**state, **odd, "step": 2}, True)
+    assert "another run" in run({name: value for name, value in state.items() if name != "run"}, True)
+    assert not written
+    assert run({**state, "step": 2}, True) == "written"
+
+
+def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Trained, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(trained.config.vae.id, models)
+    for name, key in (("vae/config", "_name_or_path"), ("text_encoder/config", "_name_or_path"),
+                      ("tokenizer/tokenizer_config", "name_or_path")):  # fmt: skip
+        path = models / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: str(models)}))
+    secret = "https://user:sesame@host/tiny?sig=sesame"
+    config = changed(
+        trained.config, tmp_path, f"vae.id={models}", f"text.id={models}", f"data.image_root={tmp_path}",
+        f"mirror.path={tmp_path}", f"bucket.caches=[{tmp_path}]", f"text.revision='{secret}'",
+    )  # fmt: skip
+    out = export.run(config, "auto", tmp_path / "export")
+    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for place in (str(tmp_path), str(trained.root), "sesame"):
+        assert [name for name, content in files.items() if place.encode() in content] == []
+    mark = json.loads(files.pop(export.MARK))
+    assert mark["files"] == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
+    }
+    assert mark["state"]["step"] == 3
+    assert mark["config"]["text"]["instruction"] == "Draw this: "
 
 
 def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls"}
-MIDDLE = BASE | {"pipeline.launch", "pipeline.processes"}
+BASE = {"pipeline.config", "pipeline.errors", "pipeline.urls", "pipeline.amounts"}
+MIDDLE = BASE | {"pipeline.launch", "pipeline.processes", "pipeline.retrying"}
 # Longest matching prefix decides. A room may always import itself.
 ALLOWED: dict[str, set[str]] = {
     "pipeline": set(),
     "pipeline.errors": {"pipeline.urls"},
-    "pipeline.config": {"pipeline.errors"},
+    "pipeline.config": {"pipeline.errors", "pipeline.urls"},
     "pipeline.urls": set(),
+    "pipeline.amounts": set(),
     "pipeline.launch": BASE,
     "pipeline.processes": set(),
     "pipeline.retrying": set(),
@@ -43,7 +44,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRA
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},
 }
-CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "xxhash", "zstandard"}
+CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
 
 

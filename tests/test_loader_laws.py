@@ -415,7 +415,7 @@ def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.Mo
         for _ in own:
             pass
     assert time.monotonic() - began < 5
-    assert "train.loader_timeout_s" in str(caught.value)
+    assert "patience_s" in str(caught.value)
     release.set()
 
 

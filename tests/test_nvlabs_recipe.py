@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import ModelConfig, Weights
+from pipeline.config import ModelConfig, StartWeights
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
@@ -88,7 +88,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
              "weight_decay": DECAY, "betas": None, "eps": None}  # fmt: skip
     options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, "async_save": False, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
-    return settings.model_copy(update={"model": ModelConfig(weights=Weights(id=str(start), subfolder=None))})
+    return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start), subfolder=None))})
 
 
 def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:

@@ -80,9 +80,10 @@ def test_came_is_the_published_algorithm() -> None:
         assert float((mine.detach() - true).norm() / true.norm()) < 1e-6
 
 
-def test_a_group_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["default", "nvlabs"])
+def test_a_group_of_any_size_gives_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> dict[str, Tensor]:
-        settings = tiny_run.config(optim={"name": "came"})
+        settings = tiny_run.config(optim={"name": "came"}, recipe=recipe)
         model = tiny_run.model(settings)
         tiny_run.train_losses(model, settings, 2)
         return model.state_dict()
@@ -90,6 +91,32 @@ def test_a_group_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     whole = run()
     monkeypatch.setattr(came, "_GROUP", 500)
     assert all(torch.equal(value, whole[name]) for name, value in run().items())
+
+
+def test_joint_parameters_are_one_matrix() -> None:
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(12, 5))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([6, 2, 4])]
+    one, several = CAME([whole], lr=1e-2), CAME(parts, lr=1e-2, joint=[parts])
+    for step in range(5):
+        whole.grad = torch.randn(12, 5) * 10.0 ** torch.arange(12)[:, None].div(3).sub(step)
+        for part, gradient in zip(parts, whole.grad.split([6, 2, 4]), strict=True):
+            part.grad = gradient.clone()
+        one.step()
+        several.step()
+    torch.testing.assert_close(torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:
+    model = tiny_run.model(tiny_run.config(layers=1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [[names[id(p)] for p in members] for members in optim.joint_weights(model.named_parameters())]
+    before = "transformer_blocks.0."
+    assert sorted(found) == [
+        [f"{before}attn1.to_{part}.weight" for part in "qkv"],
+        [f"{before}attn2.to_{part}.bias" for part in "kv"],
+        [f"{before}attn2.to_{part}.weight" for part in "kv"],
+    ]
 
 
 def test_came_refuses_dtypes_it_would_spoil() -> None:
@@ -333,6 +360,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"(?s)state of adamw, this run has train.optim.name: came.*adamw or adamw8bit"
     ):
         _fit(tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}), resume="auto")
+
+
+def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) -> None:
+    _fit(tiny_run.config(tmp_path / "run", steps=1, optim={"name": "came"}, layers=1))
+    with pytest.raises(ConfigError, match=r"(?s)train.recipe: default.*--set train.recipe=default"):
+        _fit(
+            tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}, layers=1, recipe="nvlabs"), resume="auto"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ loss scaling

@@ -191,11 +191,14 @@ def test_the_commands(
     opened = cache.open_snapshot("far")
     assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
     assert told["shards"] == len(opened.shard_files()) and (told["made"], told["left"]) == (13, 0)
-    assert opened.id == packed == cache.open_snapshot().id and opened.head["parent"] == source.id
+    assert opened.id == packed and opened.head["parent"] == source.id
+    assert cache.open_snapshot().id == source.id, "nobody asked for another newest snapshot"
     assert told["bytes"] == sum(opened.shard_files().values())
     before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
     again = stages.bucket.run(config)
     assert again == source.id and stages.pack.run(config, again) == packed
+    assert cache.open_snapshot(f"{source.id[:12]}.packed").id == packed
+    assert stages.pack.run(config, latest=True) == packed == cache.open_snapshot().id
     after = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
     assert {p for p in after if p.is_file()} == {p for p in before if p.is_file()}, "something was made again"
     out = capsys.readouterr().out
@@ -409,7 +412,8 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
         patch.setattr(stages.pack.click, "echo", lambda *a, **k: None)
         done = start(truth.root, 0)
         assert done.wait(60) == 0
-    expected = truth.open_snapshot()
+    label = f"{truth.open_snapshot().id[:12]}.packed"
+    expected = truth.open_snapshot(label)
     assert expected.packed and len(expected.shard_files()) >= 5
     victim = start(cache.root, 0.3)
     assert victim.stdout is not None
@@ -417,7 +421,7 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
         assert victim.stdout.readline().strip() == "finish"
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert not cache.open_snapshot().packed, "no half of a pack is to be seen"
+    assert cache.snapshot_of(label) is None, "no half of a pack is to be seen"
     folder = expected.head["folder"]
     before = audit.status(cache)["stores"][folder]["units_done"]
     assert before >= 2
@@ -425,7 +429,7 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
     outs = [helper.communicate(timeout=90)[0] for helper in helpers]
     assert all(helper.returncode == 0 for helper in helpers)
     assert sum(out.count("finish") for out in outs) <= len(expected.shard_files()) - before + 1
-    assert cache.open_snapshot().id == expected.id
+    assert cache.open_snapshot(label).id == expected.id
     found = {p.relative_to(cache.root) for p in (cache.root / "shards" / folder).rglob("*.tar")}
     assert found == {p.relative_to(truth.root) for p in (truth.root / "shards" / folder).rglob("*.tar")}
     assert not list(audit.verify(cache))

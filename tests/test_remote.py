@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,15 @@ from pipeline.data import ahead, remote
 from pipeline.data.detect import open_source
 from pipeline.data.source import Item, Reject, Source, Unreadable
 from pipeline.data.store import Disk
-from pipeline.errors import CacheError, UserError
+from pipeline.errors import AwayError, CacheError, UserError
 
 COUNT = 12
+PATIENCE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.02)
 
 
 def picture(n: int) -> bytes:
@@ -158,7 +165,7 @@ def ranged_server(data: Path) -> Iterator[Server]:
 
 
 def opened(address: str, **config: Any) -> Source:
-    return open_source(address, DataConfig(**config))
+    return open_source(address, DataConfig(**config), patience_s=PATIENCE_S)
 
 
 def content(source: Source) -> dict[str, tuple[bytes, tuple[tuple[str, float], ...]]]:
@@ -292,14 +299,8 @@ def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Pat
 def test_a_request_that_fails_does_not_take_its_pictures_with_it(
     ranged_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
     url = f"{ranged_server.url}/tars/s-0.tar"
     truth = {key: value[0] for key, value in content(opened(url)).items()}
-    source, keys = again(url)
-    ranged_server.fail = retrying.ATTEMPTS
-    with source.reading(keys) as read:
-        assert {key: read(key) for key in keys} == truth
-    assert not ranged_server.fail
     source, keys = again(url)
     source.recall([(keys[0], "s-0.tar", "999999999+10")])
     with source.reading(keys) as read:
@@ -347,20 +348,30 @@ def test_a_disk_is_read_as_ever(data: Path) -> None:
         assert read == source.read
 
 
-def test_a_hiccup_is_tried_again_and_a_failure_is_told(ranged_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+def test_a_hiccup_is_tried_again_and_a_store_that_is_away_is_no_bad_picture(ranged_server: Server) -> None:
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     keys = list(content(source))
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     first = opened(f"{ranged_server.url}/tars/s-0.tar")
     source.recall((i.key, "s-0.tar", i.where or "") for i in first.items() if isinstance(i, Item))
-    ranged_server.fail = retrying.ATTEMPTS - 1
-    assert source.read(keys[0])
-    ranged_server.fail = retrying.ATTEMPTS
-    with pytest.raises(Unreadable, match="503"):
+    ranged_server.fail = 3
+    assert source.read(keys[0]) and not ranged_server.fail
+    ranged_server.fail = 10**6
+    with pytest.raises(AwayError, match="503"):
         source.read(keys[0])
-    assert not ranged_server.fail
+    ranged_server.fail = 0
     assert source.read(keys[0])
+
+
+def test_a_file_that_never_comes_while_others_do_is_that_file_s_fault(ranged_server: Server) -> None:
+    source = opened(f"{ranged_server.url}/folder/{{0..1}}.tar").store
+    ranged_server.broken = "/folder/a%203.jpg"
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(source.read, "a 3.jpg")
+        while not bad.done():
+            assert source.read("a 4.jpg") == picture(4)
+        with pytest.raises(Unreadable, match="500"):
+            bad.result()
 
 
 def test_missing_things_are_told(ranged_server: Server) -> None:
@@ -377,13 +388,12 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
-    source = open_source(ranged_server.url, DataConfig(), format="folder")
+    source = open_source(ranged_server.url, DataConfig(), format="folder", patience_s=PATIENCE_S)
     assert len([item for item in source.items() if isinstance(item, Item)]) == COUNT
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
-    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(data / "mirror")))
+    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(data / "mirror")), PATIENCE_S)
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
@@ -394,7 +404,6 @@ def test_a_listing_that_is_not_whole_is_an_error(
 
 
 def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
     for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
         with pytest.raises(UserError, match=f"cannot be {what}") as refused:
             list(opened(address).items())
@@ -416,7 +425,6 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
     assert "secret" not in str(error.value)
     [fix] = re.findall(r"FSSPEC_HTTP='(.*)'", str(error.value.fix))
     ranged_server.login = "Basic " + base64.b64encode(b"user:secret").decode()
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
     with pytest.raises(UserError, match="401"):
         list(opened(f"{ranged_server.url}/list.jsonl").items())
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from pipeline.cache.store import Cache
-from pipeline.config import Config, OptimConfig
+from pipeline.config import BucketConfig, Config, OptimConfig
 from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
@@ -32,9 +33,10 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation import checkpoint_blocks
 from pipeline.parallel.spread import Spread
-from pipeline.training import checkpoint, metrics, optim
+from pipeline.training import checkpoint, metrics, optim, runs, trainer
 from pipeline.training.step import NonFiniteError, Step
 from pipeline.training.trainer import Report, ended, fit
+from tests import tiny_cache
 from tests.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +58,45 @@ def test_learning_rate_scales_with_the_root_of_the_batch() -> None:
     config = OptimConfig(lr=1e-4, scale_lr="sqrt", warmup_steps=0)
     assert optim.learning_rate(config, 48, 0) == pytest.approx(1e-4 * math.sqrt(48 / 256))  # 4.33e-05 in NVlabs' logs
     assert optim.learning_rate(config, 256, 0) == pytest.approx(1e-4)
+
+
+def test_nvlabs_warm_up_begins_with_a_rate_of_nothing() -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=4)
+    rates = [optim.learning_rate(config, 64, step, "nvlabs") for step in range(6)]
+    assert rates == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_under_nvlabs_recipe_everything_decays() -> None:
+    model = tiny_run.model(tiny_run.config())
+    optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU, recipe="nvlabs")
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "says"),
+    [
+        ({"warmup_steps": 2000}, 250, [("warmup_steps = 2000", "rate of 1.", "warmup_steps=25 ")]),
+        ({"warmup_steps": 125}, 250, []),
+        ({"scale_lr": "sqrt", "warmup_steps": 0}, 250, []),
+        ({"lr": 2e-5, "warmup_steps": 0}, 250, [("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps")]),
+        ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
+    ],
+)
+def test_a_rate_that_will_not_do_is_said(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
+    """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
+    found = optim.advice(OptimConfig(**options), 64, steps)
+    assert len(found) == len(says)
+    assert all(part in line for line, parts in zip(found, says, strict=True) for part in parts)
+
+
+def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
+    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    notes = [line for line in said if line.startswith("note: ") and "train.optim" in line]
+    assert len(notes) == 2
+    assert "--set train.optim.warmup_steps=0" in notes[0]
+    assert "--set train.optim.lr=0.0001" in notes[1]
 
 
 def test_only_matrices_decay() -> None:
@@ -149,6 +190,25 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     assert "64x64" in text
     assert "samples with such a loss: 0000000000000005\n" in text
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
+    import stages.train
+
+    snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
+    settings = tiny_run.config()
+    names = stages.train.task(settings, snapshot, Launch()).names
+    row = len(snapshot) - 1
+    assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
+        snapshot.sample_id(at): "item: " + snapshot.origin(at)[1] for at in (row, 3)
+    }
+    batch = replace(tiny_run.global_batch(0), sample_ids=tuple(snapshot.sample_id(row - at) for at in range(8)))
+    batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
+    model = tiny_run.model(settings)
+    optimizer = optim.build(model, settings.train.optim, CPU)
+    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
+    with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
+        step([batch], 1)
 
 
 def test_a_gradient_that_is_no_number_stops_too() -> None:
@@ -368,9 +428,11 @@ def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
 
 def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
     said: list[str] = []
-    report = _fit(tiny_run.config(run, steps=6, save_every=2), resume="auto", say=said.append)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    report = _fit(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=said.append)
     assert report.step == 6
-    assert any("nothing to do" in line for line in said)
+    assert said == ["nothing to do: 6 steps are done, train.steps is 5"]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
@@ -389,6 +451,35 @@ def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path
         _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "nothing")
 
 
+def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    _fit(tiny_run.config(run, steps=6), resume=run, say=said.append)
+    assert any("nothing to do: 6 steps" in line for line in said)
+    assert runs.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds no checkpoint yet"):
+        _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
+
+
+def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -> None:
+    """The journal of TensorBoard holds the configuration, too."""
+    run, said = tmp_path / "run", list[str]()
+    pytest.importorskip("tensorboard")
+
+    def settings(steps: int) -> Config:
+        made = tiny_run.config(run, steps=steps, trackers=["tensorboard"])
+        mirror = made.mirror.model_copy(update={"path": "https://user:sesame@host/x?sig=sesame"})
+        return made.model_copy(update={"cache": "s3://user:sesame@bucket/cache", "mirror": mirror})
+
+    _fit(settings(1))
+    _fit(settings(2), resume="auto", say=said.append)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if b"sesame" in path.read_bytes()] == []
+    assert "s3://bucket/cache" in (run / "config.yaml").read_text()
+    assert not [line for line in said if "cache" in line and "changed" in line]
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     _fit(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=2))
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
@@ -397,8 +488,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Path) -> None:
     said: list[str] = []
     new = tiny_run.config(run, steps=7, save_every=2, optim={"lr": 1e-5, "weight_decay": 0.5})
+    new = new.model_copy(update={"bucket": BucketConfig(batch=24)})
     _fit(new, resume="auto", say=said.append)
     assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in said
+    assert not [line for line in said if "bucket.batch" in line], "training does not read it"
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optim.build(model, new.train.optim, CPU)
@@ -498,8 +591,10 @@ def test_the_weights_of_a_checkpoint_in_one_process(finished: Path) -> None:
         checkpoint.load_model_state(finished)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_run(
+    tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     def touch(step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), number)
@@ -512,8 +607,43 @@ def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number: signal.Signals)
     assert report.stopped_by == number.name
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000003"
     assert any("--resume auto" in line for line in said)
+    assert f"{number.name}: a checkpoint will be written" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert _fit(settings, resume="auto").step == 6
+
+
+def _interrupted_twice(between_s: float) -> int:
+    """The status of a process that gets Ctrl-C twice in the loop."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with trainer._signals(False) as wanted:
+                wanted.begun = True
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(between_s)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is the same Ctrl-C, passed on by a launcher."""
+    assert _interrupted_twice(0.01) == 0
+    monkeypatch.setattr(trainer, "AGAIN_S", 0.05)
+    assert _interrupted_twice(0.2) == -signal.SIGINT
+
+
+def test_an_interrupt_before_the_first_step_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt), trainer._signals(False):
+        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with trainer._signals(False) as wanted:  # a job in the background of a script: the terminal's is not for it
+            os.kill(os.getpid(), signal.SIGINT)
+        assert wanted.name is None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_stop_by_a_bad_number_leaves_the_last_checkpoint(tmp_path: Path) -> None:

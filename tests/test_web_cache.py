@@ -13,12 +13,11 @@ import pytest
 
 import stages.status
 import stages.verify
-from pipeline import retrying
 from pipeline.cache import objects
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import AwayError, CacheError, IntegrityError
 from tests import tiny_cache
 from tests.consumed import loader, sequence
 from tests.test_pack import flip, pack
@@ -93,11 +92,8 @@ def test_nothing_is_written_there(served: tuple[Cache, str], tmp_path: Path) -> 
             act()
 
 
-def test_a_server_that_does_not_answer_is_no_missing_file(
-    served: tuple[Cache, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retrying, "PAUSE_S", 0.001)
-    cache = opened(served[1], tmp_path)
+def test_a_server_that_does_not_answer_is_no_missing_file(served: tuple[Cache, str], tmp_path: Path) -> None:
+    cache = Cache(served[1], mirror=MirrorConfig(path=str(tmp_path / "mirror")), patience_s=0.1)
     files = cache.files
     assert isinstance(files, ObjectFiles)
     with pytest.raises(FileNotFoundError):
@@ -105,5 +101,5 @@ def test_a_server_that_does_not_answer_is_no_missing_file(
     files._base = "http://127.0.0.1:9/cache"
     for ask in (lambda: files.exists("format.json"), lambda: files.names("names"),
                 lambda: files.open("tables/00/" + "0" * 32 + ".arrow")):  # fmt: skip
-        with pytest.raises(CacheError, match="cannot be read"):
+        with pytest.raises(AwayError, match="cannot be read"):
             ask()

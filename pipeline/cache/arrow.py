@@ -1,16 +1,77 @@
-"""Parquet and Arrow files, read on the calling thread alone.
+"""Parquet and Arrow files, read on the calling thread alone, and columns of text of any size.
 
-Why: Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; one that still
+Why: a column of plain text, or of lists of it, holds less than 2 GiB in one piece; joining more is an error. So tables
+are joined by `combined`, and rows are picked by `taken`, which leave such a column in several pieces.
+Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; one that still
 reads when the process ends takes the process down (SIGABRT). Reading ahead gains little here: a table of the cache is
 in memory already, a row group of a source is read whole. The price: columns are decompressed one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+LIMIT = 1 << 30
+"""Bytes of a column in one piece, at most: half of what Arrow can."""
+ROWS = 1 << 16
+"""Rows that are picked at a time where a column is larger."""
+
+
+def _largest(table: pa.Table) -> int:
+    """Bytes of the largest column whose pieces are limited."""
+
+    def unlimited(kind: pa.DataType) -> bool:
+        return pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind) or pa.types.is_dictionary(kind)
+
+    return max((column.nbytes for column in table.columns if not unlimited(column.type)), default=0)
+
+
+def pieces(table: pa.Table) -> list[pa.Table]:
+    """The rows of a table, in order: all in one table, or in several whose columns have at most `LIMIT` bytes each."""
+    if table.num_rows < 2 or _largest(table) <= LIMIT:
+        return [table]
+    middle = table.num_rows // 2
+    return pieces(table.slice(0, middle)) + pieces(table.slice(middle))
+
+
+def combined(table: pa.Table) -> pa.Table:
+    """The same table with one chunk a column, or one for each of its `pieces`."""
+    return pa.concat_tables([piece.combine_chunks() for piece in pieces(table)])
+
+
+def taken(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:
+    """Some rows of a table of flat columns, in their order.
+
+    Args:
+        rows: (n,) numbers.
+        schema: what the result is cast to (`large_string` to `string`); default: that of the table.
+    """
+    schema = schema or table.schema
+    if _largest(table) <= LIMIT:
+        return table.take(pa.array(rows)).cast(schema)
+    wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in table.schema]
+    return pa.concat_tables(_taken(table.cast(pa.schema(wide)).combine_chunks(), rows, schema, ROWS))
+
+
+def _taken(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:
+    for start in range(0, len(rows), count):
+        some = rows[start : start + count]
+        found = wide.take(pa.array(some))
+        if len(some) > 1 and _largest(found) > LIMIT:
+            yield from _taken(wide, some, schema, -(-len(some) // 2))
+        else:
+            yield found.cast(schema)
+
+
+def text(column: pa.ChunkedArray) -> pa.Array:
+    """A column of text in one piece, as `large_string`, which has no limit."""
+    wide = column.cast(pa.large_string())
+    return wide.chunk(0) if wide.num_chunks == 1 else pa.concat_arrays([pa.array([], pa.large_string()), *wide.chunks])
 
 
 class ParquetFile(pq.ParquetFile):
@@ -34,7 +95,10 @@ class ParquetFile(pq.ParquetFile):
 
 def parquet_table(data: bytes) -> pa.Table:
     """The table of a Parquet file that is in memory. Raises pyarrow.ArrowException for other bytes."""
-    return ParquetFile(pa.BufferReader(data)).read()
+    file = ParquetFile(pa.BufferReader(data))
+    groups = range(file.num_row_groups)
+    # A column of lists cannot be read in one piece where it has more text than one piece holds.
+    return file.read() if len(groups) < 2 else pa.concat_tables([file.read_row_group(group) for group in groups])
 
 
 def ipc_table(data: bytes | pa.Buffer) -> pa.Table:

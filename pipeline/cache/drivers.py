@@ -8,13 +8,14 @@ Price: a driver without a `find` of its own is asked folder by folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from pipeline.errors import UserError
+from pipeline.retrying import CONNECT_S, TIMEOUT_S, WEB_TIMEOUT_S
 from pipeline.urls import strip_credentials
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
@@ -26,7 +27,6 @@ _SECRETS = {
 }
 """Where credentials belong, by the driver's extra."""
 
-T = TypeVar("T")
 Ask = Callable[[str, Callable[[str], Any]], Any]
 """(path, request) -> the answer to `request(path)`, with the caller's retries and errors."""
 
@@ -44,11 +44,12 @@ def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
         )
 
 
-def open_url(url: str, error: type[UserError], **options: Any) -> tuple[AbstractFileSystem, str]:
-    """The driver of a URL, and what the driver calls the place.
+def open_url(url: str, error: type[UserError], patience_s: float, **options: Any) -> tuple[AbstractFileSystem, str]:
+    """The driver of a URL, set to make one attempt and to notice silence, and what the driver calls the place.
 
     Args:
         error: what to raise.
+        patience_s: no single attempt is silent for longer.
         options: for the driver.
 
     Raises:
@@ -57,7 +58,7 @@ def open_url(url: str, error: type[UserError], **options: Any) -> tuple[Abstract
     refuse_credentials(url, error)
     scheme = url.partition("://")[0].lower()
     try:
-        fs, root = fsspec.core.url_to_fs(url, **options)
+        fs, root = fsspec.core.url_to_fs(url, **_one_attempt(scheme, patience_s), **options)
     except (ImportError, ValueError) as cause:
         extra = _EXTRAS.get(scheme)
         raise error(
@@ -67,24 +68,27 @@ def open_url(url: str, error: type[UserError], **options: Any) -> tuple[Abstract
         ) from None
     except Exception as cause:  # drivers raise what they like: no region, no credentials, ...
         raise error(f"{url}: cannot be opened: {type(cause).__name__}: {cause}") from None
+    if hasattr(fs, "retries"):
+        fs.retries = 1
     return fs, str(root).rstrip("/")
 
 
-def answered(ask: Callable[[], T], web: bool) -> T:
-    """What `ask` returns. The driver for http calls whatever has no answer a missing file; here that is said of those
-    alone that the server says it of.
+def _one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
+    """Options of a driver, before those of fsspec's configuration: `retrying.tried` is who tries again."""
+    given = fsspec.config.conf.get(scheme, {})
 
-    Raises:
-        ConnectionError: the server gave no answer, or another one.
-    """
-    try:
-        return ask()
-    except FileNotFoundError as error:
-        cause = error.__cause__
-        missing = cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410)
-        if not web or missing:
-            raise
-        raise ConnectionError(f"no answer: {cause}") from cause
+    def at_most(usual: float) -> float:
+        return max(1.0, min(usual, patience_s))
+
+    if scheme in ("s3", "s3a"):
+        once = {"connect_timeout": at_most(CONNECT_S), "read_timeout": at_most(TIMEOUT_S)}
+        return {"config_kwargs": {**once, "retries": {"total_max_attempts": 1}, **given.get("config_kwargs", {})}}
+    if scheme in ("http", "https"):
+        import aiohttp
+
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=at_most(CONNECT_S), sock_read=at_most(WEB_TIMEOUT_S))
+        return {"client_kwargs": {"timeout": limits, **given.get("client_kwargs", {})}}
+    return {}
 
 
 def find(fs: AbstractFileSystem, root: str, ask: Ask) -> dict[str, dict[str, Any]]:
@@ -118,4 +122,3 @@ def find(fs: AbstractFileSystem, root: str, ask: Ask) -> dict[str, dict[str, Any
             elif path.startswith(folder + "/") and not path.endswith("/."):
                 folders.append(path)
     return found
-

@@ -18,23 +18,25 @@ import resource
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
 import xxhash
 
+from pipeline import retrying
 from pipeline.cache import layout, owner
-from pipeline.errors import CacheError, IntegrityError, NoSpaceError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
 SPARE_DESCRIPTORS = 128
 """What sockets, checkpoints and libraries may open beside shards."""
+T = TypeVar("T")
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -88,6 +90,7 @@ class Files:
 
     Attributes:
         room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
+        patience_s: how long a network file system, or an object store, that is away is waited for.
         reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
         readers: what keeps files open, to be asked to let go of them where descriptors or space run out.
     """
@@ -95,8 +98,8 @@ class Files:
     room: int | None = None
     reopen_s = 0.0
 
-    def __init__(self, root: Path | str):
-        self.root = Path(root)
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+        self.root, self.patience_s = Path(root), patience_s
         self.readers: WeakSet[Closing] = WeakSet()
 
     def let_go(self) -> None:
@@ -106,6 +109,18 @@ class Files:
 
     def path(self, name: str) -> Path:
         return self.root / name
+
+    def waited(self, read: Callable[[], T]) -> T:
+        """What a read of a file returns, when the file system that it lies on is there.
+
+        Raises:
+            AwayError: it was away for too long.
+            OSError: as `read`.
+        """
+        try:
+            return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
+        except retrying.NoAnswer as error:
+            raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""
@@ -123,7 +138,7 @@ class Files:
 
     def read(self, name: str) -> bytes:
         try:
-            return self.path(name).read_bytes()
+            return self.waited(self.path(name).read_bytes)
         except FileNotFoundError:
             raise IntegrityError(f"{self.path(name)}: is missing", fix="restore it from a copy of the cache") from None
         except OSError as error:
@@ -182,7 +197,7 @@ class Files:
             CacheError: it cannot be read.
         """
         try:
-            return Handle(os.open(self.path(name), os.O_RDONLY))
+            return Handle(self.waited(lambda: os.open(self.path(name), os.O_RDONLY)))
         except FileNotFoundError:
             raise
         except OSError as error:

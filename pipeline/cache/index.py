@@ -10,6 +10,8 @@ that were adopted from another cache come before all others, the first of them l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +22,8 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.shard import RECORDS, from_ipc, to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
+from pipeline.errors import CacheError, IntegrityError
 
 ADOPTED = "adopted"
 """Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
@@ -112,21 +114,49 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
 
 def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
-    kind = recipe.partition("-")[0]
-    tables = [_unit_table(files, kind, commit) for commit in done if commit.table]
-    whole = pa.concat_tables(tables) if tables else _with_shard(RECORDS[kind].empty_table(), "")
+    whole = whole_table(files, recipe, done)
     return files.put_content(to_ipc(whole), "tables", "arrow"), whole.num_rows
+
+
+def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
+    """The merged record table of commits."""
+    tables = [_unit_table(files, recipe, commit) for commit in done if commit.table]
+    return pa.concat_tables(tables) if tables else _with_shard(RECORDS[recipe.partition("-")[0]].empty_table(), "")
+
+
+def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
+    """A record table; one that is missing or damaged is made again (and published, where that is possible) if its bytes
+    come out the same.
+
+    Raises:
+        IntegrityError: it does not.
+    """
+    name = Paths.table(digest, "arrow")
+    try:
+        return from_ipc(files.content(name, digest), files.where(name))
+    except IntegrityError:
+        try:
+            table = again()
+        except (IntegrityError, OSError):
+            table = None
+        data = b"" if table is None else to_ipc(table)
+        if layout.content_digest(data) != digest:
+            raise
+        with suppress(CacheError):  # the cache can only be read
+            files.put_content(data, "tables", "arrow")
+        return from_ipc(data, files.where(name))
 
 
 def _with_shard(table: pa.Table, shard: str) -> pa.Table:
     return table.append_column("shard", pa.array([shard] * table.num_rows, pa.string()).dictionary_encode())
 
 
-def _unit_table(files: Files, kind: str, commit: Commit) -> pa.Table:
+def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
-    name = Paths.table(commit.table, "arrow")
-    table = from_ipc(files.content(name, commit.table), files.where(name))
+    kind, name = recipe.partition("-")[0], Paths.table(commit.table, "arrow")
+    where = Paths.shard(recipe, commit.shard)
+    table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
     if table.schema != RECORDS[kind] or table.num_rows != commit.records:
         raise IntegrityError(
             f"{files.where(name)}: is not the record table of unit {commit.unit}",
@@ -171,10 +201,9 @@ class RecordIndex:
                     self.bytes.append(commit.bytes)
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
-                name = Paths.table(digest, "arrow")
-                tables.append(from_ipc(files.content(name, digest), files.where(name)))
+                tables.append(_record_table(files, digest, lambda done=done: whole_table(files, recipe, done)))
             else:
-                tables.extend(_unit_table(files, self.kind, commit) for commit in done if commit.table)
+                tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
         self.origin = [0] * len(self.shards)

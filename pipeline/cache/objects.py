@@ -30,12 +30,12 @@ import xxhash
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from pipeline import retrying
 from pipeline.cache import drivers
-from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at
+from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at, is_scarce
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
-from pipeline.errors import CacheError, IntegrityError
-from pipeline.retrying import tried
+from pipeline.errors import AwayError, CacheError, IntegrityError
 
 TOGETHER = 16
 """Requests side by side, where many small objects are read."""
@@ -45,14 +45,16 @@ _PIECE = 16 << 20
 T = TypeVar("T")
 
 
-def files_at(root: str | Path, mirror: MirrorConfig | None = None) -> Files:
+def files_at(
+    root: str | Path, mirror: MirrorConfig | None = None, patience_s: float = retrying.PATIENCE_S
+) -> Files:  # fmt: skip
     """The files of a cache: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder)."""
     text = str(root)
     if isinstance(root, Path) or "://" not in text:
-        return Files(root)
+        return Files(root, patience_s)
     if text.startswith("file://"):
-        return Files(text.removeprefix("file://"))
-    return ObjectFiles(text, mirror or MirrorConfig())
+        return Files(text.removeprefix("file://"), patience_s)
+    return ObjectFiles(text, mirror or MirrorConfig(), patience_s)
 
 
 class _Ranges(Handle):
@@ -79,6 +81,7 @@ class ObjectFiles(Files):
     Args:
         url: of the cache.
         mirror: where copies are kept on this machine.
+        patience_s: how long the store is waited for if it does not answer.
 
     Raises:
         CacheError: see `drivers.open_url`.
@@ -86,10 +89,12 @@ class ObjectFiles(Files):
 
     reopen_s = 30.0  # it may be a whole transfer, and a damaged shard can have many damaged records
 
-    def __init__(self, url: str, mirror: MirrorConfig):
+    def __init__(self, url: str, mirror: MirrorConfig, patience_s: float = retrying.PATIENCE_S):
+        self.patience_s = patience_s
         self.url = url.rstrip("/")
         # Without listings that are kept: another machine's commits would not be seen.
-        self.fs, self._base = drivers.open_url(self.url, CacheError, use_listings_cache=False)
+        self.fs, self._base = drivers.open_url(self.url, CacheError, patience_s, use_listings_cache=False)
+        self.store = "/".join(self.url.split("/")[:3])
         self._web = url.partition("://")[0].lower() in ("http", "https")
         self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
@@ -375,16 +380,18 @@ class ObjectFiles(Files):
 
         Raises:
             FileNotFoundError, FileExistsError: as the driver.
+            AwayError: the store was away for too long.
+            OSError: this machine has no space or no descriptors left.
             CacheError: anything else that it says.
         """
-
         try:
-            return tried(
-                lambda: drivers.answered(lambda: ask(self._path(name)), self._web),
-                final=(FileNotFoundError, FileExistsError, PermissionError, NotImplementedError),
-            )
+            return retrying.tried(lambda: ask(self._path(name)), self.store, self.patience_s)
         except (FileNotFoundError, FileExistsError):
             raise
+        except retrying.NoAnswer as error:
+            raise AwayError(f"{self.where(name)}: cannot be {what}: {error}", fix=error.fix) from None
+        except retrying.Refused as error:
+            raise CacheError(f"{self.where(name)}: cannot be {what}: {error}", fix=error.fix) from None
         except PermissionError as error:
             raise CacheError(
                 f"{self.where(name)}: may not be {what}: {error}", fix="check the credentials and the bucket's policy"
@@ -392,6 +399,8 @@ class ObjectFiles(Files):
         except NotImplementedError:
             raise CacheError(f"{self.where(name)}: {self.fs.protocol} cannot be {what} this way") from None
         except Exception as error:  # every driver has its own
+            if is_scarce(error):
+                raise
             raise CacheError(f"{self.where(name)}: cannot be {what}: {type(error).__name__}: {error}") from None
 
 

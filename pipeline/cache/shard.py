@@ -31,7 +31,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import codec, layout
-from pipeline.cache.arrow import ipc_table
+from pipeline.cache.arrow import combined, ipc_table
 from pipeline.cache.files import Files, Handle, descriptors_left, explained, is_scarce
 from pipeline.errors import CacheError, IntegrityError
 
@@ -69,10 +69,10 @@ def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
 
 
 def to_ipc(table: pa.Table) -> bytes:
-    """Uncompressed Arrow IPC file bytes of a table in one record batch."""
+    """Uncompressed Arrow IPC file bytes of a table in one record batch (several if a column is too large for one)."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table.combine_chunks())
+        writer.write_table(combined(table))
     return sink.getvalue().to_pybytes()
 
 
@@ -433,9 +433,17 @@ class Reader:
         """
         got, refused = 0, ""
         for left in reversed(range(attempts)):
-            handle = self._handle(shard) if left else self._anew(shard)
+
+            def fill(anew: bool = left == 0) -> int:
+                handle = self._anew(shard) if anew else self._handle(shard)
+                try:
+                    return handle.read_into(view, offset)
+                except OSError:
+                    self._open.pop(shard, None)  # when its file system is back, this one may stay dead
+                    raise
+
             try:
-                got, refused = handle.read_into(view, offset), ""
+                got, refused = self.files.waited(fill), ""
             except OSError as error:  # a bad sector, a stale file of NFS
                 got, refused = 0, error.strerror or str(error)
                 continue

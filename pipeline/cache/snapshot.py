@@ -12,7 +12,8 @@ has its rows in a shuffled order inside each bucket, and its records in joint sh
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeline.cache.files import Files, digest_of
 from pipeline.cache.index import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import Reader, to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 CHUNK_ROWS = 1 << 18
 
@@ -307,6 +308,17 @@ class Snapshot:
         """(source, item) of a sample."""
         table, at = self._named(row)
         return table.column("source")[at].as_py(), table.column("item")[at].as_py()
+
+    def names(self, sample_ids: Sequence[int]) -> dict[int, str]:
+        """`source: item` of these samples; those that the snapshot does not hold, or cannot name, are left out."""
+        found: dict[int, str] = {}
+        first = 0
+        for part in self.sample_ids():
+            for at in np.flatnonzero(np.isin(part, np.array(sample_ids, np.uint64))):
+                with suppress(CacheError):
+                    found[int(part[at])] = ": ".join(self.origin(first + int(at)))
+            first += len(part)
+        return found
 
     def written(self, row: int) -> list[dict[str, Any]]:
         """Where a sample's captions stand in the text shards: `offset`, `length`, `checksum` of each."""

@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache import index, layout
-from pipeline.cache.arrow import parquet_table
+from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Snapshot, identity, shard_files
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.retrying import PATIENCE_S
 
 RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
 
@@ -87,13 +88,17 @@ class Cache:
         root: its path, or the URL of a place in an object store.
         create: make it if it is not there; whether publication will hold there is probed first.
         mirror: where copies of what an object store holds are kept, and how much of them; None for the default.
+        patience_s: how long an object store or a network file system that is away is waited for.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
     """
 
-    def __init__(self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None):
-        self.files = files_at(root, mirror)
+    def __init__(
+        self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None,
+        patience_s: float = PATIENCE_S,
+    ):  # fmt: skip
+        self.files = files_at(root, mirror, patience_s)
         if create:
             self.files.probe()
         if not self.files.exists(Paths.FORMAT):
@@ -108,7 +113,7 @@ class Cache:
     @classmethod
     def of(cls, config: Config, *, create: bool = False) -> Cache:
         """The cache that a configuration names."""
-        return cls(config.cache, create=create, mirror=config.mirror)
+        return cls(config.cache, create=create, mirror=config.mirror, patience_s=config.patience_s)
 
     @classmethod
     def if_there(cls, config: Config) -> Cache | None:
@@ -117,7 +122,7 @@ class Cache:
         Raises:
             CacheError: there is something else, so that none can be made either.
         """
-        files = files_at(config.cache, config.mirror)
+        files = files_at(config.cache, config.mirror, config.patience_s)
         if files.exists(Paths.FORMAT):
             return cls.of(config)
         _refuse_other(files)
@@ -160,7 +165,9 @@ class Cache:
 
     def put_table(self, table: pa.Table) -> str:
         sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
+            for piece in pieces(table):  # a row group with more text in a column could not be read
+                file.write_table(piece)
         return self.files.put_content(sink.getvalue(), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:

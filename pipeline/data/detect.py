@@ -34,6 +34,7 @@ from pipeline.data.store import Disk, Store, Unreadable
 from pipeline.data.tables import ListingSource, ParquetSource
 from pipeline.data.tars import TarSource
 from pipeline.errors import UserError
+from pipeline.retrying import PATIENCE_S
 
 FORMATS = ("folder", "webdataset", "wids", "parquet", "jsonl", "csv")
 WIDS = "wids-meta.json"
@@ -48,20 +49,23 @@ _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PATTERN = re.compile(r"[{*?]")
 
 
-def open_source(data: str, config: DataConfig, name: str | None = None, format: str | None = None) -> Source:
+def open_source(
+    data: str, config: DataConfig, name: str | None = None, format: str | None = None, patience_s: float = PATIENCE_S
+) -> Source:
     """Open what `--data` names.
 
     Args:
         data: a path, a URL or a pattern of either.
         name: the source's name; default: the folder's, or the file's without its ending.
         format: one of `FORMATS`; default: seen from what is there.
+        patience_s: how long a store that does not answer is waited for.
 
     Raises:
         UserError: nothing is there, several kinds are there, or it is not of the format.
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
-    store, files, called = _resolve(data)
+    store, files, called = _resolve(data, patience_s)
     rule = CaptionRule.of(config)
     if files is None and format is None and not _is_folder(store, data):
         raise _missing(data, data.removeprefix("file://"))
@@ -98,11 +102,14 @@ def open_source(data: str, config: DataConfig, name: str | None = None, format: 
     )
 
 
-def reopen(location: str, format: str, parts: Iterable[str], config: DataConfig, name: str) -> Source:
+def reopen(
+    location: str, format: str, parts: Iterable[str], config: DataConfig, name: str, patience_s: float = PATIENCE_S
+) -> Source:
     """A source that was listed before, for reading: nothing is looked for.
 
     Args:
         location, format, name: as the source said of itself.
+        patience_s: how long a store that does not answer is waited for.
         parts: the names of its parts.
 
     Raises:
@@ -110,7 +117,7 @@ def reopen(location: str, format: str, parts: Iterable[str], config: DataConfig,
     """
     rule = CaptionRule.of(config)
     if is_url(location):
-        store: Store = Remote(location)
+        store: Store = Remote(location, patience_s)
     elif format == "folder":
         return FolderSource(Path(location), rule, name)
     else:
@@ -124,7 +131,7 @@ def reopen(location: str, format: str, parts: Iterable[str], config: DataConfig,
     return ListingSource(store, (), rule, name, format=format)
 
 
-def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
+def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str]:
     """The store, the files that are meant (None: all of the folder), and what to call them."""
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
@@ -135,15 +142,15 @@ def _resolve(data: str) -> tuple[Store, list[str] | None, str]:
         head, slash, rest = path[: pattern.start()].rpartition("/")
         # A brace may hold slashes; the folder before it is what does not vary.
         rest = path[len(head) + len(slash) :]
-        store: Store = Remote(head) if remote else _disk(head or ("/" if slash else "."), data)
+        store: Store = Remote(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
         files = _expand(store, rest, data)
         return store, files, last_part(head) if remote else Path(head or ".").resolve().name
     if remote:
         ending = extension(path)
         if ending in _KINDS or path.endswith((*_PACKED, ".json")):
             head, _, file = path.rpartition("/")
-            return Remote(head), [file], file.partition(".")[0]
-        return Remote(path), None, last_part(path)
+            return Remote(head, patience_s), [file], file.partition(".")[0]
+        return Remote(path, patience_s), None, last_part(path)
     if os.path.isfile(path):
         given = Path(path)
         return Disk(given.parent), [given.name], given.name.partition(".")[0]

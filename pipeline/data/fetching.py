@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from pipeline.amounts import amount
 from pipeline.cache.files import Files
 from pipeline.cache.snapshot import Snapshot
 
@@ -39,7 +40,7 @@ def advice(snapshot: Snapshot) -> str | None:
     if room >= wanted:
         return None
     return (
-        f"the mirror holds {room / 2**30:.1f} GiB; with less than {wanted / 2**30:.1f} (mirror.gib) some shards of "
+        f"the mirror holds {amount(room)}; with less than {amount(wanted)} (mirror.gib) some shards of "
         "this packed snapshot are fetched more than once per epoch"
     )
 

@@ -56,7 +56,7 @@ _TEXT = {
 _LARGEST = 500  # parts of an expression; far below what Python's recursion allows
 
 Columns = Callable[[str], pa.Array]
-"""Name -> column; raises KeyError for one that is not there."""
+"""Name -> column (text as `large_string`); raises KeyError for one that is not there."""
 
 
 class Filter:
@@ -186,7 +186,7 @@ class Filter:
                     numbers = [self._number(part, columns) for part in parts]
                     return self._call(node, lambda *n: join(*n, skip_nulls=False), *numbers)
                 text, pattern = self._value(parts[0], columns), self._value(parts[1], columns)
-                if not (isinstance(text, pa.Array) and pa.types.is_string(text.type)):
+                if not (isinstance(text, pa.Array) and pa.types.is_large_string(text.type)):
                     raise self._wrong(f"asks {ast.unparse(node)!r} of {_kind(text)}, which is not text")
                 return self._call(node, lambda column: _TEXT[called](column, pattern), text)
         raise AssertionError(ast.dump(node))
@@ -201,7 +201,7 @@ class Filter:
 
     def _number(self, node: ast.expr, columns: Columns) -> Any:
         found = self._value(node, columns)
-        if isinstance(found, pa.Array) and pa.types.is_string(found.type):
+        if isinstance(found, pa.Array) and pa.types.is_large_string(found.type):
             found = self._parsed(node, found)
         if isinstance(found, bool) or not isinstance(found, int | float | pa.Array) or (
             isinstance(found, pa.Array) and not _numeric(found)
@@ -279,7 +279,7 @@ def _numeric(column: pa.Array) -> bool:
 
 
 def _textual(value: Any) -> bool:
-    return pa.types.is_string(value.type) if isinstance(value, pa.Array | pa.Scalar) else isinstance(value, str)
+    return pa.types.is_large_string(value.type) if isinstance(value, pa.Array | pa.Scalar) else isinstance(value, str)
 
 
 def _kind(value: Any) -> str:
@@ -340,9 +340,9 @@ def _typed(name: str, values: list[Any]) -> pa.Array:
     if kinds <= {int, float}:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {str}:
-        return pa.array(values, pa.string())
+        return pa.array(values, pa.large_string())
     if kinds <= {int, float, str}:  # tables of several origins: numbers here, numbers as text there
-        return pa.array([None if value is None else str(value) for value in values], pa.string())
+        return pa.array([None if value is None else str(value) for value in values], pa.large_string())
     known = str if str in kinds else float
     odd = next(v for v in values if v is not None and (isinstance(v, bool) or not isinstance(v, known | int)))
     raise UserError(

@@ -9,7 +9,7 @@ Price: scans, indexes and about 150 bytes a sample are held in memory while join
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -19,11 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
-from pipeline.cache.snapshot import NAMES, WRITTEN, samples_schema
+from pipeline.cache.snapshot import CHUNK_ROWS, NAMES, WRITTEN, samples_schema
 from pipeline.config import DataConfig
 from pipeline.data import buckets, captions
+from pipeline.data.reasons import EXAMPLES, Kinds
 from pipeline.errors import CacheError, UserError
 
 ENCODE = "run sana-pipe encode"
@@ -35,7 +37,7 @@ class Frame:
 
     Attributes:
         source: (n,) int32 into `Joined.sources`.
-        item: (n,) strings.
+        item: (n,) large strings.
         sample_id, picture_id: (n,) uint64; they differ for the records of a picture at further resolutions.
         digest: (n,) S16, of the picture's file.
         height, width: (n,) int64 of the picture, in pixels.
@@ -82,11 +84,13 @@ class Joined:
         sources: names; `Frame.source` counts into them.
         left_out: reason -> items.
         keep: reason -> what would keep them, where the reason itself does not say it.
+        examples: reason -> a few of the items, where the reason is of single items.
     """
 
     sources: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     keep: dict[str, str] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
 
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:
@@ -94,6 +98,14 @@ class Joined:
             self.left_out[reason] += int(count)
             if keep is not None:
                 self.keep[reason] = keep
+
+    def leave_kinds(self, what: str, rejects: Iterable[tuple[str, str]], keep: Callable[[str], str]) -> None:
+        """Leave out (item, reason) pairs, by kind of reason. keep: what would keep those of a kind."""
+        kinds = Kinds.of(rejects)
+        for kind, count in kinds.counts.items():
+            self.leave(f"{what}: {kind}", count, keep(kind))
+            known = self.examples.setdefault(f"{what}: {kind}", [])
+            known += kinds.examples[kind][: EXAMPLES - len(known)]
 
     def frame(self) -> Frame:
         """Everything that was joined, in one piece."""
@@ -104,7 +116,7 @@ class Joined:
         for column in fields(Frame):
             parts = [getattr(frame, column.name) for frame in frames]
             if column.name == "item":
-                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.string())
+                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
             elif column.name != "captions":
                 values[column.name] = np.concatenate(parts) if parts else np.empty(0, _EMPTY.get(column.name, np.int64))
         counts = [np.diff(frame.captions) for frame in frames]
@@ -120,12 +132,13 @@ _EMPTY = {"sample_id": np.uint64, "picture_id": np.uint64, "digest": "S16", "wei
 def usable(joined: Joined, scan: pa.Table) -> pa.Table:
     """The items that the scan did not reject; the others are counted."""
     rejects = scan.column("reject")
-    for entry in pc.value_counts(rejects.drop_null()).to_pylist():
-        reason = f"rejected by the scan: {entry['values']}"
-        by_policy = "data." in entry["values"]
-        joined.leave(
-            reason, entry["counts"], f"change that setting and {ENCODE}" if by_policy else f"mend the file and {ENCODE}"
-        )
+    out = scan.filter(pc.is_valid(rejects))
+
+    def keep(kind: str) -> str:
+        return f"change that setting and {ENCODE}" if "data." in kind else f"mend the file and {ENCODE}"
+
+    pairs = zip(out.column("item").to_pylist(), out.column("reject").to_pylist(), strict=True)
+    joined.leave_kinds("rejected by the scan", pairs, keep)
     return scan.filter(pc.is_null(rejects))
 
 
@@ -162,13 +175,14 @@ def join(
     failed = {r.key: r.reason for index in (latents, texts) for r in index.rejects}
     setting = f" --set data.resolution={variant}" if variant else ""
     missing = f"its latent{f' at {variant} px' if variant else ''} is not encoded yet ({ENCODE}{setting})"
-    if failed:
-        reasons = (failed.get(key_bytes(key).hex()) for key in keys[at < 0])
-        for reason, count in Counter(reasons).items():
-            name = f"rejected while encoding: {reason}" if reason else missing
-            joined.leave(name, count, f"mend the files and {ENCODE}" if reason else None)
-    else:
-        joined.leave(missing, int((at < 0).sum()))
+
+    def leave(rows: np.ndarray, reasons: list[str | None], rejected: str, otherwise: str) -> None:
+        pairs = zip(scan.column("item").take(pa.array(rows)).to_pylist(), reasons, strict=True)
+        joined.leave_kinds(rejected, ((i, why) for i, why in pairs if why), lambda _: f"mend the files and {ENCODE}")
+        joined.leave(otherwise, reasons.count(None))
+
+    lost = np.flatnonzero(at < 0)
+    leave(lost, [failed.get(key_bytes(key).hex()) for key in keys[lost]], "rejected while encoding", missing)
     found = at >= 0
     scan = scan.filter(pa.array(found))
     height, width, digests, chosen, at = height[found], width[found], digests[found], chosen[found], at[found]
@@ -181,20 +195,16 @@ def join(
     per_row = np.add.reduceat(np.append(usable_caption, False), offsets[:-1]) if len(scan) else np.empty(0, np.int64)
     per_row = np.where(counts > 0, per_row, 0)
     said = per_row > 0
-    for row in np.flatnonzero(~said):
-        mine = (key_bytes(key).hex() for key in own[offsets[row] : offsets[row + 1]])
-        reason = next((failed[key] for key in mine if key in failed), None)
-        joined.leave(
-            f"caption rejected while encoding: {reason}" if reason else f"its caption is not encoded yet ({ENCODE})",
-            1, f"mend its caption and {ENCODE}" if reason else None,
-        )  # fmt: skip
+    lost = np.flatnonzero(~said)
+    mine = ([key_bytes(key).hex() for key in own[offsets[row] : offsets[row + 1]]] for row in lost)
+    reasons = [next((failed[key] for key in its if key in failed), None) for its in mine]
+    leave(lost, reasons, "caption rejected while encoding", f"its caption is not encoded yet ({ENCODE})")
     joined.leave(
         "(caption only, the sample stays) one of several captions is not encoded",
         int((said & (per_row < counts)).sum()), ENCODE,
     )  # fmt: skip
     scan = scan.filter(pa.array(said))
-    items = scan.column("item").combine_chunks()
-    items = items if isinstance(items, pa.Array) else pa.concat_arrays(items.chunks or [pa.array([], pa.string())])
+    items = text_column(scan.column("item"))
     names = items.to_pylist()
     plain = np.frombuffer(layout.sample_ids(source, names), "<u8")
     if source not in joined.sources:
@@ -379,7 +389,19 @@ def assemble(
         "left_out": dict(sorted(joined.left_out.items())),
         "sources": sources,
     }  # fmt: skip
-    return head, *_tables(frame, joined.sources, latent, text, latents, texts), report
+    pieces = [
+        _tables(
+            frame.take(np.arange(start, min(start + CHUNK_ROWS, len(frame)))),
+            joined.sources,
+            latent,
+            text,
+            latents,
+            texts,
+        )
+        for start in range(0, len(frame), CHUNK_ROWS)
+    ]
+    samples, names = (pa.concat_tables(own) for own in zip(*pieces, strict=True))
+    return head, samples, names, report
 
 
 def _renumbered(shards: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -395,7 +417,10 @@ def _tables(
     frame: Frame, sources: list[str], latent: layout.LatentRecipe, text: layout.TextRecipe, latents: RecordIndex,
     texts: RecordIndex,
 ) -> tuple[pa.Table, pa.Table]:  # fmt: skip
-    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number)."""
+    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number).
+
+    Of one chunk at a time: the lists of many would count more captions than Arrow's lists can.
+    """
     schema = samples_schema(latent, text)
     offsets = pa.array(frame.captions.astype(np.int32))
 
@@ -426,7 +451,7 @@ def _tables(
     names = pa.table(
         [
             columns["sample_id"], pa.DictionaryArray.from_arrays(pa.array(frame.source), sources).cast(pa.string()),
-            frame.item, lists(written, WRITTEN),
+            frame.item.cast(pa.string()), lists(written, WRITTEN),
         ],
         schema=NAMES,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pipeline.errors import CacheError, UserError
+from pipeline.errors import AwayError, UserError
 
 T = TypeVar("T")
 Doing = Callable[[Callable[[], str]], None]
@@ -69,7 +69,7 @@ class ReadAhead(Generic[T]):
         """The next step's result.
 
         Raises:
-            CacheError: what a thread does for this step takes longer than `timeout_s`; says what.
+            AwayError: what a thread does for this step takes longer than `timeout_s`; says what.
             BaseException: whatever `work` raised for this step.
         """
         with self._changed:
@@ -101,10 +101,10 @@ class ReadAhead(Generic[T]):
     def _check(self, step: int) -> None:
         began, what = self._doing.get(step, (None, None))
         if began is not None and what is not None and time.monotonic() - began > self._timeout:
-            raise CacheError(
+            raise AwayError(
                 f"{what()} takes too long", expected=f"less than {self._timeout:g} s",
                 found=f"{time.monotonic() - began:.1f} s so far, and no answer",
-                fix="look at the disk or the network file system, or set train.loader_timeout_s",
+                fix="look at the disk or the network file system, or set patience_s to wait longer",
             )  # fmt: skip
         if not any(thread.is_alive() for thread in self._threads):
             raise RuntimeError(f"the loader's threads ended before step {step}")

@@ -13,12 +13,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 from pipeline.data.names import brief, shown, stem
 
 EXAMPLES = 5
-KINDS = 20
+KINDS = 100
 """Kinds that are counted apart; beyond them the rarest are counted together."""
+
+SHOWN = 20
+"""Kinds that people are shown."""
 
 OTHERS = "other reasons"
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -67,17 +71,22 @@ class Kinds:
 
     def lines(self) -> list[str]:
         """For people: a kind a line, its examples below it."""
-        return [
-            line for one, count in self.counts.items()
-            for line in (f"  {count:6d}  {one}", f"          {example_line(count, self.examples[one])}")
-        ]  # fmt: skip
+        some = islice(self.counts.items(), SHOWN)
+        out = [f"  {count:6d}  {one}\n          {examples(self.examples[one], count)}" for one, count in some]
+        rest = list(self.counts.values())[SHOWN:]
+        return out + ([f"  {sum(rest):6d}  for {len(rest)} other reasons"] if rest else [])
 
 
-def example_line(count: int, items: list[str]) -> str:
-    """The examples of a kind of `count` items, on one line."""
-    return ", ".join(brief(item)[1:-1] if len(item) > 60 else shown(item) for item in items) + (
+def examples(items: list[str], count: int) -> str:
+    """Some of `count` items, on one line."""
+    return ", ".join(shown(item) if len(item) <= 60 else brief(item)[1:-1] for item in items) + (
         ", ..." if count > len(items) else ""
     )
+
+
+def report(source: str) -> str:
+    """The cache's list of the rejects of a source."""
+    return f"reports/rejects-{source}.csv"
 
 
 def cell(text: str) -> str:

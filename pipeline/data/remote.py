@@ -26,11 +26,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 import xxhash
 
+from pipeline import retrying
 from pipeline.cache import drivers
 from pipeline.data.names import hostile, said, shown
 from pipeline.data.store import RangeFile, Store, Unreadable, whole
-from pipeline.errors import UserError
-from pipeline.retrying import tried
+from pipeline.errors import AwayError, UserError
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -51,14 +51,16 @@ class Remote(Store):
 
     Args:
         url: of the root, with a scheme that fsspec knows.
+        patience_s: how long it is waited for if it does not answer.
 
     Raises:
         UserError: see `drivers.open_url`.
     """
 
-    def __init__(self, url: str):
-        self.fs, self._root = drivers.open_url(url, UserError)
-        self.location = url.rstrip("/")
+    def __init__(self, url: str, patience_s: float = retrying.PATIENCE_S):
+        self.fs, self._root = drivers.open_url(url, UserError, patience_s)
+        self.location, self._patience_s = url.rstrip("/"), patience_s
+        self._store = "/".join(url.split("/")[:3])
         self.ranged = True
         self._web = url.partition("://")[0].lower() in ("http", "https")
         self._known: dict[str, dict[str, Any]] = {}
@@ -92,7 +94,9 @@ class Remote(Store):
     def find(self) -> list[str]:
         try:
             found = drivers.find(
-                self.fs, self._root, lambda path, ask: self._tried(self._name(path) or self.location, lambda: ask(path))
+                self.fs,
+                self._root,
+                lambda path, ask: self._tried(self._name(path) or "it", lambda: ask(path), "listed"),
             )
         except Unreadable as error:
             raise UserError(
@@ -110,10 +114,14 @@ class Remote(Store):
     def names(self, folder: str) -> list[str]:
         base = self.path(folder) if folder else self._root
         try:
-            found = self._tried(folder or self.location, lambda: _listed(self.fs, base))
+            found = self._tried(folder or "it", lambda: _listed(self.fs, base), "listed")
         except Unreadable as error:
-            status = getattr(error.__cause__, "status", None)
-            if self._web and status in (401, 403, 405, 501):  # many web servers list nothing; who asks can do without
+            if self._web and retrying.status_of(error) in (
+                401,
+                403,
+                405,
+                501,
+            ):  # many web servers list nothing; who asks can do without
                 return []
             raise UserError(
                 f"{self.location}/{folder}: cannot be listed: {error}", fix="check who may list the bucket"
@@ -227,11 +235,23 @@ class Remote(Store):
             self._spools[name] = spool = _Spool(self, name, size, keep=True)
             return spool
 
-    def _tried(self, name: str, ask: Callable[[], T]) -> T:
+    def _tried(self, name: str, ask: Callable[[], T], what: str = "read") -> T:
+        """What the driver returns, asked again if need be.
+
+        Raises:
+            Unreadable: this file cannot be had.
+            UserError: nothing can be had from this store.
+        """
         try:
-            return tried(lambda: drivers.answered(ask, self._web), final=(FileNotFoundError, PermissionError, IsADirectoryError))
+            return retrying.tried(ask, self._store, self._patience_s)
+        except retrying.NoAnswer as error:
+            if error.alone:
+                raise Unreadable(f"{shown(name)}: {shown(str(error))}") from None
+            raise AwayError(f"{self.location}: {shown(name)} cannot be {what}: {error}", fix=error.fix) from None
+        except retrying.Refused as error:
+            raise UserError(f"{self.location}: cannot be {what}: {error}", fix=error.fix) from None
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            kind = {FileNotFoundError: "does not exist", PermissionError: "may not be read"}
+            kind = {FileNotFoundError: "does not exist", PermissionError: f"may not be read: {shown(said(error))}"}
             raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from error
         except Exception as error:  # every driver has its own
             answer = strip_credentials(shown(said(error)))

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import text
 from pipeline.cache.index import RecordIndex
 from pipeline.data import buckets, filters
 from pipeline.data.filters import Filter
@@ -84,20 +85,20 @@ def filtered(
 def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
     """The wanted columns of a source that are there, the names of all that are, and where a number is too large."""
 
-    def whole(name: str) -> pa.Array:
-        column = scan.column(name).combine_chunks()
-        return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    def whole(column: pa.ChunkedArray) -> pa.Array:
+        found = column.combine_chunks()
+        return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found
 
-    width, height = (pc.cast(whole(name), pa.float64()) for name in ("width", "height"))
+    width, height = (pc.cast(whole(scan.column(name)), pa.float64()) for name in ("width", "height"))
     builtin = {
-        "source": lambda: pa.array([source] * scan.num_rows, pa.string()),
-        "item": lambda: whole("item"),
+        "source": lambda: pa.array([source] * scan.num_rows, pa.large_string()),
+        "item": lambda: text(scan.column("item")),
         "width": lambda: width,
         "height": lambda: height,
         "aspect": lambda: pc.divide(width, height),
         "pixels": lambda: pc.multiply(width, height),
-        "bytes": lambda: whole("size"),
-        "captions": lambda: pc.list_value_length(whole("captions")),
+        "bytes": lambda: whole(scan.column("size")),
+        "captions": lambda: whole(pc.list_value_length(scan.column("captions"))),
     }
     assert set(builtin) == set(filters.BUILTIN)
     found = {name: make() for name, make in builtin.items() if name in wanted}

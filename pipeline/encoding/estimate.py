@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.amounts import amount
 from pipeline.cache import codec, layout
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import buckets, captions, image
+from pipeline.data.reasons import Kinds
 from pipeline.data.source import Source
 from pipeline.encoding.progress import span
 from pipeline.models import encoders
@@ -48,7 +50,7 @@ class Wanted:
 
     Attributes:
         items, usable: of the scan; an `undecided` item is usable as far as its header tells, which is not far enough.
-        rejects: reason -> items.
+        rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
         pictures: new pictures by target: the items to read.
         captions: new captions, normalised, and their length in bytes as written.
@@ -60,7 +62,7 @@ class Wanted:
     usable: int = 0
     undecided: int = 0
     unread: int = 0
-    rejects: Counter[str] = field(default_factory=Counter)
+    rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
     pictures: dict[Shape, list[str]] = field(default_factory=lambda: defaultdict(list))
     captions: list[tuple[str, int]] = field(default_factory=list)
@@ -86,10 +88,11 @@ def wanted(
     has, failed = _held(cache, latent)
     has_text, failed_text = _held(cache, text)
     seen: set[bytes] = set()
+    rejects: list[tuple[str, str]] = []
     columns = ("item", "digest", "width", "height", "captions", "reject")
     for item, digest, width, height, listed, reject in zip(*(scan.column(c).to_pylist() for c in columns), strict=True):
         if reject is not None:
-            found.rejects[reject] += 1
+            rejects.append((item, reject))
             continue
         found.usable += 1
         for caption in listed:
@@ -101,7 +104,7 @@ def wanted(
             if has_text(key):
                 found.kept_captions += 1
             elif key in failed_text:
-                found.rejects[failed_text[key]] += 1
+                rejects.append((caption["text"], failed_text[key]))
             else:
                 found.captions.append((normalised, len(caption["text"].encode())))
         found.unread += digest is None
@@ -121,9 +124,10 @@ def wanted(
                 found.kept_latents += 1
                 continue
             if key in failed:
-                found.rejects[failed[key]] += 1
+                rejects.append((item, failed[key]))
                 continue
         found.pictures[target].append(item)
+    found.rejects = Kinds.of(rejects)
     found.null = not has_text(layout.null_key(text.id))
     found.kept_captions += not found.null
     return found
@@ -367,8 +371,9 @@ def report(
     """The whole estimate as JSON values. reserve: bytes that must stay free (`encode.min_free_gib`);
     free: None where the store does not tell."""
     return {
-        "source": name, "items": work.items, "usable": work.usable, "rejects": sum(work.rejects.values()),
-        "undecided": work.undecided, "unread": work.unread, "reasons": dict(work.rejects.most_common()),
+        "source": name, "items": work.items, "usable": work.usable, "rejects": sum(work.rejects.counts.values()),
+        "undecided": work.undecided, "unread": work.unread, "reasons": work.rejects.counts,
+        "examples": work.rejects.examples,
         "buckets": [
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
@@ -387,7 +392,7 @@ def lines(told: dict[str, Any], cache: str) -> list[str]:
     out = [
         f"source {told['source']!r}: {told['items']} items, {told['usable']} usable, {told['rejects']} rejects expected"
     ]
-    out += [f"  {count:6d}  {reason}" for reason, count in list(told["reasons"].items())[:8]]
+    out += Kinds(told["reasons"], told["examples"]).lines()
     if told["undecided"]:
         out.append(f"  {told['undecided']} of the usable ones have no header in their first MiB: their size is unknown")
     if told["unread"]:
@@ -432,12 +437,3 @@ def lines(told: dict[str, Any], cache: str) -> list[str]:
         if took["decode_bound"]:
             out.append("  decoding takes longer than encoding: more encode.workers would help")
     return out
-
-
-def amount(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"

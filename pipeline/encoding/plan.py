@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import taken
 from pipeline.cache.index import as_keys, binary, committed, fixed
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
@@ -37,7 +38,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
 CHUNK = 1 << 20
-"""Captions of a piece of a column."""
+"""Rows of a piece of a column that repeats a source's name."""
 
 
 def image_work(
@@ -75,10 +76,12 @@ def image_work(
         rows, which = rows[order], which[order]
     keys = latent_keys(recipe, fixed(usable.column("digest"))[rows], sizes, which)
     first = np.sort(np.unique(keys, return_index=True)[1])
-    rows, sides = pa.array(rows[first]), np.array(sizes, np.int32).reshape(-1, 2)[which[first]]
+    sides = np.array(sizes, np.int32).reshape(-1, 2)[which[first]]
+    items = taken(usable.select(["item", "digest"]), rows[first])
+    counts = [min(CHUNK, len(first) - start) for start in range(0, len(first), CHUNK)]
     columns = [
-        binary(keys[first]), pa.repeat(source, len(first)), usable.column("item").take(rows),
-        usable.column("digest").take(rows), pa.array(sides[:, 0]), pa.array(sides[:, 1]),
+        binary(keys[first]), pa.chunked_array([pa.repeat(source, count) for count in counts], pa.string()),
+        items.column("item"), items.column("digest"), pa.array(sides[:, 0]), pa.array(sides[:, 1]),
     ]  # fmt: skip
     return pa.table(columns, schema=IMAGES)
 
@@ -121,10 +124,8 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
     normalised = (captions.normalise(text.as_py(), recipe.normalisation) for text in written)
     keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
     first = np.unique(keys, return_index=True)[1]
-    # In chunks: 2 GiB of text in one piece would be too much for Arrow's plain strings.
-    chunks = [written.take(pa.array(first[i : i + CHUNK])).cast(pa.string()) for i in range(0, len(first), CHUNK)]
     null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
-    rest = pa.table([binary(keys[first]), pa.chunked_array(chunks, pa.string())], schema=CAPTIONS)
+    rest = taken(pa.table({"key": binary(keys), "caption": written}), first, CAPTIONS)
     return pa.concat_tables([null, rest])
 
 
@@ -185,7 +186,7 @@ def _plan(
             units.append(Unit(unit, start, len(rows), batch))
             members.append(rows)
             start += len(rows)
-        cache.add_plan(recipe.name, len(plans), units, missing.take(pa.array(np.concatenate(members))))
+        cache.add_plan(recipe.name, len(plans), units, taken(missing, np.concatenate(members)))
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Table) -> np.ndarray:
@@ -212,6 +213,15 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
     missing = ~taken
     missing[failed[np.isin(last, done)]] = True
     return missing
+
+
+def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
+    """How many records of a work list are still to be made, and how many are there. Those that failed for good are
+    neither."""
+    index = cache.index(recipe.name)
+    there = index.find(fixed(work.column("key"))) >= 0
+    failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
+    return int((~there & ~failed).sum()), int(there.sum())
 
 
 def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache import layout
 from pipeline.cache.files import explained
 from pipeline.cache.store import Cache, Plan, Unit
@@ -63,9 +64,8 @@ class Room:
         if free < need + self.reserve:
             raise NoSpaceError(
                 f"{self.cache.location}: there is too little space for the next unit",
-                expected=f"{estimate.amount(need)}, and {estimate.amount(self.reserve)} in reserve "
-                "(encode.min_free_gib)",
-                found=f"{estimate.amount(free)} free",
+                expected=f"{amount(need)}, and {amount(self.reserve)} in reserve (encode.min_free_gib)",
+                found=f"{amount(free)} free",
                 fix="free space (or move the cache), then run the same command again: it continues",
             )
 
@@ -79,10 +79,10 @@ class Room:
         if self._since is None:
             self._since = now
             if self.wait_s:
-                need = estimate.amount(self.need(plan, unit) + self.reserve)
+                need = amount(self.need(plan, unit) + self.reserve)
                 click.echo(
                     f"paused: {error.what}: waiting at most {self.wait_s:g} s until {need} can be written; "
-                    f"{estimate.amount(self.cache.files.scratch_bytes())} are free",
+                    f"{amount(self.cache.files.scratch_bytes())} are free",
                     err=True,
                 )
         while True:

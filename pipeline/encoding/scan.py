@@ -27,11 +27,13 @@ import pyarrow as pa
 import pyarrow.compute
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import ROWS, combined
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
 from pipeline.data import detect, image
 from pipeline.data.ahead import TOGETHER
+from pipeline.data.reasons import Kinds
 from pipeline.data.source import Item, Reject, Run, Seen, Source
 from pipeline.data.store import Unreadable
 from pipeline.encoding.fragments import Fragments, Outdated, Rows
@@ -104,6 +106,7 @@ def scan(
     source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
     progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
     look: Look = from_bytes, fragments: Fragments | None = None, max_bytes: int = image.MAX_BYTES,
+    max_shrink: float = 1.0,
 ) -> pa.Table:  # fmt: skip
     """Read a source's listing and headers.
 
@@ -116,9 +119,11 @@ def scan(
             scan, so that a changed policy takes effect on known rows.
         look: how a picture that is not known is examined.
         fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
+        max_shrink: the largest share of the pictures of the last scan that may be missing in this one.
 
     Raises:
-        UserError: two items have the same sample id, or this is another data set under a known name.
+        UserError: two items have the same sample id, this is another data set under a known name, or too little of it
+            is left.
         Stopped: a signal asked for the end.
     """
     while True:
@@ -132,10 +137,11 @@ def scan(
             continue
         finally:
             pool.shutdown(cancel_futures=True)
-    table = _judged(pa.concat_tables(tables or [SCAN.empty_table()]).combine_chunks(), refuse)
+    table = _judged(combined(pa.concat_tables(tables or [SCAN.empty_table()])), refuse)
     _unique(name, table)
     if cache is not None:
         _same_set(cache, name, source, table)
+        _not_shrunk(cache, name, table, max_shrink)
     source.recall(places(table))
     return table
 
@@ -241,13 +247,17 @@ class _Scan:
         """List a piece and read what is new in it."""
         assert piece.run is not None
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
+        tables = []
         for row in _mapped(self.pool, lambda found: self._row(found, piece.seen), piece.run.items()):
             self._check(in_hand=True)
             row |= {"part": piece.part or None, "stamp": piece.stamp}
             for column, values in columns.items():
                 values.append(row[column])
             self._reach(1)
-        return pa.table(columns, schema=SCAN)
+            if len(columns["item"]) == ROWS:
+                tables.append(pa.table(columns, schema=SCAN))
+                columns = {column: [] for column in SCAN.names}
+        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
 
     def _row(self, found: Item | Reject, known: Seen) -> dict[str, Any]:
         if isinstance(found, Reject):
@@ -291,7 +301,9 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     table = cache.table(scan["table"])
     found = list(places(table))
     parts = sorted({part for _, part, _ in found})
-    source = detect.reopen(location or scan["root"], scan.get("source_format", "folder"), parts, config, name)
+    source = detect.reopen(
+        location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
+    )
     source.recall(found)
     return source
 
@@ -395,4 +407,32 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
             "items",
             fix=f"if this is another data set, give it its own name: --source-name NAME (sources so far: "
             f"{', '.join(cache.sources())})",
+        )
+
+
+def lost(cache: Cache, name: str, table: pa.Table) -> tuple[pa.Table, int]:
+    """The pictures that the last scan of a source could use and that are missing in `table`: neither their items nor
+    their bytes are in it, or only among what cannot be read. And of how many. A picture that a setting leaves out is
+    not missing."""
+    last = _last(cache, name)
+    before = (SCAN.empty_table() if last is None else last).filter(pa.compute.field("reject").is_null())
+    usable = pa.compute.field("reject").is_null() | pa.compute.field("width").is_valid()
+    now = table.filter(usable)
+    items, digests = (set(now.column(column).to_pylist()) for column in ("item", "digest"))
+    pairs = zip(*(before.column(column).to_pylist() for column in ("item", "digest")), strict=True)
+    return before.filter(pa.array([i not in items and d not in digests for i, d in pairs], pa.bool_())), len(before)
+
+
+def _not_shrunk(cache: Cache, name: str, table: pa.Table, most: float) -> None:
+    gone, before = lost(cache, name, table)
+    if len(gone) > most * before:
+        items = gone.column("item").to_pylist()
+        here = dict(zip(*(table.column(column).to_pylist() for column in ("item", "reject")), strict=True))
+        kinds = Kinds.of((item, here.get(item) or "is not there any more") for item in items)
+        raise UserError(
+            f"{len(gone)} of the {before} pictures of source {name!r} are missing",
+            expected=f"at most {most:.0%} (encode.max_shrink)",
+            found="\n" + "\n".join(kinds.lines()),
+            fix="bring them back; if they are gone for good: sana-pipe encode --shrink ...; if this is another data "
+            "set: --source-name NAME",
         )

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline import retrying
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -45,7 +47,8 @@ class Stop:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         self.catch()
         try:
-            yield
+            with retrying.stopping(self.check_batch):
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

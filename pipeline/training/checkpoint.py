@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config import Config
+from pipeline.config import Config, written
 from pipeline.data.loader import State
 from pipeline.errors import ConfigError
 from pipeline.models.sana_config import SanaConfig
@@ -164,7 +164,7 @@ class Saver:
             "layout": LAYOUT,
             "state": state.as_dict(),
             "architecture": self._architecture.to_dict(),
-            "config": self._config.model_dump(mode="json"),
+            "config": written(self._config),
             "processes": world,
             "torch": torch.__version__,
             "files": files,
@@ -380,8 +380,8 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
     if wrong:
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(wrong),
-            fix="restore those settings (--snapshot takes the id), or start a new run in another train.output with "
-            "model.weights set to an export of this checkpoint",
+            fix="restore those settings (--snapshot takes the id), or start a new run from an export of this "
+            "checkpoint: --set train.output=DIR --set model.weights=EXPORT --set model.arch=null",
         )
 
 
@@ -480,20 +480,22 @@ def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[SanaConf
 
 
 def resolve(root: Path, resume: str | Path) -> Path | None:
-    """The folder that `--resume` means: `auto` is the newest in `root` (None if there is none), else a path.
+    """The folder that `--resume` or `--checkpoint` means: `auto` is the newest in `root` (None if there is none), a run
+    directory its newest checkpoint, any other folder itself.
 
     Raises:
-        ConfigError: a path that is no folder.
+        ConfigError: a path that is no folder, or a run directory without checkpoints.
     """
     if str(resume) == "auto":
         return newest(root)
     folder = Path(resume)
-    if not folder.is_dir():
+    inside = newest(folder / "checkpoints")
+    if not folder.is_dir() or (inside is None and (folder / "checkpoints").is_dir()):
         raise ConfigError(
-            f"--resume {resume}: there is no such folder",
-            expected="auto, or a folder such as " + str(folder_of(root, 500)),
+            f"{resume}: there is no such folder" if not folder.is_dir() else f"{resume} holds no checkpoint yet",
+            expected=f"auto, a run directory, or a folder such as {folder_of(root, 500)}",
         )
-    return folder
+    return inside or folder
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -10,20 +10,13 @@ from pipeline.training import checkpoint
 
 
 def find(config: Config, which: str) -> Path:
-    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, anything else a folder.
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `checkpoint.resolve`.
 
     Raises:
         ConfigError: there is none.
     """
     root = Path(config.train.output) / "checkpoints"
-    if which != "auto":
-        if not Path(which).is_dir():
-            raise ConfigError(
-                f"--checkpoint {which}: there is no such folder",
-                expected=f"auto, or a folder such as {checkpoint.folder_of(root, 500)}",
-            )
-        return Path(which)
-    found = checkpoint.newest(root)
+    found = checkpoint.resolve(root, which)
     if found is None:
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return found

@@ -15,7 +15,7 @@ Price: after such a stop on a GPU the weights in memory may be spoilt; the last 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -39,7 +39,7 @@ _SHOWN = 64
 class NonFiniteError(UserError):
     """The loss or the gradient of a step is not a finite number."""
 
-    exit_code = 6
+    exit_code = 9
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Step:
 
     Args:
         spread: the model, called as model(latents, captions, mask, timesteps).
+        names: what people call the samples of these ids, where that is known; for the error of `settle`.
 
     Attributes:
         stop_wanted: a process asked to stop in a step whose verdict is in; the same on every process.
@@ -85,8 +86,9 @@ class Step:
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         device: torch.device,
+        names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     ):
-        self.spread, self.objective, self.optimizer = spread, objective, optimizer
+        self.spread, self.objective, self.optimizer, self.names = spread, objective, optimizer, names
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
         self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -195,7 +197,8 @@ class Step:
         bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
         what = "loss" if bad else "gradient norm"
         named = bad or [identity for identity, _ in everyone]
-        shown = ", ".join(f"{identity:016x}" for identity in named[:_SHOWN])
+        names = self.names(named[:_SHOWN])
+        shown = ", ".join(names.get(identity, f"{identity:016x}") for identity in named[:_SHOWN])
         if len(named) > _SHOWN:
             shown += f" and {len(named) - _SHOWN} more of this step's batch"
         height, width = pending.outcome.bucket

@@ -1,7 +1,7 @@
 """The training run: start or resume, the loop, metrics, checkpoints, a clean stop.
 
 What: `fit` builds the model, spreads it over the processes, takes up a checkpoint if asked, and does optimizer steps
-until `train.steps` or a signal (SIGTERM, SIGUSR1: save, then leave with success).
+until `train.steps` or a signal (SIGTERM, SIGUSR1, Ctrl-C: save, then leave; a second Ctrl-C ends at once).
 Why so little in the loop: what a batch is, is decided by the loader; what a step is, by `Step`; the loop only counts,
 reports and saves. Every decision that all processes must take alike (what to resume, when to stop) is taken from one
 value that all of them have.
@@ -15,20 +15,22 @@ training has it, `lock.json`.
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig, dump
+from pipeline.config import Config, TrainConfig, dump, reads, written
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
@@ -65,6 +67,7 @@ class Task:
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (start_step, stop_step) -> what yields this process's microbatches and the state after them.
         batches: the global batch of each bucket, by the bucket's name.
+        names: what people call the samples of these ids, where that is known.
     """
 
     origin: State
@@ -74,6 +77,7 @@ class Task:
     sample_size: int
     loader: Callable[[int, int], Iterable[tuple[list[Batch], State]]]
     batches: Mapping[str, int]
+    names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def fit(
     with (
         memory_errors(train),
         started(launch, train.parallel, device) as mesh,
-        _signals() as wanted,
+        _signals(launch.is_main) as wanted,
         taken(run, quiet) as lock,
     ):
         found, notes = on_main(lambda: _choose(run, resume))
@@ -135,6 +139,9 @@ def fit(
             before = found[1].config["train"]
             recipes = before.get("recipe", "default"), train.recipe
             optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
+            if (done := found[1].state.step) >= train.steps:
+                quiet(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
+                return Report(done, found[0], None, None)
         config = with_residual(config, found[1].config if found is not None else None)
         train = config.train
         on_main(accepted)
@@ -150,7 +157,7 @@ def fit(
             together(lambda: fill(held.module, values))
         optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
         averages = [Average(held.module, train.ema)] if train.ema is not None else []
-        step = Step(held, FlowMatching(train.flow), optimizer, train, device)
+        step = Step(held, FlowMatching(train.flow), optimizer, train, device, task.names)
         done = 0
         if found is not None:
             source, document = found
@@ -338,47 +345,73 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
         fresh.replace(path)
     except OSError as error:
         raise UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output") from None
-    followers = trackers.Trackers(config.train.trackers, run, done, config.model_dump(mode="json"), say)
+    followers = trackers.Trackers(config.train.trackers, run, done, written(config), say)
     journal = Metrics(run / "metrics.jsonl", say, followers)
     journal.start(**facts)
     return journal
 
 
 def _changes(before: dict[str, Any], config: Config) -> list[str]:
-    """`train.optim.lr: 0.0001 -> 2e-05` for every option that differs."""
+    """`train.optim.lr: 0.0001 -> 2e-05` for every option of training that differs."""
 
     def flat(tree: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(tree, dict):
             return {prefix: tree}
         return {k: v for name, below in tree.items() for k, v in flat(below, f"{prefix}.{name}").items()}
 
-    old, new = flat(before, ""), flat(config.model_dump(mode="json"), "")
+    old, new = flat(before, ""), flat(written(config), "")
     return [
         f"{name[1:]}: {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and reads("train", name[1:])
     ]
+
+
+AGAIN_S = 1.0
+"""A second Ctrl-C counts after so long: launchers pass on what the terminal has sent already."""
 
 
 @dataclass
 class _Wanted:
-    """Set by a signal; read by the loop."""
+    """Set by a signal; read by the loop. `begun`: the loop runs, so that there will be something to save."""
 
     name: str | None = None
+    begun: bool = False
+    since: float = 0.0
 
 
 @contextmanager
-def _signals() -> Iterator[_Wanted]:
-    """SIGTERM and SIGUSR1 ask for a clean end. Elsewhere than in the main thread signals cannot be caught."""
+def _signals(speaks: bool) -> Iterator[_Wanted]:
+    """SIGTERM, SIGUSR1 and SIGINT ask for a clean end; SIGINT ends at once before the first step, and when it is the
+    second signal. Elsewhere than in the main thread signals cannot be caught; a SIGINT that is ignored stays so.
+
+    Args:
+        speaks: whether this process says on stderr what becomes of the signal.
+    """
     wanted = _Wanted()
     if threading.current_thread() is not threading.main_thread():
         yield wanted
         return
 
-    def note(number: int, _frame: object) -> None:
-        wanted.name = signal.Signals(number).name
+    def tell(line: str) -> None:
+        if speaks:
+            os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not wanted.begun:
+            signal.default_int_handler(number, frame)
+        if wanted.name is None:
+            wanted.name, wanted.since = signal.Signals(number).name, time.monotonic()
+            tell(f"{wanted.name}: a checkpoint will be written after this step; Ctrl-C then ends at once, without one")
+        elif number == signal.SIGINT and time.monotonic() - wanted.since > AGAIN_S:
+            tell("ended without a checkpoint of the last steps; continue with --resume auto")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    caught = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        caught.append(signal.SIGINT)
+    before = {number: signal.signal(number, note) for number in caught}
     try:
         yield wanted
     finally:
@@ -423,12 +456,10 @@ class _Loop:
 
     def run(self, done: int, source: Path | None) -> Report:
         saved = source
-        if done >= self.train.steps:
-            self.say(f"nothing to do: {done} steps are done, train.steps is {self.train.steps}")
-            return Report(done, saved, None, None)
         loader = together(lambda: self.task.loader(done, self.train.steps))
         asked, state = time.perf_counter(), None
         self.model.train()
+        self.wanted.begun = True
         with ended(iter(loader)) as steps, self._saver() as saver:
             for microbatches, state in steps:
                 waited = time.perf_counter() - asked

@@ -33,7 +33,9 @@ from tests.workers import tiny_run
 from tests.workers.strategies import launches
 
 CPU = torch.device("cpu")
-SHAPES = [(7, 5), (2, 16), (10, 6, 1, 1), (12, 1, 3, 3), (8, 6, 3, 3), (9,), (3,)]
+SHAPES = [(7, 5), (2, 16), (10, 6, 1, 1), (12, 1, 3, 3), (8, 6, 3, 3), (9,), (3,), (3, 5)]
+JOINT = ((0, 7), (5, 6))
+"""Which of them are rows of one matrix, or of one vector, under NVlabs' recipe."""
 PLACES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "rows": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),
@@ -53,7 +55,7 @@ CHAIN = (
 FOLDER = Path()
 
 
-def came_of(place: str | None) -> dict[str, Tensor]:
+def came_of(place: str | None, nvlabs: bool) -> dict[str, Tensor]:
     """Parameters and state after some steps, whole; `place` None: plain tensors."""
     torch.manual_seed(0)
     values = [torch.randn(shape) for shape in SHAPES]
@@ -68,7 +70,8 @@ def came_of(place: str | None) -> dict[str, Tensor]:
         return distribute_tensor(tensor, over, fitting)
 
     parameters = [nn.Parameter(put(value)) for value in values]
-    optimizer = CAME(parameters, lr=1e-2)
+    joint = [[parameters[i] for i in members] for members in JOINT] if nvlabs else []
+    optimizer = CAME(parameters, lr=1e-2, factor_kernels=not nvlabs, joint=joint)
     for gradients in steps:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = put(gradient)
@@ -78,7 +81,7 @@ def came_of(place: str | None) -> dict[str, Tensor]:
         held = {"": parameter.detach(), **{n: v for n, v in optimizer.state[parameter].items() if n != "step"}}
         for name, value in held.items():
             assert isinstance(value, DTensor) == (place is not None), name
-            found[f"{i}{name}"] = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{i}{name}{nvlabs}"] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
 
 
@@ -163,10 +166,10 @@ def compare(launch: Launch) -> None:
         meetings += 1
         return Launch(launch.rank, 4, launch.rank, 4, rendezvous=f"{launch.rendezvous}-{meetings}")
 
-    plain = came_of(None)
+    plain = came_of(None, False) | came_of(None, True)
     with mesh.started(meeting(), settings_of({}).train.parallel, CPU):
         for place in PLACES:
-            mine = came_of(place)
+            mine = came_of(place, False) | came_of(place, True)
             found["came"][place] = max(
                 float((mine[n] - plain[n]).norm() / plain[n].norm().clamp(min=1e-30)) for n in plain
             )

@@ -182,11 +182,11 @@ def train_losses(
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
     train, held = settings.train, model if isinstance(model, Spread) else Spread(model)
-    optimizer = optim.build(held.module, train.optim, torch.device("cpu"))
+    optimizer = optim.build(held.module, train.optim, torch.device("cpu"), recipe=train.recipe)
     step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
     found = []
     for number in range(steps):
-        optim.set_learning_rate(optimizer, optim.learning_rate(train.optim, GLOBAL_BATCH, number))
+        optim.set_learning_rate(optimizer, optim.learning_rate(train.optim, GLOBAL_BATCH, number, train.recipe))
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
         found.append(float(outcome.loss))
     return found

@@ -1,0 +1,136 @@
+"""Every number in the head of a shipped configuration is derived here or stands beside its source."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import load, shipped
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_files import expected_shapes
+from pipeline.training import optim
+
+RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
+GPUS = 8
+_SMALL = SanaConfig(num_layers=28, num_attention_heads=36, num_cross_attention_heads=16, cross_attention_head_dim=72,
+                    cross_attention_dim=1152)  # fmt: skip
+SHAPES = {
+    "sana_600m_512": _SMALL, "sana_1600m_1024": SanaConfig(),
+    "sana15_1600m_1024": SanaConfig(qk_norm="rms_norm_across_heads"),
+    "sana15_4800m_1024": SanaConfig(qk_norm="rms_norm_across_heads", num_layers=60),
+}  # fmt: skip
+NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
+    "sana_600m_512": ("Sana_600M_img512", 1e-4, 128, 2000),
+    "sana_1600m_1024": ("Sana_1600M_img1024_AdamW", 1e-4, 64, 2000),
+    "sana15_1600m_1024": ("Sana_1600M_1024px_AdamW_fsdp", 2e-5, 32, 1000),
+    "sana15_4800m_1024": ("SANA1.5 4.8B, CAME in 8 bits", 2e-5, 2, 2000),
+}
+NAMES = r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|fp32|bf16|fp16|\d+ px"
+"""What has digits and is a name."""
+SOURCED = {
+    "sana_1600m_1024": [
+        "1e-4 for new concepts", "about 0.7 from the first steps",
+        "0.667-0.679 with gradient norms of 0.14-0.16 (NVlabs/Sana #206)",
+    ],
+    "sana_600m_512": [
+        "1e-4 for new concepts", "about 0.8 from the first steps, and it hardly moves (reported by people",
+        "(NVlabs/Sana #47, #109)",
+    ],
+    "sana15_1600m_1024": ["1e-4 for new concepts", "that of Sana 1.0 (1.0), with the same encoder, as its authors say"],
+    "sana15_4800m_1024": ["1e-4 for new concepts"],
+}  # fmt: skip
+"""Numbers that are somebody's: the words beside them say whose."""
+
+
+def head(name: str) -> str:
+    """Without the commands, in one line."""
+    path = next(path for path in shipped() if path.stem == name)
+    lines = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    kept = [line for line in lines if not re.match(r"#   (sana-pipe|torchrun)", line)]
+    return re.sub(r"\s+", " ", " ".join(line.removeprefix("#") for line in kept))
+
+
+def rate(value: float) -> str:
+    """5e-5, 1.41e-4."""
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+def derived(name: str) -> list[str]:
+    """Fragments of the head, numbers worked out."""
+    config, shape, (source, lr, each, warmup) = load(name), SHAPES[name], NVLABS[name]
+    train, batch = config.train, config.bucket.batch
+    side = config.data.resolution // 32
+    latent, row = 32 * side * side * 2, shape.caption_channels * 2
+    parameters = sum(_size(sizes) for sizes in expected_shapes(shape).values())
+    state = 16 * parameters / 1e9
+    inputs = shape.num_layers * side * side * shape.inner_dim * 4 / 1e9
+    assert (train.optim.lr, train.optim.warmup_steps) == (lr, warmup)
+    theirs, by_rule = (optim.peak_learning_rate(train.optim.model_copy(update={"scale_lr": "sqrt"}), size)
+                       for size in (GPUS * each, batch))  # fmt: skip
+    found = [
+        f"{latent // 1024} KiB a picture for the latent (32 x {side} x {side} bf16; arithmetic): "
+        f"{latent * 1000 / 2**20 + 0.01:.0f} MiB for 1000 pictures",
+        f"{row / 1024:g} KiB a caption token ({shape.caption_channels} bf16; arithmetic)",
+        f"about {round(row * 100 * 1000 / 2**20, -1):.0f} MiB for 1000 captions of 100 tokens",
+        f"of {parameters:,} parameters are {state:.1f} GB (16 bytes each; arithmetic)",
+        f"keeps {shape.num_layers} block inputs, {inputs:.2f} GB a sample of "
+        f"{config.data.resolution} x {config.data.resolution}",
+        "lr x sqrt(batch / 256)",
+        f"Their configuration ({source}) has lr {rate(lr)} and a batch of {each} a GPU: {rate(theirs)} on {GPUS} GPUs, "
+        f"{rate(by_rule)} at our batch of {batch}",
+        f"come slowly below {rate(optim.NEW_CONCEPTS)}",
+        f"About {train.steps:,} steps are needed before a first concept shows (reported by people who fine-tune Sana): "
+        f"{train.steps * batch:,} pictures are seen by then",
+        f"a run of at least {2 * warmup:,} steps: 4,000 pictures x 4 epochs / {batch} are {16000 // batch} steps",
+        f"--set train.optim.warmup_steps={16000 // batch // 10} then",
+    ]
+    if train.optim.scale_lr == "none":
+        times = lr / by_rule
+        found.append(f"Ours is {rate(lr)}, {'twice' if round(times, 2) == 2 else f'{times:.2f} times'} their rule")
+    for gpus in (4, 8):
+        text = f"{state / gpus:.1f} GB on each of {gpus}"
+        found += [text] if text in head(name) else []
+    both = (
+        f"GB a sample of 1024 x 1024, {inputs * train.microbatch:.1f} GB at microbatch {train.microbatch} (arithmetic)"
+    )
+    found += [both] if "at microbatch" in head(name) else []
+    found += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
+    return found
+
+
+def _size(sizes: Any) -> int:
+    total = 1
+    for side in sizes:
+        total *= side
+    return total
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_every_number_in_a_head_is_derived_or_has_a_source(name: str) -> None:
+    text, covered = head(name), set[int]()
+    for fragment in [*derived(name), *SOURCED[name]]:
+        assert fragment in text, fragment
+        covered.update(i for match in re.finditer(re.escape(fragment), text) for i in range(*match.span()))
+    for pattern in (NAMES, r"--set [a-z_.]+=\S+"):
+        covered.update(i for match in re.finditer(pattern, text) for i in range(*match.span()))
+    rest = "".join(" " if i in covered else character for i, character in enumerate(text))
+    assert not re.findall(r"\S*\d\S*", rest)
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_every_setting_in_a_configuration_is_a_setting(path: Path) -> None:
+    for text in re.findall(r"--set ([a-z_.0-9]+=[^\s.;,]+(?:\.\d+)?)", path.read_text(encoding="utf-8")):
+        load(path, [text])
+
+
+def test_the_figures_of_the_demonstration_name_their_source() -> None:
+    text = head("tiny")
+    config = load("tiny")
+    assert "(measured with `make demo` on two CPU cores; `sana-pipe demo` prints those of your machine)" in text
+    assert f"the {config.train.steps} steps" in text
+    assert "2 KiB a picture for the latent (16 x 8 x 8 bf16; arithmetic), 256 bytes a caption token (128 bf16)" in text
+    assert (16 * 8 * 8 * 2, 128 * 2) == (2048, 256)

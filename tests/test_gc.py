@@ -1,0 +1,598 @@
+"""`gc` and those who use a file again at the same moment; names and sources that are forgotten; what was lost heals."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import stages.bucket
+import stages.encode
+import stages.forget
+import stages.gc
+import stages.pack
+import stages.snapshots
+import stages.train
+import stages.verify
+from pipeline.cache import adopt, audit, index, layout, objects, owner, shard, unneeded
+from pipeline.cache.files import STALE_TMP_S, Files
+from pipeline.cache.layout import Paths
+from pipeline.cache.store import Cache
+from pipeline.config import Config, MirrorConfig
+from pipeline.errors import CacheError, IntegrityError, UserError
+from tests import tiny_cache
+
+MakeConfig = Callable[..., Config]
+OLD = 10 * STALE_TMP_S
+
+
+BOTH = pytest.mark.parametrize("cache", ["disk", "objects"], indirect=True)
+
+
+@pytest.fixture
+def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """A small cache in which every file is old."""
+    if getattr(request, "param", "disk") == "disk":
+        made = tiny_cache.build(tmp_path / "cache", {(16, 16): 6, (16, 24): 4})
+    else:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        url = f"{request.getfixturevalue('s3_bucket')}/{uuid4().hex}"
+        made = tiny_cache.build(url, {(16, 16): 6, (16, 24): 4})  # type: ignore[arg-type]
+    age(made.files)
+    collect(made)
+    return made
+
+
+def age(files: Files, *names: str) -> None:
+    """Make files, or all, old."""
+    for name in names or [entry.name for entry in files.walk("")]:
+        if isinstance(files, objects.ObjectFiles):
+            from moto.s3.models import s3_backends
+
+            bucket, _, place = files.url.removeprefix("s3://").partition("/")
+            [of] = [
+                b
+                for account in s3_backends.values()
+                for part in account.values()
+                for b in [part.buckets]
+                if bucket in b
+            ]
+            of[bucket].keys[f"{place}/{name}"].last_modified -= datetime.timedelta(seconds=OLD)
+        else:
+            past = files.now() - OLD
+            os.utime(files.path(name), (past, past))
+
+
+def a_shard(cache: Cache, seed: int = 0, unit: str = f"{0:032x}") -> str:
+    """Publish a shard without a commit, of a unit that is committed with another: what a late worker leaves."""
+    latent, _ = tiny_cache.recipes()
+    values = np.random.default_rng(seed).integers(0, 0x7F80, (2, 2, 2), np.uint16)
+    with shard.ShardWriter(cache.files, latent, unit) as writer:
+        writer.add(layout.latent_key(latent.id, bytes(16), 16, 16), values)
+        return Paths.shard(latent.name, writer.finish()[0])
+
+
+def racing(cache: Cache, monkeypatch: pytest.MonkeyPatch, action: Callable[[str], object], at: str = "discard") -> None:
+    """Run an action with the name of each file right before gc asks for its removal."""
+    real = getattr(type(cache.files), at)
+
+    def hooked(files: Files, name: str, *rest: object) -> object:
+        action(name)
+        return real(files, name, *rest)
+
+    monkeypatch.setattr(type(cache.files), at, hooked)
+
+
+def collect(cache: Cache) -> list[str]:
+    found = list(unneeded.unneeded(cache))
+    return [name for name, _, _ in unneeded.remove(cache, found, STALE_TMP_S)]
+
+
+# ---------------------------------------------------------------- absence is no proof
+
+
+def test_a_lost_document_is_no_permission(
+    small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    for lost in [*small_cache_copy.glob("segments/*/*.json"), *small_cache_copy.glob("recipes/*.json")]:
+        data = lost.read_bytes()
+        lost.unlink()
+        before = sorted(small_cache_copy.rglob("*"))
+        with pytest.raises(IntegrityError) as error:
+            stages.gc.run(config, yes=True, older_than_hours=0)
+        assert "verify --repair" in str(error.value) and "encode" in str(error.value)
+        assert sorted(small_cache_copy.rglob("*")) == before
+        lost.write_bytes(data)
+    assert stages.gc.run(config, yes=True, older_than_hours=0) == 0
+    assert not list(audit.verify(Cache.of(config)))
+
+
+# ---------------------------------------------------------------- used again at the same moment
+
+
+@BOTH
+def test_a_shard_that_is_made_again_while_gc_removes_it_stays(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, other = a_shard(cache), a_shard(cache, 1)
+    age(cache.files, kept, other)
+    made = []
+
+    def again(name: str) -> None:
+        if name == kept and not made:
+            made.append(a_shard(cache))  # the file is there: it is used again
+
+    racing(cache, monkeypatch, again)
+    assert collect(cache) == [other]
+    assert made == [kept] and cache.files.exists(kept)
+    assert collect(cache) == [], "it is young now"
+
+
+@BOTH
+def test_a_table_that_is_put_again_while_gc_removes_it_stays(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = cache.files.put_content(b"content", "tables", "arrow")
+    name = Paths.table(digest, "arrow")
+    age(cache.files, name)
+    racing(cache, monkeypatch, lambda own: own == name and cache.files.put_content(b"content", "tables", "arrow"))
+    assert collect(cache) == [] and cache.files.read(name) == b"content"
+
+
+def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's age is judged where no one can freshen it any more."""
+    files = Files(tmp_path)
+    name = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow")
+    age(files, name)
+    inode, real = files.path(name).stat().st_ino, os.rename
+
+    def rename(*paths: object) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        assert files.freshen(name)
+        real(*paths)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert not files.discard(name, files.now() - STALE_TMP_S)
+    assert files.path(name).stat().st_ino == inode
+    age(files, name)
+
+    def rename_first(*paths: object) -> None:
+        real(*paths)  # type: ignore[arg-type]
+        monkeypatch.setattr(os, "rename", real)
+        assert not files.freshen(name), "who comes later is told"
+        files.put_content(b"content", "tables", "arrow")
+
+    monkeypatch.setattr(os, "rename", rename_first)
+    assert files.discard(name, files.now() - STALE_TMP_S)
+    assert files.read(name) == b"content" and files.path(name).stat().st_ino != inode
+    assert files.names("tmp") == []
+
+
+def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a writer that does not freshen, such as an older version: what refers to a file is read again."""
+    left = a_shard(cache)
+    age(cache.files, left)
+    latent = tiny_cache.recipes()[0].name
+    found = list(unneeded.unneeded(cache))
+    assert left in [name for name, _, _ in found]
+    cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
+    index.publish_commit(
+        cache.files, latent, 1, index.Commit("f" * 32, Path(left).stem, 1, 1, None, (), {})
+    )  # fmt: skip
+    assert left not in [name for name, _, _ in unneeded.remove(cache, found, STALE_TMP_S)]
+    assert cache.files.exists(left)
+
+
+def unnamed(cache: Cache) -> str:
+    """A snapshot with a chunk of its own that no name points to, everything old; its id."""
+    first = cache.open_snapshot().id
+    head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
+    chunk = cache.files.put_content(b"of that snapshot alone", "tables", "arrow")
+    other = cache.add_snapshot({**head, "sources": {"gone": chunk}}, None)
+    cache.point("latest", first)
+    age(cache.files, Paths.snapshot(other), Paths.table(chunk, "arrow"))
+    return other
+
+
+def test_a_snapshot_that_is_named_while_gc_removes_it_stays_whole(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = unnamed(cache)
+    racing(cache, monkeypatch, lambda name: name == Paths.snapshot(other) and cache.keep(other))
+    assert collect(cache) == []
+    assert cache.open_snapshot(other[:9]).id == other and not list(audit.verify(cache))
+
+
+def test_a_head_goes_before_what_it_refers_to(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = unnamed(cache)
+    gone: list[str] = []
+    racing(cache, monkeypatch, gone.append)
+    removed = collect(cache)
+    assert removed == gone and removed[0] == Paths.snapshot(other) and len(removed) == 2
+    with pytest.raises(IntegrityError, match="bucket"):
+        cache.point("late", other)
+    assert cache.snapshot_of("late") is None
+
+
+def test_an_adopted_file_is_as_young_as_a_new_one(tmp_path: Path) -> None:
+    there = tiny_cache.build(tmp_path / "there", {(16, 16): 6})
+    age(there.files)
+    here = Files(tmp_path / "here")
+    name = next(there.files.walk("shards")).name
+    for _ in range(2):
+        adopt.bring(here, there.files, name, Path(name).stem)
+        assert here.now() - next(here.walk("shards")).modified < 3600
+        age(here, name)
+    assert here.path(name).stat().st_ino == there.files.path(name).stat().st_ino, "it is linked"
+
+
+@BOTH
+def test_the_stores_clock_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    young, old = a_shard(cache), a_shard(cache, 1)
+    age(cache.files, old)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + OLD)
+    assert collect(cache) == [old]
+    monkeypatch.setattr(time, "time", lambda: real() - OLD)
+    age(cache.files, young)
+    assert collect(cache) == [young]
+
+
+# ---------------------------------------------------------------- temporary files
+
+
+def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    if not owner.place():
+        pytest.skip("this system has no /proc to ask about processes")
+    with files.temporary() as mine:
+        mine.write_bytes(b"slowly")
+        machine, process, started, last = mine.name.split("-")
+        dead = mine.with_name(f"{machine}-{process}-{int(started) + 1}-{last}")
+        elsewhere = mine.with_name(f"{'0' * 16}-{process}-{started}-{last}")
+        for path in (dead, elsewhere, mine.with_name("4d2-of-an-older-version")):
+            path.write_bytes(b"x")
+        age(files)
+        young = mine.with_name(f"{'1' * 16}-{process}-{started}-{last}")
+        young.write_bytes(b"x")
+        assert files.sweep() == 3
+        assert set(files.names("tmp")) == {mine.name, young.name}
+
+
+def test_a_sweep_goes_by_the_stores_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "of-another-machine").write_bytes(b"x")
+    monkeypatch.setattr(time, "time", lambda: 1e10)
+    assert files.sweep() == 0
+    age(files)
+    assert files.sweep() == 1
+
+
+def test_a_shard_that_is_written_slowly_shows_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    latent, _ = tiny_cache.recipes()
+    with shard.ShardWriter(cache.files, latent, "0" * 32) as writer:
+        [name] = [entry.name for entry in cache.files.walk("tmp")]
+        age(cache.files, name)
+        writer.add(bytes(16), np.zeros((2, 2, 2), np.uint16))
+        assert time.time() - cache.files.path(name).stat().st_mtime > STALE_TMP_S, "what is buffered shows nothing"
+        monkeypatch.setattr(shard, "TOUCH_S", 0)
+        writer.add(bytes([1] * 16), np.zeros((2, 2, 2), np.uint16))
+        assert time.time() - cache.files.path(name).stat().st_mtime < 3600
+
+
+def test_a_hidden_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid, /proc shows no other user's processes; a signal to one is refused."""
+    here = owner.place()
+    if not here:
+        pytest.skip("this system has no /proc to ask about processes")
+    assert not owner.ended(here["process"], here["started"])
+    assert owner.ended(here["process"], "12") and owner.ended("999999999", "12")
+
+    def hidden(process: str) -> tuple[str, str]:
+        raise FileNotFoundError(process)
+
+    monkeypatch.setattr(owner, "_stat", hidden)
+    assert owner.ended("999999999", "12"), "nobody has this number"
+
+    def refused(process: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    assert not owner.ended("4711", "12")
+
+
+# ---------------------------------------------------------------- the store
+
+
+def test_new_folders_outlive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder's entry is synced in its parent before a file in it counts as published."""
+    synced: list[Path] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files = Files(tmp_path / "a" / "cache")
+    files.put("units/r/00000000/u.json", b"x")
+    for folder in (tmp_path, tmp_path / "a", files.root, files.root / "units", files.root / "units/r"):
+        assert folder in synced
+    assert synced[-1] == files.root / "units/r/00000000"
+
+
+def test_a_put_that_is_asked_twice_accuses_nobody(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a put is lost: the second attempt finds what the first one stored."""
+    from pipeline import retrying
+
+    monkeypatch.setattr(retrying, "PAUSE_S", 0)
+    files = objects.files_at(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path)))
+    assert isinstance(files, objects.ObjectFiles)
+    real, lost = files.fs.pipe_file, []
+
+    def pipe_file(path: str, data: bytes, **more: object) -> None:
+        real(path, data, **more)
+        if path not in lost:
+            lost.append(path)
+            raise TimeoutError("the answer was lost")
+
+    monkeypatch.setattr(files.fs, "pipe_file", pipe_file)
+    files.probe()
+    assert files.put("a", b"mine")
+    assert not files.put("a", b"another")
+    assert files.read("a") == b"mine"
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_a_name_stays_until_it_is_moved(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    first = cache.open_snapshot()
+    head = {k: v for k, v in first.head.items() if k != "parent"}
+    assert cache.add_snapshot(head, "r1") == first.id
+    with pytest.raises(UserError) as error:
+        cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1")
+    assert "--move" in str(error.value) and error.value.found == first.id
+    assert cache.snapshot_of("r1") == cache.snapshot_of("latest") == first.id, "nothing was named in part"
+    second = cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1", move=True)
+    assert second != first.id and cache.snapshot_of("r1") == cache.snapshot_of("latest") == second
+    assert cache.add_snapshot({**head, "left_out": {"x": 2}}, None) == cache.snapshot_of("latest") != second
+
+
+def test_bucket_refuses_a_name_that_points_elsewhere(
+    small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    first = stages.bucket.run(config, name="r1")
+    assert stages.bucket.run(config, name="r1") == first
+    other = make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3")
+    with pytest.raises(UserError):
+        stages.bucket.run(other, name="r1")
+    assert Cache.of(config).snapshot_of("r1") == Cache.of(config).snapshot_of("latest") == first
+    second = stages.bucket.run(other, name="r1", move=True)
+    assert Cache.of(config).snapshot_of("r1") == second != first
+    assert stages.snapshots.name(config, first[:10], "old") == 0
+    assert Cache.of(config).snapshot_of("old") == first
+    with pytest.raises(UserError):
+        stages.snapshots.name(config, first, "r1")
+
+
+def test_a_name_is_forgotten_and_may_be_given_again(
+    cache: Cache, make_config: MakeConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = unnamed(cache)
+    cache.keep(other)
+    name = f"trained-{other[:16]}"
+    age(cache.files)
+    assert collect(cache) == []
+    with pytest.raises(UserError):
+        cache.forget_name("latest")
+    with pytest.raises(CacheError):
+        cache.forget_name(other)
+    assert cache.forget_name(name) == other
+    assert cache.snapshot_of(name) is None and name not in cache.snapshot_names() and not list(audit.verify(cache))
+    with pytest.raises(CacheError):
+        cache.forget_name(name)
+    cache.keep(other)
+    assert cache.snapshot_of(name) == other, "a forgotten name is given again"
+    cache.forget_name(name)
+    age(cache.files)
+    assert Paths.snapshot(other) in collect(cache)
+    assert not list(audit.verify(cache)) and not list(audit.contradictions(cache))
+
+
+def test_a_forgotten_source_is_in_no_new_snapshot(
+    make_config: MakeConfig, photos: Path, small_cache_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    cache = Cache.of(config)
+    before = stages.bucket.run(config, name="with")
+    assert stages.forget.run(config, source="photos") == 0
+    assert "gc" in capsys.readouterr().out
+    with pytest.raises(CacheError):
+        stages.forget.run(config, source="photos")
+    with pytest.raises(CacheError, match="no source"):
+        stages.bucket.run(config)
+    assert "photos" not in audit.status(cache)["sources"]
+    table = cache.files.document("sources/photos/00000000.json")["table"]
+    assert Paths.table(table, "parquet") not in [name for name, _, _ in unneeded.unneeded(cache, 0)], "a snapshot's"
+    cache.point("latest", before)
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    assert not list(audit.verify(cache))
+    assert cache.open_snapshot("with").id == before
+    done = stages.encode.run(config, data=str(photos))
+    assert (done["images"], done["captions"]) == (0, 0), "its records are still there"
+    assert stages.bucket.run(config) == before
+
+
+def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    tables = [cache.put_table(pa.table({"item": [f"{i}"], "reject": pa.array([None], pa.string())})) for i in range(2)]
+    latent, text = (recipe.name for recipe in tiny_cache.recipes())
+    for table in tables:
+        cache.add_scan("s", {"source": "s", "root": "/", "table": table, "latent": latent, "text": text, "buckets": []})
+    age(cache.files)
+    assert {name.partition("/")[0] for name in collect(cache)} == {"units"}
+    cache.forget_source("s")
+    assert cache.last_scan("s") is None
+    assert set(collect(cache)) == {Paths.table(table, "parquet") for table in tables}
+    assert not list(audit.verify(cache)) and not list(audit.contradictions(cache))
+    cache.add_scan("s", {"source": "s", "root": "/", "table": cache.put_table(pa.table({"item": ["2"]})),
+                         "latent": latent, "text": text, "buckets": []})  # fmt: skip
+    assert cache.last_scan("s") is not None and not list(audit.verify(cache))
+
+
+# ---------------------------------------------------------------- trainers
+
+
+def read_only(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bool:
+        raise CacheError("cannot be written: Read-only file system")
+
+    for name in ("put", "freshen"):
+        monkeypatch.setattr(type(files), name, refuse)
+
+
+def test_a_snapshot_without_a_name_is_not_trained_on_where_none_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    found = cache.open_snapshot().id
+    with monkeypatch.context() as patch:
+        read_only(cache.files, patch)
+        with pytest.raises(CacheError) as error:
+            cache.keep(found)
+        assert f"sana-pipe snapshots name {found[:12]}" in str(error.value)
+    cache.point("mine", found)
+    with monkeypatch.context() as patch:
+        read_only(cache.files, patch)
+        cache.keep(found)
+    cache.forget_name("mine")
+    cache.keep(found)
+    with monkeypatch.context() as patch:
+        read_only(cache.files, patch)
+        cache.keep(found)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training ends where it would begin."""
+    from pipeline.training import trainer
+
+    def begin(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "start_values", begin)
+
+
+def test_a_refused_start_names_nothing(
+    small_cache_copy: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, started: None
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    cache = Cache.of(config)
+    checkpoint = Path(config.train.output) / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds checkpoints"):
+        stages.train.run(config)
+    assert cache.snapshot_names() == ["latest"]
+    checkpoint.rmdir()
+    with monkeypatch.context() as patch, pytest.raises(CacheError, match="snapshots name"):
+        read_only(cache.files, patch)
+        stages.train.run(config)
+    with pytest.raises(KeyboardInterrupt):
+        stages.train.run(config)
+    assert cache.snapshot_names() == ["latest", f"trained-{cache.open_snapshot().id[:16]}"]
+
+
+# ---------------------------------------------------------------- what was lost comes back
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_encode_makes_records_again_whose_shard_is_gone(
+    damage: str, small_cache_copy: Path, make_config: MakeConfig, photos: Path
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    cache = Cache.of(config)
+    lost = {}
+    for kind in ("latent", "text"):
+        path = max(small_cache_copy.glob(f"shards/{kind}-*/*/*.tar"), key=lambda p: p.stat().st_size)
+        recipe = cache.recipes(kind)[0].name
+        [commit] = [c for c in index.commits(cache.files, recipe, 0) if c.shard == path.stem]
+        lost[kind] = commit.records
+        path.unlink()
+        if damage == "cut":
+            path.write_bytes(b"cut")
+    with pytest.raises(IntegrityError, match="encode"):
+        stages.bucket.run(make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3"))
+    done = stages.encode.run(config, data=str(photos))
+    assert (done["images"], done["captions"]) == (lost["latent"], lost["text"]), "these, and no others"
+    again = stages.encode.run(config, data=str(photos))
+    assert (again["images"], again["captions"]) == (0, 0)
+    stages.bucket.run(config)
+    opened = cache.open_snapshot()
+    assert len(opened) == 12
+    opened.check_shards()
+    for kind in ("latent", "text"):
+        assert (
+            not cache.index(cache.recipes(kind)[0].name)
+            .lost[cache.index(cache.recipes(kind)[0].name).columns["shard"]]
+            .any()
+        )
+
+
+def test_a_lost_record_table_is_read_out_of_its_shard(small_cache_copy: Path, make_config: MakeConfig) -> None:
+    cache = Cache(small_cache_copy)
+    recipe = cache.recipes("latent")[0].name
+    before = cache.index(recipe)
+    segment = cache.files.document(Paths.segment(recipe, 0))
+    names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
+    for name in names:
+        cache.files.remove(Paths.table(name, "arrow"))
+    found = cache.index(recipe)
+    assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
+    assert cache.files.exists(Paths.table(names[0], "arrow"))
+
+
+def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:
+    from tests.test_bucket import add, config, pictures
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    add(config(here), "one", pictures(10))
+    add(config(there), "two", pictures(60, "two-"))
+    of = config(here, f"bucket.caches=[{there}]")
+    first = stages.bucket.run(of)
+    shards = {p.relative_to(here) for p in here.glob("shards/*/*/*.tar")} & {
+        p.relative_to(there) for p in there.glob("shards/*/*/*.tar")
+    }
+    assert shards
+    for name in shards:
+        (here / name).unlink()
+    assert stages.bucket.run(of) == first
+    assert all((here / name).exists() for name in shards)
+    assert not list(audit.verify(Cache(here)))
+
+
+def test_a_lost_joint_shard_is_packed_again(
+    small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    packed = stages.pack.run(config, as_json=True)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lost = sorted(small_cache_copy.glob("shards/packed-*/*/*.tar"))[0]
+    data = lost.read_bytes()
+    lost.unlink()
+    assert stages.pack.run(config, name=told["name"]) == packed
+    assert lost.read_bytes() == data

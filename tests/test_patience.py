@@ -1,0 +1,233 @@
+"""A store that is away: waited for, named, given up in time; what no waiting will mend fails at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from pipeline import retrying
+from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.shard import Reader
+from pipeline.cache.store import Cache
+from pipeline.config import MirrorConfig, load
+from pipeline.encoding.stopping import Stop, Stopped
+from pipeline.errors import AwayError, CacheError
+from tests import tiny_cache
+from tests.consumed import loader, sequence
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No store is known yet, and pauses are short."""
+    monkeypatch.setattr(retrying, "_contacts", {})
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(retrying, "say", lines.append)
+    monkeypatch.setattr(retrying, "NOTICE_S", 0.3)
+    return lines
+
+
+class Line:
+    """What lies between a client and a server: it can be cut, and mended at the same address; or swallow all."""
+
+    def __init__(self, to: tuple[str, int]):
+        self.to = to
+        self.port = 0
+        self.listener: socket.socket | None = None
+        self.silent = False
+        self.open: list[socket.socket] = []
+        self.mend()
+
+    def mend(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        if self.listener is not None:
+            self.listener.shutdown(socket.SHUT_RDWR)
+            self.listener.close()
+            self.listener = None
+        for end in self.open:
+            end.close()
+        self.open.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                near = listener.accept()[0]
+                far = socket.create_connection(self.to)
+            except OSError:
+                return
+            self.open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                if not self.silent:
+                    other.sendall(data)
+        except OSError:
+            pass
+        finally:
+            other.close()
+
+
+@pytest.fixture
+def line(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    host, _, port = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://").partition(":")
+    made = Line((host, int(port)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield made
+    made.cut()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def files_of(s3_bucket: str, tmp_path: Path, patience_s: float) -> ObjectFiles:
+    return ObjectFiles(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror")), patience_s)
+
+
+def test_a_store_that_comes_back_in_time_is_waited_for_and_named(
+    s3_bucket: str, line: Line, tmp_path: Path, said: list[str]
+) -> None:
+    files = files_of(s3_bucket, tmp_path, 30)
+    files.put("a", b"1")
+    said.clear()
+    line.cut()
+    back = threading.Timer(1.0, line.mend)
+    back.start()
+    began = time.monotonic()
+    assert files.read("a") == b"1"
+    assert 0.9 < time.monotonic() - began < 20
+    waiting, answered = said
+    assert "s3://bucket" in waiting and "at most 30 s (patience_s)" in waiting and "answered after" in answered
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_store_that_stays_away_is_given_up_in_time(
+    s3_bucket: str, line: Line, tmp_path: Path, silent: bool, said: list[str]
+) -> None:
+    """The drivers' tries within tries do not add to it. Silence is named before the first attempt has ended."""
+    files = files_of(s3_bucket, tmp_path, 2.0)
+    files.put("a", b"1")
+    said.clear()
+    line.silent = True
+    if not silent:
+        line.cut()
+    began = time.monotonic()
+    with pytest.raises(AwayError, match="no answer for") as caught:
+        files.read("a")
+    assert 1.5 < time.monotonic() - began < 8, "patience, and at most one attempt more"
+    assert caught.value.exit_code == 75 and "patience_s" in (caught.value.fix or "")
+    assert len(said) == 1 and "at most 2 s" in said[0]
+    assert not files.mirror.root.exists() or not list(files.mirror.root.glob("tmp/*"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "without", "fix"),
+    [
+        ("http://no.such.host.invalid", (), "address"),
+        ("https://{line}", (), "https or http"),
+        (None, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "AWS_ACCESS_KEY_ID"),
+        ("http://127.0.0.1:9", (), "address"),
+    ],
+    ids=["host", "tls", "credentials", "port"],
+)
+def test_a_wrong_address_and_missing_credentials_fail_at_once(
+    s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str | None,
+    without: tuple[str, ...], fix: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(retrying, "FIRST_S", 0.5)
+    if endpoint is not None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint.format(line=f"127.0.0.1:{line.port}"))
+    for name in without:
+        monkeypatch.delenv(name)
+    began = time.monotonic()
+    with pytest.raises(CacheError) as caught:
+        Cache(s3_bucket, mirror=MirrorConfig(path=str(tmp_path / "mirror")), patience_s=300.0)
+    assert time.monotonic() - began < 15
+    assert fix in (caught.value.fix or "")
+
+
+def test_forbidden_is_no_missing_object(
+    s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    async def forbidden(self: object, method: str, *args: object, **options: object) -> object:
+        raise translate_boto_error(
+            ClientError({"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, method)
+        )
+
+    files = files_of(s3_bucket, tmp_path, 300)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", forbidden)
+    with pytest.raises(CacheError, match="may not be read"):
+        files.exists("a")
+
+
+def test_a_network_file_system_that_is_away_is_no_damaged_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    expected = sequence(loader(cache, stop_step=3))
+    real, gone = os.preadv, [errno.ESTALE]
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if gone and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tar"):
+            raise OSError(gone[0], os.strerror(gone[0]))
+        return real(descriptor, views, offset)
+
+    own = loader(cache, stop_step=3, quarantine=tmp_path / "q.jsonl")
+    monkeypatch.setattr(os, "preadv", preadv)
+    back = threading.Timer(0.5, gone.clear)
+    back.start()
+    assert sequence(own) == expected and not (tmp_path / "q.jsonl").read_text()
+    gone.append(errno.ENOTCONN)
+    cache.files.patience_s = 0.3
+    sample = cache.open_snapshot().sample(0)
+    reader = Reader(cache.files, cache.open_snapshot().latent_recipe.name)
+    with pytest.raises(AwayError, match="not connected"):
+        reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
+
+
+def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -> None:
+    files = files_of(s3_bucket, tmp_path, 60)
+    files.put("a", b"1")
+    line.cut()
+    stop = Stop(0.0)
+    began = time.monotonic()
+    with stop.signals(), stop.polite(), pytest.raises(Stopped):
+        threading.Timer(0.3, lambda: stop._note(15, None)).start()
+        files.read("a")
+    assert time.monotonic() - began < 10
+
+
+def test_a_store_that_is_merely_slow_is_named_less_and_less_often(said: list[str]) -> None:
+    for _ in range(6):
+        retrying.tried(lambda: time.sleep(0.5), "s3://slow", 60)
+    assert 2 <= len(said) <= 4
+
+
+def test_the_setting_of_older_files_counts() -> None:
+    assert load("tiny", ["train.loader_timeout_s=17.0"]).patience_s == 17.0
+    assert load("tiny", ["train.loader_timeout_s=17.0", "patience_s=5.0"]).patience_s == 5.0
