@@ -31,6 +31,7 @@ from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
+from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
 """Says that a folder is an export, of what (so that a later export of the same run may take its place), and the sha256
@@ -491,4 +492,4 @@ def nvlabs_readme(config: Config, architecture: SanaConfig, document: checkpoint
 
 
 def _origin(weights: VaeConfig | TextConfig) -> str:
-    return _name(weights) + (f" at {weights.revision}" if weights.revision else "")
+    return strip_credentials(_name(weights) + (f" at {weights.revision}" if weights.revision else ""))
