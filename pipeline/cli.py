@@ -358,7 +358,7 @@ def export(
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema, dtype=dtype, form=form, overwrite=overwrite)
+    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite, dtype=dtype, form=form)
 
 
 @cli.command()
