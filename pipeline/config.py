@@ -723,7 +723,6 @@ READS: dict[str, tuple[str, ...]] = {
     "train": (*_CACHE, "model", "train", "data.resolution"),
     "export": _EXPORT,
     "sample": _SAMPLE,
-    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "decode": ("vae", "encode.device"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }
