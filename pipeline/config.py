@@ -707,7 +707,7 @@ _EXPORT = (
     *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
     *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
-    *("text.recipe", "text.instruction", "text.max_length"),
+    *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
 )
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
@@ -719,10 +719,10 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket": _JOIN,
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
+    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "train": (*_CACHE, "model", "train", "data.resolution"),
     "export": _EXPORT,
     "sample": _SAMPLE,
-    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "decode": ("vae", "encode.device"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }
