@@ -562,17 +562,18 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         )
 
 
-def test_a_lost_record_table_is_read_out_of_its_shard(small_cache_copy: Path, make_config: MakeConfig) -> None:
-    cache = Cache(small_cache_copy)
+def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     recipe = cache.recipes("latent")[0].name
     before = cache.index(recipe)
     segment = cache.files.document(Paths.segment(recipe, 0))
     names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
-    found = cache.index(recipe)
-    assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
-    assert cache.files.exists(Paths.table(names[0], "arrow"))
+    for mends in (False, True):
+        cache.files.mends = mends
+        found = cache.index(recipe)
+        assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
+        assert cache.files.exists(Paths.table(names[0], "arrow")) == mends
 
 
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:
