@@ -485,6 +485,8 @@ class TrainConfig(_Section):
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
+    max_quarantine_rate: with --quarantine, the run saves and ends when more than this share of the last 10,000 samples
+    (of 200 at least) stood in for unreadable ones; a fifth of it brings a warning.
     activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
     inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
     `every-K` (`every-2`): each K-th block in full, the others nothing.
@@ -538,6 +540,7 @@ class TrainConfig(_Section):
     prefetch: NotNegative | None = None
     prefetch_mib: Positive = 128
     loader_threads: Positive = 2
+    max_quarantine_rate: Share = 0.05
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
@@ -687,7 +690,7 @@ class Config(_Section):
         return self
 
 
-_CACHE = ("cache", "mirror")
+_CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = (
     *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
     *("data.image_field", "data.image_root", "data.max_pixels"),
@@ -704,7 +707,7 @@ _EXPORT = (
     *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
     *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
-    *("text.recipe", "text.instruction", "text.max_length"),
+    *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
 )
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
@@ -716,6 +719,7 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket": _JOIN,
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
+    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "train": (*_CACHE, "model", "train", "data.resolution"),
     "export": _EXPORT,
     "sample": _SAMPLE,

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from pipeline import launch
 from pipeline.amounts import amount
-from pipeline.cache import layout
+from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit, check_source_name
@@ -162,6 +162,7 @@ def _run(
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
+    copies.complete(cache.files)
     latent, text = _known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):
@@ -275,10 +276,7 @@ def _known(
             image.require(decoders[0])
             click.echo(f"pictures are decoded by {decoders[0]}, as those that are in the cache; see data.decoder")
             latent = replace(latent, decoder=decoders[0])
-    found = cache.known(latent), cache.known(text)
-    assert isinstance(found[0], layout.LatentRecipe)
-    assert isinstance(found[1], layout.TextRecipe)
-    return found
+    return cache.known(latent), cache.known(text)
 
 
 Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int, dict[str, Any]]]

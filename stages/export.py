@@ -1,7 +1,9 @@
-"""`sana-pipe export`: a checkpoint to a folder that diffusers' `SanaPipeline.from_pretrained` loads.
+"""`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files of NVlabs.
 
-What: the transformer in diffusers' channel order (fp32, so nothing is rounded), the scheduler's settings, the VAE, text
-encoder and tokenizer copied file by file, `model_index.json`, and a README that states the call this model needs.
+What: the transformer in diffusers' channel order (fp32 unless asked, so nothing is rounded), the scheduler's settings,
+the VAE, text encoder and tokenizer copied file by file, `model_index.json`, and a README that states the call this
+model needs. `--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
+Paths of this machine stay here: the folder is made to be given away.
 Why copied: the folder then stands alone, and a model is exported with the encoders whose records it was trained on.
 Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
 those of the checkpoint, not of whatever configuration is at hand.
@@ -15,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from pipeline.data.captions import INSTRUCTIONS, instruction
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, with_sample_size
-from pipeline.models.sana_files import save_weights
+from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
+from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
 """Says that a folder is an export, of what (so that a later export of the same run may take its place), and the sha256
@@ -40,6 +42,8 @@ BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
 
 PIPELINE_MULTIPLE = 32
 """`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -63,7 +67,10 @@ class Parts:
     compression: int
 
 
-def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwrite: bool = False) -> Path:
+def run(
+    config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwrite: bool = False, dtype: str = "fp32",
+    form: str = "diffusers",
+) -> Path:  # fmt: skip
     """Write the folder.
 
     Args:
@@ -71,30 +78,43 @@ def run(config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwr
         out: must not exist, or be empty.
         ema: the running average of the weights instead of the last ones.
         overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
+        dtype: of the transformer's files: fp32, bf16 or fp16.
+        form: `diffusers` (a whole pipeline) or `nvlabs` (the transformer).
 
     Returns:
         `out`.
 
     Raises:
         UserError: no checkpoint, another configuration than the checkpoint's, `out` holds something else, encoders
-            that do not fit the model.
+            that do not fit the model, a precision that the weights cannot bear or whose range they leave.
     """
     out = Path(out)
+    _check_dtype(config, dtype)
     folder = runs.find(config, checkpoint)
     document = checkpoints.read_document(folder)
     state = {"run": _run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)
     _check_same(config, document.config, folder)
-    parts = _parts(config)
-    architecture = with_sample_size(document.architecture, config.data.resolution // parts.compression)
-    _check_fit(config, architecture, parts)
+    parts = _parts(config) if form == "diffusers" else None
+    architecture = document.architecture
+    if parts is not None:
+        architecture = with_sample_size(architecture, config.data.resolution // parts.compression)
+        _check_fit(config, architecture, parts)
     weights = checkpoints.ModelTensors(folder, ema=ema)
 
     work = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        _write(config, document, architecture, weights, parts, work, state)
+        if parts is not None:
+            save_weights(weights, architecture, work / "transformer", DTYPES[dtype])
+            _write(config, parts, work)
+            text = readme(config, architecture, parts.compression, document, dtype)
+        else:
+            save_nvlabs(weights, architecture, work, f"sana_step_{document.state.step}", DTYPES[dtype])
+            text = nvlabs_readme(config, architecture, document, dtype)
+        (work / "README.md").write_text(text, encoding="utf-8")
+        _mark(config, state, work)
         _sync(work)
         _put_in_place(work, out)
     except OSError as error:
@@ -139,6 +159,15 @@ def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
             found=f"step {state['step']} is to be exported",
             fix="--overwrite, or another --out" if older else "give another --out",
         )
+
+
+def _check_dtype(config: Config, dtype: str) -> None:
+    weights = config.model.weights
+    if weights is not None and not weights.bears(dtype) and dtype != "fp32":
+        raise ConfigError(
+            f"--dtype {dtype} breaks these weights, which run in {' and '.join(weights.runs_in or [])}",
+            expected="a precision of model.weights.runs_in, or fp32", fix="--dtype fp32",
+        )  # fmt: skip
 
 
 def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
@@ -203,18 +232,10 @@ def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def _write(
-    config: Config,
-    document: checkpoints.Document,
-    architecture: SanaConfig,
-    weights: Mapping[str, torch.Tensor],
-    parts: Parts,
-    work: Path,
-    state: dict[str, Any],
-) -> None:
+def _write(config: Config, parts: Parts, work: Path) -> None:
+    """Everything of a pipeline but its transformer and its README."""
     from pipeline.models.sampler import scheduler  # the one thing here that loads diffusers
 
-    save_weights(weights, architecture, work / "transformer", torch.float32)
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
     _copy_model(parts.vae, work / "vae", config.vae)
     if config.vae.scaling_factor is not None:
@@ -237,7 +258,10 @@ def _write(
             "vae": ["diffusers", "AutoencoderDC"],
         },
     )
-    (work / "README.md").write_text(readme(config, architecture, parts.compression, document), encoding="utf-8")
+
+
+def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
+    """Say of what the folder is an export, and the digests of its files."""
     files = {
         path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(work.rglob("*"))
@@ -261,7 +285,7 @@ def _shown(config: Config) -> dict[str, Any]:
     }
 
 
-def _name(weights: VaeConfig | TextConfig) -> str:
+def _name(weights: Weights) -> str:
     """A hub id; of a folder that it is one."""
     return "a local folder" if Path(weights.id).expanduser().exists() else weights.id
 
@@ -274,7 +298,11 @@ def _sha256(path: Path) -> str:
 def _copy_settings(source: Path, target: Path) -> None:
     """Copy a JSON object without the folder that it was once loaded from, which libraries write into it."""
     values = hub.read_json(source)
-    places = [name for name in ("_name_or_path", "name_or_path") if Path(str(values.get(name, ""))).is_absolute()]
+    places = [
+        name
+        for name in ("_name_or_path", "name_or_path", "tokenizer_file")
+        if Path(str(values.get(name, ""))).is_absolute()
+    ]
     if places:
         _json(target, {name: value for name, value in values.items() if name not in places})
     else:
@@ -286,24 +314,22 @@ def _copy_model(source: Path, target: Path, weights: Weights) -> None:
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
         _copy_settings(path, target / path.name)
-    files = hub.weight_files(source, weights.variant)
+    chosen = hub.choose(source, weights.variant)
     middle = f".{weights.variant}" if weights.variant else ""
-    plain = {path.name: path.name.replace(middle, "", 1) for path in files}
-    for path in files:
-        shutil.copyfile(path, target / plain[path.name])
-    for stem in hub.STEMS:
-        path = source / f"{stem}.safetensors.index{middle}.json"
-        if f"{stem}{middle}.safetensors" in plain or not path.is_file():
-            continue
-        index = hub.read_json(path)
+    plain = {name: name.replace(middle, "", 1) for name in chosen.files}
+    for name in chosen.files:
+        shutil.copyfile(source / name, target / plain[name])
+    if chosen.index is not None:
+        index = hub.read_json(source / chosen.index)
         index["weight_map"] = {name: plain[file] for name, file in index["weight_map"].items()}
-        _json(target / f"{stem}.safetensors.index.json", index)
+        _json(target / f"{chosen.index.partition('.')[0]}.safetensors.index.json", index)
 
 
 def _tokenizer_class(folder: Path) -> str:
+    """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
-    return str(name) if name else "GemmaTokenizerFast"
+    return "GemmaTokenizerFast" if name in (None, "", "GemmaTokenizer") else str(name)
 
 
 def _json(path: Path, value: Any) -> None:
@@ -351,10 +377,12 @@ def call_arguments(config: Config, architecture: SanaConfig, compression: int) -
     return arguments
 
 
-def readme(config: Config, architecture: SanaConfig, compression: int, document: checkpoints.Document) -> str:
+def readme(
+    config: Config, architecture: SanaConfig, compression: int, document: checkpoints.Document, dtype: str = "fp32"
+) -> str:
     """The README of an export: the code that loads and calls it, and why each argument is there."""
     arguments = call_arguments(config, architecture, compression)
-    used = instruction(config.text)
+    used, weights = instruction(config.text), config.model.weights
     own = "complex_human_instruction" in arguments and bool(used)
     lines = ["import torch", "from diffusers import SanaPipeline"]
     if own:
@@ -363,8 +391,8 @@ def readme(config: Config, architecture: SanaConfig, compression: int, document:
         lines = ["import json", *lines, "", comment, f"INSTRUCTION = {quoted}"]
     lines += [
         "",
-        'pipe = SanaPipeline.from_pretrained("PATH/OF/THIS/FOLDER", torch_dtype=torch.bfloat16)',
-        "# or torch_dtype=torch.float32. Not float16: the text encoder and the VAE overflow in it.",
+        f'pipe = SanaPipeline.from_pretrained("PATH/OF/THIS/FOLDER", torch_dtype={_load_dtype(config)})',
+        *_LOAD_COMMENTS[weights is None or weights.bears("bf16")],
         "image = pipe(",
         '    "a caption",',
         *(f"    {name}={value}," for name, value in arguments.items()),
@@ -414,7 +442,7 @@ def readme(config: Config, architecture: SanaConfig, compression: int, document:
             "",
             "| part | from |",
             "|---|---|",
-            "| transformer | the checkpoint; float32 |",
+            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
             f"| vae | `{_origin(config.vae)}` |",
             f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
             "",
@@ -422,5 +450,46 @@ def readme(config: Config, architecture: SanaConfig, compression: int, document:
     )
 
 
+_LOAD_COMMENTS = {
+    True: ["# or torch_dtype=torch.float32. Not float16: the text encoder and the VAE overflow in it."],
+    False: [
+        "# The transformer not in bfloat16: it goes back to weights that were trained in float16 and come apart in it.",
+        "# The text encoder and the VAE not in float16: they overflow in it.",
+    ],
+}
+
+
+def _load_dtype(config: Config) -> str:
+    weights = config.model.weights
+    if weights is None or weights.bears("bf16"):
+        return "torch.bfloat16"
+    return '{"transformer": torch.float32, "default": torch.bfloat16}'
+
+
+def nvlabs_readme(config: Config, architecture: SanaConfig, document: checkpoints.Document, dtype: str) -> str:
+    """The README of an export in NVlabs' form."""
+    state, weights = document.state, config.model.weights
+    able = " or ".join(weights.runs_in) if weights is not None and weights.runs_in else "fp32 or bf16"
+    norm = "true" if architecture.qk_norm else "false"
+    return "\n".join(
+        [
+            "# A Sana transformer in NVlabs' format",
+            "",
+            f"Written by `sana-pipe export --format nvlabs` from step {state.step} (snapshot `{state.snapshot}`, seed "
+            f"{state.seed}), in {dtype}. The `.pth` and the `.safetensors` hold the same.",
+            "",
+            f"* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say depth "
+            f"{architecture.num_layers}, width {architecture.inner_dim}, `qk_norm` and `cross_norm` {norm}, "
+            f"`flow_shift` {config.train.flow.shift:g}, and a precision of {able}.",
+            "* ComfyUI: either file, where its Sana nodes look for checkpoints.",
+            "* Going on with it in sana-pipe: `--set model.weights.id=FILE --set model.weights.subfolder=null`, with "
+            "`config.json` beside the file.",
+            f"* The text encoder's instruction and captions were those of recipe `{config.text.recipe}`, resolution "
+            f"{config.data.resolution} px.",
+            "",
+        ]
+    )
+
+
 def _origin(weights: VaeConfig | TextConfig) -> str:
-    return _name(weights) + (f" at {weights.revision}" if weights.revision else "")
+    return strip_credentials(_name(weights) + (f" at {weights.revision}" if weights.revision else ""))

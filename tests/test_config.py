@@ -265,7 +265,9 @@ def test_constants_of_the_released_models() -> None:
         assert (config.train.flow.shift, config.train.caption_drop) == (3.0, 0.1)
         assert (config.vae.dtype, config.text.dtype, config.text.max_length) == ("fp32", "bf16", 300)
     assert big.model.weights is not None
-    assert big.model.weights.runs_in == ["bf16", "fp32"]
+    assert small.model.weights is not None
+    assert (big.train.precision, big.model.weights.runs_in) == ("bf16", ["bf16", "fp32"])
+    assert (small.train.precision, small.model.weights.runs_in) == ("fp32", ["fp32", "fp16"])
     assert (big.data.resolution, small.data.resolution) == (1024, 512)
 
 
@@ -280,6 +282,31 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
             assert source.variant is None  # one set of weights, bf16
+        assert config.model.weights.runs_in == ["bf16", "fp32"]
+
+
+def test_a_precision_that_the_weights_cannot_bear_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for name, precision in (
+        ("sana_600m_512", "bf16"), ("sana_600m_512", "bf16_pure"), ("sana_1600m_1024", "fp16"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="runs_in") as caught:
+            load(name, [f"train.precision={precision}"])
+        assert "#109" in str(caught.value)
+        assert load(name, [f"train.precision={precision}", "model.weights.runs_in=null"]).train.precision == precision
+        load(name, [f"train.precision={precision}", "model.weights=null", "model.arch={}"])  # other weights
+    assert load("sana_600m_512", ["train.precision=fp16"]).train.precision == "fp16"
+    assert load("sana_1600m_1024", ["train.precision=bf16_pure"]).train.precision == "bf16_pure"
+    wrong = "model: {weights: {id: a/b, runs_in: []}}\n"
+    assert "runs_in" in refusal(tmp_path, MINIMAL.replace("model: {weights: {id: some/model}}\n", wrong))
+
+
+def test_shipped_configurations_name_one_revision_for_all_parts() -> None:
+    for path in shipped():
+        config = load(path)
+        if config.model.weights is not None:
+            revisions = {part.revision for part in (config.vae, config.text, config.model.weights)}
+            assert len(revisions) == 1
+            assert all(len(revision or "") == 40 for revision in revisions), path
 
 
 @pytest.mark.parametrize("name", [path.stem for path in shipped()])

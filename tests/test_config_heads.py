@@ -123,8 +123,9 @@ def test_every_number_in_a_head_is_derived_or_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_every_setting_in_a_configuration_is_a_setting(path: Path) -> None:
-    for text in re.findall(r"--set ([a-z_.0-9]+=[^\s.;,]+(?:\.\d+)?)", path.read_text(encoding="utf-8")):
-        load(path, [text])
+    text = re.sub(r"\s+#?\s*", " ", path.read_text(encoding="utf-8"))
+    for setting in re.findall(r"--set ([a-z_.0-9]+=[^\s.;,]+(?:\.\d+)?)", text):
+        load(path, [setting])
 
 
 def test_the_figures_of_the_demonstration_name_their_source() -> None:

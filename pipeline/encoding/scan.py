@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.compute
 
@@ -37,7 +38,7 @@ from pipeline.data.reasons import Kinds
 from pipeline.data.source import Item, Reject, Run, Seen, Source
 from pipeline.data.store import Unreadable
 from pipeline.encoding.fragments import Fragments, Outdated, Rows
-from pipeline.errors import UserError
+from pipeline.errors import IntegrityError, UserError
 
 SCAN = pa.schema(
     [
@@ -360,12 +361,21 @@ def _row(item: str, **values: Any) -> dict[str, Any]:
     return {**empty, "item": item, "captions": [], **values}
 
 
+def _table(cache: Cache, scan: dict[str, Any]) -> pa.Table | None:
+    """The table of a scan; None if it is lost or damaged: then every item is read again."""
+    try:
+        return cache.table(scan["table"])
+    except IntegrityError as error:
+        click.echo(f"{error.what}; the source is read anew")
+        return None
+
+
 def _last(cache: Cache, name: str) -> pa.Table | None:
     """The table of the last scan, with the columns of this version."""
     last = cache.last_scan(name)
-    if last is None:
+    table = _table(cache, last) if last is not None else None
+    if table is None:
         return None
-    table = cache.table(last["table"])
     for column in SCAN:
         if column.name not in table.column_names:
             table = table.append_column(column, pa.nulls(table.num_rows, column.type))
@@ -406,7 +416,8 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
     last = cache.last_scan(name)
     if last is None or last["root"] == source.location:
         return
-    before = set(cache.table(last["table"]).column("item").to_pylist())
+    known = _table(cache, last)
+    before = set(known.column("item").to_pylist()) if known is not None else set()
     if before and table.num_rows and before.isdisjoint(table.column("item").to_pylist()):
         raise UserError(
             f"source {name!r} was last read from {last['root']}; {source.location} shares none of its {len(before)} "

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.config import VaeConfig
 from pipeline.models.hub import ModelError, read_json, resolve, weight_files
-from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text
+from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
     DTYPES,
     NonFiniteError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES", "SELECTION", "TOKENIZER_FILES", "LatentDecoder", "LatentEncoder", "NonFiniteError", "TextEncoder",
-    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits", "origin",
+    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits", "origin", "text_width", "vae_shape",
 ]  # fmt: skip
 
 _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed
@@ -74,6 +74,16 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
         "scaling_factor": _scaling_factor(config, folder, settings),
         "tiling": False,
     }
+
+
+def vae_shape(folder: Path) -> tuple[int, int]:
+    """Pixels per latent side, and latent channels, of the VAE whose `config.json` is in a folder.
+
+    Raises:
+        ModelError: there is none, or it is of another class of model.
+    """
+    settings = _vae_settings(folder)
+    return _compression(settings), int(_vae_architecture(settings)["latent_channels"])
 
 
 def _vae_settings(folder: Path) -> dict[str, Any]:

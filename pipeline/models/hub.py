@@ -64,6 +64,11 @@ def is_local(weights: Weights) -> bool:
     return Path(weights.id).expanduser().exists()
 
 
+def is_file(weights: Weights) -> bool:
+    """Whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
+    return Path(weights.id).expanduser().is_file() or _HUB_FILE.match(weights.id) is not None
+
+
 def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
     """The local folder (subfolder included) that holds `weights`, or the file if `id` names one.
 
@@ -77,41 +82,105 @@ def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: 
         ModelError: neither a folder nor a hub id; no such repository, revision or subfolder; a gated repository; no
             network and nothing, or not all of it, in the hub's cache.
     """
+    place, weights = _place(weights)
+    if place is not None:
+        return place
+    what = f"the hub repository {weights.id!r}"
+    if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
+        root = _download(weights.model_copy(update={"id": file[1], "subfolder": None}), (file[2], _beside(file[2])))
+        if not (root / file[2]).is_file():
+            raise _no_file(file[1], file[2])
+        return root / file[2]
+    if patterns is None:
+        patterns = ("*.json", *look(weights, widest=widest).files)
+    return _below(_download(weights, tuple(patterns)), weights, what)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What using some weights would take.
+
+    Attributes:
+        place: the folder, with its JSON files; or where the file is or will be.
+        files: names of the weight files.
+        size: their bytes.
+        to_fetch: those of them that are not on this machine yet.
+    """
+
+    place: Path
+    files: tuple[str, ...]
+    size: int
+    to_fetch: int
+
+
+def look(weights: Weights, *, widest: bool = False) -> Look:
+    """See what is there without fetching more than JSON files. Arguments and errors as in `resolve`."""
+    place, weights = _place(weights)
+    if place is not None and place.is_file():
+        return Look(place, (place.name,), place.stat().st_size, 0)
+    if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
+        return _look_at_file(weights, file[1], file[2])
+    found = None
+    if place is None:
+        folder = _below(_download(weights, ("*.json",)), weights, f"the hub repository {weights.id!r}")
+        found = sizes(weights)
+    else:
+        folder = place
+    there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    try:
+        chosen = choose(folder, weights.variant, found, widest=widest)
+    except ModelError as error:
+        if place is not None or found is not None:
+            raise
+        raise ModelError(  # offline: what the cache holds has to do
+            f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
+            expected=error.expected, found=error.found,
+            fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
+        ) from None  # fmt: skip
+    wanted = {name: (found or there)[name] for name in chosen.files}
+    to_fetch = sum(size for name, size in wanted.items() if there.get(name) != size)
+    return Look(folder, chosen.files, sum(wanted.values()), to_fetch)
+
+
+def _look_at_file(weights: Weights, repository: str, file: str) -> Look:
+    name, parent = Path(file).name, Path(file).parent.as_posix()
+    held = weights.model_copy(update={"id": repository, "subfolder": None if parent == "." else parent})
+    listing = sizes(held)
+    if listing is not None and name not in listing:
+        raise _no_file(repository, file)
+    root = _download(held.model_copy(update={"subfolder": None}), (_beside(file),) if listing else (file,))
+    there, size = (root / file).is_file(), (listing or {}).get(name, 0)
+    return Look(root / file, (name,), (root / file).stat().st_size if there else size, 0 if there else size)
+
+
+def _no_file(repository: str, file: str) -> ModelError:
+    return ModelError(f"the hub repository {repository!r} has no file {file!r}", fix="correct `id`")
+
+
+def _beside(file: str) -> str:
+    return Path(file).with_name("config.json").as_posix()
+
+
+def _place(weights: Weights) -> tuple[Path | None, Weights]:
+    """The folder or file on this machine; None for what is on the hub. A file's path on the hub goes to `subfolder`.
+
+    Raises:
+        ModelError: neither; no such subfolder.
+    """
     root = Path(weights.id).expanduser()
     if root.is_file():
-        return root
-    if is_local(weights):
-        return _below(root, weights, f"the folder {weights.id!r}")
+        return root, weights
+    if root.is_dir():
+        return _below(root, weights, f"the folder {weights.id!r}"), weights
     if (file := _HUB_FILE.match(weights.id)) is not None:
-        weights = weights.model_copy(update={"id": file[1], "subfolder": None})
-        beside = Path(file[2]).with_name("config.json").as_posix()
-        path = _download(weights, (file[2], beside)) / file[2]
-        if not path.is_file():
-            raise ModelError(f"the hub repository {file[1]!r} has no file {file[2]!r}", fix="correct `id`")
-        return path
+        return None, weights.model_copy(update={"id": file[1], "subfolder": file[2]})
     if not _HUB_ID.match(weights.id):
         raise ModelError(
             f"there is no folder {weights.id!r}, and it is not a hub id",
             expected="an existing folder, or OWNER/NAME on the hub",
             fix="correct `id` in the configuration",
         )
-    what = f"the hub repository {weights.id!r}"
-    if patterns is not None:
-        return _below(_download(weights, tuple(patterns)), weights, what)
-    folder = _below(_download(weights, ("*.json",)), weights, what)
-    found = sizes(weights)
-    if found is None:  # offline: what the cache holds has to do
-        try:
-            choose(folder, weights.variant, widest=widest)
-        except ModelError as error:
-            raise ModelError(
-                f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
-                expected=error.expected, found=error.found,
-                fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
-            ) from None  # fmt: skip
-        return folder
-    chosen = choose(folder, weights.variant, found, widest=widest)
-    return _below(_download(weights, ("*.json", *chosen.files)), weights, what)
+    return None, weights
 
 
 def fetch_command(weights: Weights) -> str:
@@ -291,13 +360,13 @@ def choose(
         sets = [one for one in sets if one.variant == variant]
     if not sets:
         others = sorted(n for n in there if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
-        names = {one.variant for one in weight_sets(folder, there) if one.files} - {None}
+        names = sorted({one.variant for one in weight_sets(folder, there) if one.files and one.variant})
         middle = f".{variant}" if variant else ""
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),
             expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
             found=", ".join(others) if others else "no weight files",
-            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(map(str, sorted(names)))}"
+            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(names)}"
             if names else "give the right `subfolder`; convert other formats with save_pretrained",
         )  # fmt: skip
     best = sets[0]

@@ -67,10 +67,16 @@ _ORDER = ("to_q", "to_k", "to_v")
 
 
 def their_name(name: str) -> str:
-    """NVlabs' name of the tensor that one of our parameters is (a part of)."""
+    """NVlabs' name of the tensor that one of our parameters is (a part of).
+
+    Raises:
+        UserError: their model has no such parameter.
+    """
     block = re.match(r"transformer_blocks\.(\d+)\.(.+)$", name)
     rest, table, start = (block[2], _BLOCK, f"blocks.{block[1]}.") if block else (name, _ENDS, "")
     module, dot, kind = rest.rpartition(".")
+    if rest not in table and module not in table:
+        raise UserError(f"NVlabs' format has no place for the parameter {name}", fix="--format diffusers")
     return start + (table[rest] if rest in table else table[module] + dot + kind)
 
 
@@ -182,7 +188,8 @@ def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
     if width not in CROSS_HEADS or width % _HEAD:
         raise UserError(
             f"{path} does not say how many heads the cross attention of a model of width {width} has",
-            expected=f"width {' or '.join(map(str, CROSS_HEADS))}", fix=f"put the model's diffusers config.json at {beside}",
+            expected=f"width {' or '.join(map(str, CROSS_HEADS))}",
+            fix=f"put the model's diffusers config.json at {beside}",
         )  # fmt: skip
     side, scale = _positions(path, stored)
     return SanaConfig(
@@ -195,8 +202,8 @@ def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
 
 
 def _positions(path: Path, stored: Mapping[str, Any]) -> tuple[int, float | None]:
-    """`sample_size` and `interpolation_scale`, from the buffer `pos_embed` (1, tokens, width): zeros in a model that adds
-    none; else its second row begins with sin(1 / scale)."""
+    """`sample_size` and `interpolation_scale`, from the buffer `pos_embed` (1, tokens, width): zeros in a model that
+    adds none; else its second row begins with sin(1 / scale)."""
     if "pos_embed" not in stored:
         raise UserError(
             f"{path} has no pos_embed, which says whether the model adds a position embedding",

@@ -118,7 +118,7 @@ class SanaConfig:
         Raises:
             ConfigError: another class, or a key this model does not know (its meaning would be lost).
         """
-        name = data.get("_class_name", CLASS_NAME)
+        name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # transformers' models have the other
         if name != CLASS_NAME:
             raise ConfigError(f"{source} describes another model", expected=CLASS_NAME, found=name)
         known = {field.name for field in fields(cls)}

@@ -106,7 +106,8 @@ class WeightFiles:
         if place.is_file():
             self.config, stored = nvlabs.read(place)
             self._slices = nvlabs.renamed(stored, expected_shapes(self.config))
-            names, note = (place.name,), ""
+            names: tuple[str, ...] = (place.name,)
+            note = ""
         else:
             self.config = read_config(place)
             chosen = hub.choose(place, variant, widest=True)
@@ -226,8 +227,8 @@ def save_weights(
 def save_nvlabs(
     state_dict: Mapping[str, Tensor], config: SanaConfig, folder: Path, stem: str, dtype: torch.dtype
 ) -> None:
-    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, which `WeightFiles` reads
-    beside them: their names do not say how many heads cross attention has, nor the base of a position embedding.
+    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, which `WeightFiles`
+    reads beside them: their names do not say how many heads cross attention has, nor the base of a position embedding.
 
     The buffers of their model that are computed or replaced at its start (`pos_embed`, `y_embedder.y_embedding`) are
     left out, as a file without both is what their converter to diffusers takes. Arguments and errors as in

@@ -85,8 +85,9 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
         instruction: the text that goes before every caption (`config.instruction` with the recipe's own filled in).
 
     Returns:
-        weights (32 hex digits; the same for a folder with the language model's head and one without), tokenizer (32 hex digits over its files), dtype, attention, instruction, normalisation,
-        max_length, selection, width (of a row).
+        weights (32 hex digits; the same for a folder with the language model's head and one without), tokenizer (32
+        hex digits over its files), dtype, attention, instruction, normalisation, max_length, selection, width (of a
+        row).
 
     Raises:
         ModelError: no such model or tokenizer, another class of model, weights that cannot be read.
@@ -104,6 +105,15 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
         "selection": SELECTION,
         "width": int(architecture["hidden_size"]),
     }
+
+
+def text_width(folder: Path) -> int:
+    """Values per row of the text encoder whose `config.json` is in a folder.
+
+    Raises:
+        ModelError: there is none, or it is of another class of model.
+    """
+    return int(_text_architecture(folder)["hidden_size"])
 
 
 def _text_settings(folder: Path) -> dict[str, Any]:
