@@ -284,7 +284,8 @@ class BucketConfig(_Section):
 
 class MirrorConfig(_Section):
     """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
-    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them; shared by all processes of the machine.
+    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them and no more than its disk has space for;
+    shared by all processes of the machine.
     """
 
     path: str | None = None
