@@ -147,8 +147,9 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
+    given = [*overrides, *([f"text.mode={text_mode}"] if text_mode else [])]
+    given += ["encode.max_shrink=1"] if shrink else []
+    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -340,7 +341,7 @@ def export(
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite, dtype=dtype, form=form)
+    return stage.run(config, checkpoint, Path(out), ema=ema, dtype=dtype, form=form, overwrite=overwrite)
 
 
 @cli.command()
@@ -382,7 +383,8 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
 @_configured
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing."""
+    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing, 4 if
+    something is damaged."""
     config = _load(config_path, overrides)
     from stages import status as stage
 
@@ -391,7 +393,7 @@ def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -
 
 @cli.command()
 @_configured
-@click.option("--repair", is_flag=True, help="Encode damaged records again, and only those.")
+@click.option("--repair", is_flag=True, help="Put documents right, and encode damaged records again, only those.")
 @click.option("--data", multiple=True, metavar="NAME=DIR", help="Where a source is now, if it moved (for --repair).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def verify(

@@ -107,6 +107,10 @@ class DataConfig(_Section):
     `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
     `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
     `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
+    caption: what a picture says that has no caption: `none` (nothing: the empty caption), `filename` (its name without
+    the ending), `folder` (the name of its folder; underscores of both read as spaces), or any other text, such as
+    `a photo of sks dog`; null: such pictures are rejected.
+    caption_prefix, caption_suffix: put before and after every caption, as they are (with their spaces).
     `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
     `image_root` is what these names are relative to (null: the table's own folder).
     max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
@@ -125,6 +129,9 @@ class DataConfig(_Section):
     caption_scores: dict[str, str] = {}
     score_threshold: Annotated[float, Field(ge=0)] = 25.0
     score_power: Annotated[float, Field(ge=0)] = 10.0
+    caption: str | None = None
+    caption_prefix: str = ""
+    caption_suffix: str = ""
     image_field: str | None = None
     image_root: str | None = None
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -478,6 +485,8 @@ class TrainConfig(_Section):
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
+    max_quarantine_rate: with --quarantine, the run saves and ends when more than this share of the last 10,000 samples
+    (of 200 at least) stood in for unreadable ones; a fifth of it brings a warning.
     activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
     inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
     `every-K` (`every-2`): each K-th block in full, the others nothing.
@@ -531,6 +540,7 @@ class TrainConfig(_Section):
     prefetch: NotNegative | None = None
     prefetch_mib: Positive = 128
     loader_threads: Positive = 2
+    max_quarantine_rate: Share = 0.05
     log_every: Positive = 10
     save_every: Positive = 500
     keep_checkpoints: Positive = 3
@@ -680,7 +690,7 @@ class Config(_Section):
         return self
 
 
-_CACHE = ("cache", "mirror")
+_CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = (
     *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
     *("data.image_field", "data.image_root", "data.max_pixels"),

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.amounts import amount
-from pipeline.cache import layout, snapshot
+from pipeline.cache import copies, layout, snapshot
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
@@ -62,11 +62,14 @@ def run(
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is taken.
     """
     own = config.bucket
     caches = _caches(config, dry_run)
     cache = caches[0]
+    if not dry_run:
+        copies.complete(cache.files)
     unused = {source for source, one in own.sources.items() if not one.weight}
     found = _sources(caches, unused)
     if not found:

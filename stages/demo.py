@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
 from pipeline.data import image
+from pipeline.data.candidates import CaptionRule
 from pipeline.data.captions import instruction
 from pipeline.data.source import FolderSource, Item, Unreadable
 from pipeline.errors import UserError
@@ -150,7 +151,7 @@ def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
 
 def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
     """Pictures (uint8, at most four times the resolution wide) and captions; unusable files are encode's business."""
-    source = FolderSource(data, config.data.caption_field)
+    source = FolderSource(data, CaptionRule.of(config.data))
     items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
     captions = [text for item in items for text, _ in item.captions]
     pictures: list[np.ndarray] = []

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from pipeline import launch
 from pipeline.amounts import amount
-from pipeline.cache import layout
+from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit, check_source_name
@@ -127,7 +127,7 @@ def dry_run(
 
 
 def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
-    source = open_source(data, config.data, name, format, config.patience_s)
+    source = open_source(data, config.data, name, format, config.patience_s, raw=config.text.recipe == "nvlabs")
     check_source_name(source.name)  # before hours of reading
     return source
 
@@ -160,6 +160,7 @@ def _run(
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
+    copies.complete(cache.files)
     latent, text = _known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):
@@ -381,7 +382,8 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
         expected = "some that can be used; the source is left as it was"
         fix = f"look at {where}"
         if any("caption" in kind for kind in kinds.counts):
-            fix = "put the caption of X.jpg into X.txt, or say where it is: --set data.caption_field=COLUMN"
+            fix = "put the caption of X.jpg into X.txt, say where it is (--set data.caption_field=COLUMN), or let all "
+            fix += "say the same: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
     raise RejectRateError(
         f"{len(rejects)} of {items} items of source {name!r} were rejected", expected=expected,
         found="\n" + "\n".join(kinds.lines()), fix=fix,

@@ -13,7 +13,7 @@ import click
 
 from pipeline import launch
 from pipeline.amounts import amount
-from pipeline.cache import index
+from pipeline.cache import copies, index
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.data import packing
@@ -44,6 +44,7 @@ def run(
     """
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
+    copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     packer = packing.Packer(cache, source, plan)

@@ -7,10 +7,11 @@ import json
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import compare
+from pipeline.cache import compare, layout
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
+from pipeline.errors import IntegrityError
 
 SHOWN = 20
 """Samples of each kind that `diff` names without `--json`."""
@@ -20,23 +21,29 @@ def run(config: Config, as_json: bool = False) -> int:
     """Print one line per snapshot, parents first.
 
     Returns:
-        0.
+        0, or the exit code of an integrity error if a head or a name cannot be read.
 
     Raises:
-        CacheError: there is no cache, or a head is damaged.
+        CacheError: there is no cache.
     """
     found = compare.listed(Cache.of(config))
+    damaged = [entry for entry in found if "damaged" in entry]
     if as_json:
         click.echo(json.dumps({"snapshots": found}))
-        return 0
+        return IntegrityError.exit_code if damaged else 0
     click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'size':>10}  names")
     for entry in found:
+        if "damaged" in entry:
+            click.echo(f"damaged: {', '.join(entry['names']) or entry['id']}: {entry['damaged']}")
+            continue
         click.echo(
             f"{entry['id'][:12]}  {(entry['parent'] or '-')[:12]:<12}  {entry['samples']:>9}  {entry['buckets']:>7}  "
             f"{entry['left_out']:>8}  {amount(entry['bytes']):>10}  {', '.join(entry['names']) or '-'}"
             + (" (packed)" if entry["packed"] else "")
         )
-    return 0
+    if damaged:
+        click.echo(f"fix: {layout.REPAIR}, then sana-pipe bucket")
+    return IntegrityError.exit_code if damaged else 0
 
 
 def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:

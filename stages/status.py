@@ -7,19 +7,21 @@ import json
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import audit
+from pipeline.cache import audit, layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
+from pipeline.errors import IntegrityError
 
 
 def run(config: Config, as_json: bool = False) -> int:
     """Print the counts.
 
     Returns:
-        0 if every planned unit is done, 1 if some are missing.
+        0 if every planned unit is done, 1 if some are missing, the exit code of an integrity error if something is
+        damaged or a file that a named snapshot needs is not there.
 
     Raises:
-        CacheError: there is no cache, or a document of it is damaged.
+        CacheError: there is no cache.
     """
     told = audit.status(Cache.of(config))
     if as_json:
@@ -41,6 +43,10 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(line)
         for name, snapshot in told["snapshots"].items():
             click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in told["packed"] else ""))
+        for name, problem in told["damaged"].items():
+            click.echo(f"damaged: {name}: {problem}")
+        if told["damaged"]:
+            click.echo(f"fix: {layout.REPAIR}")
         free = "" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
         click.echo(free + ("complete" if told["complete"] else "not complete"))
-    return 0 if told["complete"] else 1
+    return IntegrityError.exit_code if told["damaged"] else 0 if told["complete"] else 1

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
 import click
 
-from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
-from pipeline.data import captions, packing
+from pipeline.data import packing
 from pipeline.data.source import Source
-from pipeline.encoding import repair, worker
+from pipeline.encoding import rebuild, repair, worker
+from pipeline.encoding.engine import Runner
+from pipeline.encoding.progress import Progress
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError, IntegrityError, UserError
-from pipeline.models import encoders
 
 
 def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
-    """Verify, and repair if asked.
+    """Verify, and repair if asked. Each finding is printed when it is found, what became of it when that is known.
 
     Args:
-        mend: encode damaged records again and restore their shards.
+        mend: put documents right, encode damaged records again and restore their shards.
         data: folders of the sources, where they are no longer where they were scanned (`NAME=DIR`).
 
     Returns:
@@ -38,67 +38,106 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         UserError: a repair needs a source or a model that is not there.
     """
     cache = Cache.of(config)
-    read = [0, 0]
+    findings: list[audit.Finding] = []
+    outcomes: dict[str, str] = {}
+    size = 0
 
-    def count(size: int) -> None:
-        read[0] += 1
-        read[1] += size
+    with Progress("files", None) as bar:
 
-    findings = list(audit.verify(cache, count))
-    outcomes = _repair(config, cache, findings, data) if mend and findings else {}
+        def count(of_file: int) -> None:
+            nonlocal size
+            size += of_file
+            bar.add(1)
+
+        def shown(found: Iterable[audit.Finding]) -> list[audit.Finding]:
+            new = []
+            for finding in found:
+                new.append(finding)
+                if not as_json:
+                    _show(cache, finding)
+            findings.extend(new)
+            return new
+
+        def became(path: str, outcome: str) -> None:
+            outcomes[path] = outcome
+            if not as_json:
+                click.echo(f"{cache.files.where(path)}: {outcome}")
+
+        documents = shown(audit.verify_documents(cache, count))
+        if mend:
+            _documents_again(cache, documents, became)
+        contents = shown(audit.verify_contents(cache, count))
+        if mend:
+            _contents_again(Repairs(config, cache, data), contents, became)
+            shown(audit.verify_replaced(cache, [f for f in contents if outcomes[f.path] == "replaced"]))
     left = [f for f in findings if outcomes.get(f.path) not in ("restored", "replaced")]
     if as_json:
         told: dict[str, Any] = {
-            "files": read[0], "bytes": read[1], "ok": not left,
+            "files": bar.done, "bytes": size, "ok": not left,
             "findings": [{**vars(f), "outcome": outcomes.get(f.path)} for f in findings],
         }  # fmt: skip
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
-    for finding in findings:
-        click.echo(f"{cache.files.where(finding.path)}: {finding.problem}")
-        for key in finding.records[:20]:
-            click.echo(f"  record {key}")
-        if len(finding.records) > 20:
-            click.echo(f"  and {len(finding.records) - 20} more records")
-        if finding.path in outcomes:
-            click.echo(f"  {outcomes[finding.path]}")
-    click.echo(f"{read[0]} files, {amount(read[1])} read: " + (f"{len(left)} damaged" if left else "all is right"))
-    if left and not mend:
-        click.echo("fix: sana-pipe verify --repair")
-    if "replaced" in outcomes.values():
-        click.echo("this machine makes other bytes than the one before: run sana-pipe bucket for a new snapshot")
+    click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))
+    for fix in sorted({f.fix for f in left if not (mend and f.fix == layout.REPAIR)}):
+        click.echo(f"fix: {fix}")
     return IntegrityError.exit_code if left else 0
 
 
-def _repair(config: Config, cache: Cache, findings: list[audit.Finding], data: tuple[str, ...]) -> dict[str, str]:
-    """What became of each damaged path. Tables first: repairing a shard reads them."""
-    outcomes: dict[str, str] = {}
+def _show(cache: Cache, finding: audit.Finding) -> None:
+    where = cache.files.where(finding.path)
+    click.echo(finding.problem if finding.problem.startswith(where) else f"{where}: {finding.problem}")
+    for key in finding.records[:20]:
+        click.echo(f"  record {key}")
+    if len(finding.records) > 20:
+        click.echo(f"  and {len(finding.records) - 20} more records")
+
+
+Became = Callable[[str, str], None]
+"""Told of what became of a damaged path."""
+
+
+def _documents_again(cache: Cache, findings: list[audit.Finding], became: Became) -> None:
+    """Those that are damaged, and always those that have no copy yet."""
+    rebuild.rebuilt(cache)
+    still = {finding.path: finding for finding in audit.verify_documents(cache)} if findings else {}
+    for finding in findings:
+        if finding.path in still:
+            became(finding.path, f"failed: {still[finding.path].fix}")
+        elif cache.files.holds(finding.path):
+            became(finding.path, "restored")
+        else:
+            became(finding.path, f"moved to damaged/; to make again what it was for: {audit.maker(finding.path)}")
+
+
+def _contents_again(repairs: Repairs, findings: list[audit.Finding], became: Became) -> None:
+    """Tables first: repairing a shard reads them. Snapshots last: they need both."""
+    cache = repairs.cache
+    done = set()
     for finding in findings:
         name = PurePosixPath(finding.path)
         if name.parts[0] == "tables" and name.suffix == ".arrow":
-            outcomes[finding.path] = _table_again(cache, name.stem)
-    tools = _Encoders(config, cache, data)
+            became(finding.path, _table_again(cache, name.stem))
+            done.add(finding.path)
     for finding in findings:
         if finding.unit:
             try:
-                recipe = cache.recipe(finding.recipe)
-                outcomes[finding.path] = repair.repair_unit(cache, recipe, finding, tools.of(recipe))
-            except CacheError as error:
-                outcomes[finding.path] = f"failed: {error.what} (once that is mended, repair again)"
-    for finding in findings:
-        if finding.path.startswith(f"shards/{layout.PACKED}"):
-            outcomes[finding.path] = _packed_again(cache, finding.path)
+                became(finding.path, repairs.unit(finding))
+            except IntegrityError as error:
+                became(finding.path, f"failed: {error.what} (once that is mended, repair again)")
+        elif finding.path.startswith(f"shards/{layout.PACKED}"):
+            became(finding.path, _packed_again(cache, finding.path))
+        elif not finding.path.startswith("snapshots/") and finding.path not in done:
+            became(finding.path, f"failed: {finding.fix}")
     for finding in findings:
         if finding.path.startswith("snapshots/"):
-            again = list(audit.verify_snapshot(cache, finding.path))
-            outcomes[finding.path] = "failed: restore it from a copy of the cache" if again else "restored"
-        elif finding.path not in outcomes:
-            outcomes[finding.path] = "failed: restore it from a copy of the cache"
-    return outcomes
+            again = list(audit.verify_snapshot(cache, finding.path, {}))
+            stays = again or [finding] * ("made again" in finding.problem)
+            became(finding.path, f"failed: {stays[0].fix}" if stays else "restored")
 
 
 def _table_again(cache: Cache, digest: str) -> str:
-    problem = "run sana-pipe bucket for a new snapshot"
+    problem = audit.BUCKET  # not of a commit, so it is a snapshot's
     for recipe in audit.recipe_names(cache):
         try:
             for plan in cache.plans(recipe):
@@ -111,50 +150,29 @@ def _table_again(cache: Cache, digest: str) -> str:
 
 def _packed_again(cache: Cache, path: str) -> str:
     try:
-        return "restored" if packing.restored(cache, path) else "failed: restore it from a copy of the cache"
+        return "restored" if packing.restored(cache, path) else "failed: sana-pipe bucket --pack"
     except CacheError as error:
         return f"failed: the snapshot that it was packed from cannot be read: {error}"
 
 
-class _Encoders:
-    """Loads an encoder when the first damaged record asks for it, and refuses one of another recipe."""
+class Repairs:
+    """Makes damaged records again, with the encoder of their recipe; one encoder at a time is loaded."""
 
     def __init__(self, config: Config, cache: Cache, data: tuple[str, ...]):
         self.config, self.cache = config, cache
         self.given = dict(_pair(text) for text in data)
-        self.image: encoders.LatentEncoder | None = None
-        self.text: encoders.TextEncoder | None = None
+        self.runner = Runner(config, cache, {}, check=True)
 
-    def of(self, recipe: layout.Recipe) -> repair.Encode:
-        def encode(plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
-            rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-            return self._made(recipe, unit, commit, rows, bad)
+    def unit(self, finding: audit.Finding) -> str:
+        """Restore the shard of a finding; see `repair.repair_unit`."""
+        return repair.repair_unit(self.cache, self.cache.recipe(finding.recipe), finding, self._encode)
 
-        return encode
-
-    def _made(
-        self, recipe: layout.Recipe, unit: Unit, commit: Commit, rows: Any, bad: Container[bytes]
-    ) -> Iterator[worker.Made]:
-        if not any(key in bad for key in rows.column("key").to_pylist()):
-            return
-        device = launch.resolve_device(self.config.encode.device)
-        if isinstance(recipe, layout.LatentRecipe):
-            if self.image is None:
-                _same(recipe, encoders.describe_vae(self.config.vae), "vae")
-                self.image = encoders.LatentEncoder.load(self.config.vae, device)
-            names = sorted(set(rows.column("source").to_pylist()))
-            yield from worker.image_records(
-                recipe, unit, rows, {name: self._source(name) for name in names}, self.image,
-                max_pixels=self.config.data.max_pixels, workers=self.config.encode.workers, only=bad,
-                max_bytes=self.config.data.max_bytes,
-            )  # fmt: skip
-        elif isinstance(recipe, layout.TextRecipe):
-            if self.text is None:
-                instruction = captions.instruction(self.config.text)
-                _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
-                self.text = encoders.TextEncoder.load(self.config.text, instruction, device)
-            self.text.mode = commit.provenance.get("text_mode", self.config.text.mode)
-            yield from worker.caption_records(recipe, unit, rows, self.text, only=bad)
+    def _encode(self, plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
+        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        if "source" in rows.column_names:
+            for name in set(rows.column("source").to_pylist()) - set(self.runner.sources):
+                self.runner.sources[name] = self._source(name)
+        return self.runner.again(plan, unit, commit, bad)
 
     def _source(self, name: str) -> Source:
         try:
@@ -170,11 +188,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals:
         raise UserError(f"--data {text!r} is not of the form NAME=DIR")
     return name, folder
-
-
-def _same(recipe: layout.Recipe, found: dict[str, Any], section: str) -> None:
-    if wrong := recipe.unlike(found):
-        raise UserError(
-            f"the damaged records were made by another {section} than the configuration names (cache | configuration)",
-            found="; ".join(wrong), fix=f"give the configuration whose {section} made this cache",
-        )  # fmt: skip

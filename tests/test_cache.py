@@ -286,7 +286,10 @@ def test_gaps_in_numbered_documents_are_noticed(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "c", create=True)
     for n in range(3):
         assert cache.add_plan(LATENT.name, n, [], pa.table({"key": pa.array([], pa.binary(16))}))
-    cache.files.path(layout.Paths.numbered(layout.Paths.plans(LATENT.name), 1)).unlink()
+    lost = layout.Paths.numbered(layout.Paths.plans(LATENT.name), 1)
+    cache.files.path(lost).unlink()
+    assert len(cache.plans(LATENT.name)) == 3, "its copy counts"
+    cache.files.path(layout.Paths.copy(lost)).unlink()
     with pytest.raises(IntegrityError, match="missing"):
         cache.plans(LATENT.name)
 

@@ -79,7 +79,8 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train", "verify",
+        "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train",
+        "verify",
     ]  # fmt: skip
     assert "decode" in cli.commands
 
@@ -247,7 +248,7 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
     [
         ("encode", "--data", "LONG"), ("encode", "--data", "LONG/x-{0..1}.tar"), ("encode", "--data", "LONG/x.jsonl"),
         ("bucket", "--config", "LONG"), ("status", "--set", "cache=LONG"), ("bucket", "--cache", "LONG"),
-        ("export", "--checkpoint", "LONG"), ("export", "--out", "LONG"), ("sample", "--checkpoint", "LONG"),
+        ("export", "--checkpoint", "LONG"), ("sample", "--checkpoint", "LONG"),
         ("demo", "--out", "LONG"), ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
 )  # fmt: skip

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.cache import audit, codec
+import stages.bucket
+import stages.encode
+import stages.gc
+import stages.snapshots
+import stages.status
+import stages.verify
+from pipeline.cache import audit, codec, index, layout
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.config import Config
+from pipeline.encoding import rebuild, worker
+from pipeline.errors import IntegrityError
+from pipeline.models import encoders
 from tests import tiny_cache
 
 
-def lose(root: Path, pattern: str) -> list[str]:
-    found = [path.relative_to(root).as_posix() for path in sorted(root.glob(pattern)) if path.is_file()]
+def documents(root: Path) -> list[str]:
+    """All of a cache, without their copies."""
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.json"))]
+    return [name for name in names if layout.is_document(name)]
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """What lies in a cache but reports and unfinished files."""
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
+    return {name: (root / name).read_bytes() for name in names if not name.startswith(("reports/", "tmp/"))}
+
+
+def lose(root: Path, pattern: str) -> None:
+    """Documents and their copies."""
+    found = sorted(path.relative_to(root).as_posix() for path in root.glob(pattern) if path.is_file())
     assert found, pattern
     for name in found:
         (root / name).unlink()
-    return found
+        (root / Paths.copy(name)).unlink()
+
+
+def flip(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "lost": Path.unlink,
+    "flipped": lambda path: path.write_bytes(flip(path.read_bytes())),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-30]),
+    "empty": lambda path: path.write_bytes(b""),
+}
 
 
 @pytest.fixture
@@ -27,6 +68,294 @@ def tiny(tmp_path: Path) -> Cache:
     cache = tiny_cache.build(tmp_path / "tiny")
     lose(cache.root, "units/**/*.json")
     return cache
+
+
+def lossy(tmp_path: Path) -> Cache:
+    """As `tiny`, stored as int8."""
+    files = Cache(tmp_path / "tiny", create=True).files
+    for recipe, channels in zip(tiny_cache.recipes("int8"), (2, 3), strict=True):
+        codec.publish_scale(files, recipe.name, np.ones(channels, np.float32), 1)
+    return tiny_cache.build(tmp_path / "tiny", storage="int8")
+
+
+def halved(config: Config) -> Config:
+    """Another batch, so another snapshot."""
+    return config.model_copy(update={"bucket": config.bucket.model_copy(update={"batch": 6})})
+
+
+def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path) -> Config:
+    """Of a copy of the small cache, as after `gc`."""
+    lose(small_cache_copy, "units/**/*.json")
+    return make_config(tmp_path)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Units that are encoded from now on."""
+    units: list[str] = []
+    real = worker.encode
+
+    def encode(cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, *rest: Any) -> index.Commit:
+        units.append(unit.unit)
+        return real(cache, recipe, plan, unit, *rest)
+
+    monkeypatch.setattr(worker, "encode", encode)
+    return units
+
+
+# ---------------------------------------------------------------- one of the two
+
+
+@pytest.mark.parametrize("how", HARM)
+def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: Config, how: str) -> None:
+    root = Path(config.cache)
+    whole, answer = content(root), audit.status(Cache.of(config))
+    names = documents(root)
+    assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"scales", "units"}
+    for name in names:
+        HARM[how](root / name)
+        damaged = stages.status.run(config)
+        found = audit.status(Cache.of(config))
+        assert damaged == (4 if found["damaged"] else 0) and {**found, "damaged": {}, "complete": True} == {
+            **answer, "free_bytes": found["free_bytes"]}  # fmt: skip
+        assert not list(audit.contradictions(Cache.of(config))), "a copy is as good"
+        assert stages.gc.run(config, older_than_hours=0) == 0
+        assert [finding.path for finding in audit.verify_documents(Cache.of(config))] == [name]
+        assert stages.verify.run(config, mend=True) == 0
+        assert content(root) == whole
+        HARM[how](root / Paths.copy(name))
+        told = [finding.path for finding in audit.verify_documents(Cache.of(config))]
+        assert told == ([] if how == "lost" else [Paths.copy(name)]), "earlier versions made no copies"
+        assert stages.verify.run(config, mend=True) == 0
+        assert content(root) == whole
+
+
+@pytest.mark.parametrize("how", HARM)
+def test_encode_and_bucket_put_right_what_they_meet(config: Config, photos: Path, how: str, encoded: list[str]) -> None:
+    """Every document at once, or its copy, in turn."""
+    root = Path(config.cache)
+    whole = content(root)
+    for number, name in enumerate(documents(root)):
+        HARM[how](root / (name if number % 2 else Paths.copy(name)))
+    stages.encode.run(config, data=str(photos))
+    snapshot = stages.bucket.run(config)
+    assert not encoded
+    assert Paths.snapshot(snapshot) in whole
+    assert stages.verify.run(config, mend=True) == 0, "what they had no need to read"
+    assert content(root) == whole
+
+
+def test_a_cache_of_an_earlier_version_is_whole_and_gets_its_copies(config: Config, photos: Path) -> None:
+    root = Path(config.cache)
+    whole = content(root)
+    shutil.rmtree(root / "copies")
+    assert stages.verify.run(config) == 0 and stages.status.run(config) == 0
+    assert not (root / "copies").exists()
+    stages.encode.run(config, data=str(photos))
+    assert content(root) == whole
+
+
+def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
+    cache = Cache.of(config)
+    one, two = (
+        Paths.numbered(Paths.plans(recipe.name), 0) for kind in ("latent", "text") for recipe in cache.recipes(kind)
+    )
+    first, second = (cache.files.read(name) for name in (one, two))
+    cache.files.replace(one, second)
+    assert cache.files.document(one) == layout.unseal(first, one)
+    assert [finding.path for finding in audit.verify_documents(cache)] == [one]
+    cache.files.replace(Paths.copy(one), second)
+    with pytest.raises(IntegrityError):
+        cache.files.document(one)
+
+
+# ---------------------------------------------------------------- both
+
+
+@pytest.mark.parametrize("how", ["lost", "flipped"])
+def test_what_is_lost_with_its_copy_is_made_again(
+    config: Config, photos: Path, how: str, encoded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commits, plans, recipes and snapshots are; nothing is encoded again. A scan is read again, a name is given."""
+    root = Path(config.cache)
+    whole = content(root)
+    [snapshot] = [name for name in whole if name.startswith("snapshots/")]
+    for name in documents(root):
+        for place in (name, Paths.copy(name)):
+            HARM[how](root / place)
+        if name != Paths.FORMAT:
+            assert stages.status.run(config) in (0, 1, 4)
+            assert stages.verify.run(config) == 4 or (how == "lost" and name.startswith("sources/"))
+            stages.verify.run(config, mend=True)
+        stages.encode.run(config, data=str(photos))
+        stages.bucket.run(config)
+        assert stages.verify.run(config) == 0, name
+        assert stages.status.run(config) == 0, name
+        assert not encoded, name
+        assert Cache.of(config).snapshot_of("latest") == Path(snapshot).stem, name
+        aside = [path for path in root.glob("damaged/**/*") if path.is_file()]
+        assert len(aside) == (2 if how == "flipped" and name != Paths.FORMAT else 0), "nothing damaged is thrown away"
+        shutil.rmtree(root)
+        for other, data in whole.items():
+            (root / other).parent.mkdir(parents=True, exist_ok=True)
+            (root / other).write_bytes(data)
+
+
+def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, encoded: list[str]) -> None:
+    """Plan, commits, copies and all: the shards say enough."""
+    root = Path(config.cache)
+    for pattern in ("plans/*/*.json", "segments/*/*.json"):
+        lose(root, pattern)
+    assert stages.verify.run(config) == 4
+    assert stages.verify.run(config, mend=True) == 0
+    stages.encode.run(config, data=str(photos))
+    assert not encoded
+    stages.bucket.run(config)
+    assert stages.verify.run(config) == 0
+
+
+def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
+    encoded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, real, tried = make_config(tmp_path), worker.image.load, list[bytes]()
+    refused: list[bytes] = []
+
+    def load(data: bytes, *rest: Any) -> Any:
+        tried.append(data)
+        if not refused:
+            refused.append(data)
+            raise worker.image.ImageReject("for this once")
+        return real(data, *rest)
+
+    monkeypatch.setattr(worker.image, "load", load)
+    stages.encode.run(config, data=str(photos))
+    lose(Path(config.cache), "segments/latent-*/*.json")
+    lose(Path(config.cache), "units/latent-*/*/*.json")
+    assert stages.verify.run(config, mend=True) == 0
+    before = len(encoded)
+    tried.clear()
+    stages.encode.run(config, data=str(photos))
+    assert (len(encoded) - before, len(tried)) == (1, 1), "the one record alone"
+    cache = Cache.of(config)
+    assert audit.status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
+
+
+def test_lost_channel_scales_are_named_by_the_records(tmp_path: Path) -> None:
+    cache = lossy(tmp_path)
+    name = Paths.scale(cache.recipes("text")[0].name)
+    table = cache.files.document(name)["table"]
+    lose(cache.root, name)
+    assert [finding.path for finding in audit.contradictions(cache)] == [name]
+    rebuild.rebuilt(cache)
+    assert cache.files.document(name)["table"] == table and not list(audit.verify(cache))
+
+
+def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config: Config) -> None:
+    cache = Cache.of(config)
+    cache.add_scan("photos", {**(cache.last_scan("photos") or {}), "root": "elsewhere"})
+    newest = stages.bucket.run(halved(config))
+    for folder in ("sources/photos", "names/latest"):
+        lose(cache.root, f"{folder}/00000000.json")
+        assert folder in [finding.path for finding in audit.verify_documents(cache)]
+        with pytest.raises(IntegrityError):
+            cache.files.numbers(folder)
+    assert stages.verify.run(config, mend=True) == 0
+    assert (cache.last_scan("photos") or {})["root"] == "elsewhere" and cache.snapshot_of("latest") == newest
+
+
+def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage to a named snapshot's head in both places: everything else goes on, and `bucket` writes it again."""
+    root, first = Path(config.cache), stages.bucket.run(config, name="one")
+    second = stages.bucket.run(halved(config))
+    assert first != second
+    name = Paths.snapshot(first)
+    good = (root / name).read_bytes()
+    for place in (name, Paths.copy(name)):
+        HARM["cut"](root / place)
+    capsys.readouterr()
+    assert stages.status.run(config, as_json=True) == 4
+    found = last(capsys)
+    assert list(found["damaged"]) == ["names/one"] and found["snapshots"]["latest"] == second
+    assert stages.snapshots.run(config, as_json=True) == 4
+    assert [(e["id"], "damaged" in e) for e in last(capsys)["snapshots"]] == [(first, True), (second, False)]
+    assert stages.verify.run(config, as_json=True) == 4
+    assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
+    assert [finding.path for finding in audit.contradictions(Cache.of(config))] == [name]
+    assert len(Cache.of(config).open_snapshot()) == 12
+    stages.bucket.run(config, name="two")
+    assert (root / name).read_bytes() == good == (root / Paths.copy(name)).read_bytes()
+    assert stages.verify.run(config) == 0
+
+
+@pytest.mark.parametrize("what", ["shards/latent-*/*/*.tar", "shards/text-*/*/*.tar", "samples", "sources"])
+@pytest.mark.parametrize("how", ["lost", "empty"])
+def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, how: str) -> None:
+    """Files that a snapshot names: by `status`, and by `bucket`, which writes chunks again."""
+    cache = Cache.of(config)
+    head = cache.open_snapshot().head
+    named = {"samples": lambda: Paths.table(head["chunks"][0]["samples"], "arrow"),
+             "sources": lambda: Paths.table(head["sources"]["photos"], "parquet")}  # fmt: skip
+    path = cache.root / named[what]() if what in named else next(cache.root.glob(what))
+    assert stages.status.run(config) == 0
+    HARM[how](path)
+    assert stages.status.run(config) == IntegrityError.exit_code
+    before = content(cache.root / "names")
+    if what == "samples":
+        stages.bucket.run(config)
+        assert stages.status.run(config) == 0
+    else:
+        with pytest.raises(IntegrityError) as error:
+            stages.bucket.run(config, name="another")
+        assert path.name in str(error.value)
+        assert content(cache.root / "names") == before, "no name points to what is not there"
+
+
+def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache.of(config)
+    for path in cache.root.glob("shards/*/*/*.tar"):
+        path.unlink()
+    alive: list[weakref.ref[object]] = []
+    for cls in (encoders.LatentEncoder, encoders.TextEncoder):
+        real = cls.load
+
+        def load(*arguments: Any, real: Callable[..., Any] = real) -> Any:
+            gc.collect()
+            assert not [one for one in alive if one() is not None], "another encoder is still loaded"
+            alive.append(weakref.ref(made := real(*arguments)))
+            return made
+
+        monkeypatch.setattr(cls, "load", load)
+    assert stages.verify.run(config, mend=True) == 0
+    assert len(alive) == 2
+
+
+def test_what_verify_has_found_is_printed_before_it_ends(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache.of(config)
+    [*_, lost] = sorted(cache.root.glob("shards/latent-*/*/*.tar"))
+    lost.unlink()
+
+    def stopped(*arguments: object) -> Iterator[audit.Finding]:
+        assert lost.name in capsys.readouterr().out
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(audit, "verify_snapshot", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        stages.verify.run(config)
+
+
+# ---------------------------------------------------------------- contradictions
 
 
 @pytest.mark.parametrize(
@@ -41,10 +370,7 @@ def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) ->
 
 
 def test_lost_scales_contradict_the_records_that_were_made_with_them(tmp_path: Path) -> None:
-    files = Cache(tmp_path / "tiny", create=True).files
-    for recipe, channels in zip(tiny_cache.recipes("int8"), (2, 3), strict=True):
-        codec.publish_scale(files, recipe.name, np.ones(channels, np.float32), 1)
-    cache = tiny_cache.build(tmp_path / "tiny", storage="int8")
+    cache = lossy(tmp_path)
     assert not list(audit.contradictions(cache))
     lose(cache.root, "scales/latent-*.json")
     [finding] = audit.contradictions(cache)

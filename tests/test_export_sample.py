@@ -305,10 +305,9 @@ def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Traine
                       ("tokenizer/tokenizer_config", "name_or_path")):  # fmt: skip
         path = models / f"{name}.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), key: str(models)}))
-    secret = "https://user:sesame@host/tiny?sig=sesame"
     config = changed(
         trained.config, tmp_path, f"vae.id={models}", f"text.id={models}", f"data.image_root={tmp_path}",
-        f"mirror.path={tmp_path}", f"bucket.caches=[{tmp_path}]", f"text.revision='{secret}'",
+        f"mirror.path={tmp_path}", f"bucket.caches=[{tmp_path}]", "cache=https://user:sesame@host/tiny?sig=sesame",
     )  # fmt: skip
     out = export.run(config, "auto", tmp_path / "export")
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}

@@ -93,7 +93,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 handle = other.open(name)
             except FileNotFoundError:
                 raise IntegrityError(
-                    f"{other.where(name)}: is missing", fix="restore it from a copy of that cache"
+                    f"{other.where(name)}: is missing", fix="sana-pipe verify --repair in that cache"
                 ) from None
             with explained(path), handle.file() as source, open(path, "xb") as target:
                 shutil.copyfileobj(source, target, 4 << 20)

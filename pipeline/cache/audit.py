@@ -8,27 +8,29 @@ Price: `verify` reads every byte once; `status` reads documents only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from pipeline.cache import codec, index, shard
-from pipeline.cache.layout import PACKED, Paths
-from pipeline.cache.snapshot import Caption, Snapshot
+from pipeline.cache import codec, copies, index, shard
+from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.snapshot import Caption, Snapshot, check_files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.urls import strip_credentials
 
-DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
-"""Folders of documents that others follow from."""
+ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. `records` are hex keys of damaged records, where the damage is inside a shard."""
+    """Something wrong. `records` are hex keys of damaged records, where the damage is inside a shard; `fix` is the
+    command that mends it."""
 
     path: str
     problem: str
@@ -36,6 +38,7 @@ class Finding:
     plan: int = -1
     unit: str = ""
     records: tuple[str, ...] = ()
+    fix: str = REPAIR
 
 
 def recipe_names(cache: Cache) -> list[str]:
@@ -55,54 +58,84 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     """Counts of a cache, while or after it is filled: JSON values.
 
     `rate` is records per second over the commits of the last ten minutes (0 when there were none), `eta_s` the time
-    that the records of the units still missing take at that rate (null when unknown).
+    that the records of the units still missing take at that rate (null when unknown). `damaged` says of what cannot be
+    read, or is not all there, what is wrong; it is left out of the counts. Records are not looked at.
     """
     moment = time.time() if now is None else now
-    stores = {}
+    damaged: dict[str, str] = {}
+
+    def readable(what: str, count: Callable[[], None]) -> None:
+        try:
+            count()
+        except CacheError as error:
+            damaged[what] = error.what
+
+    stores: dict[str, dict[str, Any]] = {}
     for name in [*recipe_names(cache), *packs(cache)]:
-        plans = cache.plans(name)
-        units = done = planned = made = size = rejects = 0
-        recent: list[tuple[float, int]] = []
-        for plan in plans:
-            units += len(plan.units)
-            planned += sum(unit.count for unit in plan.units)
-            counts = {unit.unit: unit.count for unit in plan.units}
-            written = {entry.name: entry.modified for entry in cache.files.walk(Paths.units(name, plan.number))}
-            for commit in index.commits(cache.files, name, plan.number):
-                done += 1
-                made += commit.records
-                size += commit.bytes
-                rejects += len(commit.rejects)
-                planned -= counts.get(commit.unit, 0)
-                when = written.get(Paths.unit(name, plan.number, commit.unit))
-                if when is not None and moment - when < 600:
-                    recent.append((when, commit.records))
-        span = moment - min((t for t, _ in recent), default=moment)
-        rate = sum(n for _, n in recent) / span if span > 1 else 0.0
-        stores[name] = {
-            "plans": len(plans), "units": units, "units_done": done, "records": made, "records_missing": planned,
-            "bytes": size, "rejects": rejects, "rate": rate, "eta_s": planned / rate if rate else None,
-        }  # fmt: skip
-    sources = {}
+        readable(Paths.plans(name), lambda name=name: stores.update({name: _store(cache, name, moment)}))  # type: ignore[misc]
+    sources: dict[str, dict[str, Any]] = {}
     going_on = bool(next(cache.files.walk("fragments"), None))
-    for name in cache.sources():
+
+    def source(name: str) -> None:
+        nonlocal going_on
         scan = cache.last_scan(name)
-        if scan is not None:
-            usable = cache.table(scan["table"]).column("reject").null_count
-            planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
-            going_on |= usable > 0 and not planned
-            reasons = cache.table(scan["table"]).column("reject")
-            sources[name] = {
-                "items": len(reasons), "rejected": len(reasons) - reasons.null_count, "root": strip_credentials(scan["root"]),
-                "latent": scan["latent"], "text": scan["text"],
-            }  # fmt: skip
-    names = {name: cache.snapshot_of(name) for name in cache.snapshot_names()}
-    packed = [name for name, of in names.items() if of is not None and Snapshot(cache.files, of).packed]
-    complete = not going_on and all(s["units"] == s["units_done"] for s in stores.values())
+        if scan is None:
+            return
+        reasons = cache.table(scan["table"]).column("reject")
+        planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
+        going_on |= reasons.null_count > 0 and not planned
+        sources[name] = {
+            "items": len(reasons), "rejected": len(reasons) - reasons.null_count,
+            "root": strip_credentials(scan["root"]), "latent": scan["latent"], "text": scan["text"],
+        }  # fmt: skip
+
+    for name in cache.sources():
+        readable(Paths.scans(name), lambda name=name: source(name))  # type: ignore[misc]
+    names: dict[str, str | None] = {}
+    packed: list[str] = []
+
+    def pointed(name: str) -> None:
+        names[name] = of = cache.snapshot_of(name)
+        if of is not None:
+            opened = Snapshot(cache.files, of)
+            packed.extend([name] * opened.packed)
+            check_files(cache.files, opened.head)
+
+    for name in cache.snapshot_names():
+        readable(Paths.names(name), lambda name=name: pointed(name))  # type: ignore[misc]
+    damaged |= cache.files.damage
+    complete = not going_on and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
     return {
         "cache": cache.location, "complete": complete,
-        "stores": stores, "sources": sources, "snapshots": names, "packed": packed,
+        "stores": stores, "sources": sources, "snapshots": names, "packed": packed, "damaged": damaged,
         "free_bytes": cache.files.free_bytes(),
+    }  # fmt: skip
+
+
+def _store(cache: Cache, name: str, moment: float) -> dict[str, Any]:
+    """Counts of a recipe or of a pack."""
+    plans = cache.plans(name)
+    units = done = planned = made = size = rejects = 0
+    recent: list[tuple[float, int]] = []
+    for plan in plans:
+        units += len(plan.units)
+        planned += sum(unit.count for unit in plan.units)
+        counts = {unit.unit: unit.count for unit in plan.units}
+        written = {entry.name: entry.modified for entry in cache.files.walk(Paths.units(name, plan.number))}
+        for commit in index.commits(cache.files, name, plan.number):
+            done += 1
+            made += commit.records
+            size += commit.bytes
+            rejects += len(commit.rejects)
+            planned -= counts.get(commit.unit, 0)
+            when = written.get(Paths.unit(name, plan.number, commit.unit))
+            if when is not None and moment - when < 600:
+                recent.append((when, commit.records))
+    span = moment - min((t for t, _ in recent), default=moment)
+    rate = sum(n for _, n in recent) / span if span > 1 else 0.0
+    return {
+        "plans": len(plans), "units": units, "units_done": done, "records": made, "records_missing": planned,
+        "bytes": size, "rejects": rejects, "rate": rate, "eta_s": planned / rate if rate else None,
     }  # fmt: skip
 
 
@@ -110,62 +143,85 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
 
 
 def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
-    """Read everything and yield what is wrong.
+    """Read everything and yield what is wrong, as it is found: `verify_documents`, then `verify_contents`."""
+    yield from verify_documents(cache, progress)
+    yield from verify_contents(cache, progress)
+
+
+def verify_documents(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
+    """Documents that are damaged, lost, or contradict the shards.
 
     Args:
         progress: called with the bytes of each file that was read.
     """
-    wanted: dict[str, str] = {}  # file -> the document that refers to it
-    there: set[str] = set()
-    try:
+    files, named = cache.files, set[str]()
+    for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
+        pair = copies.examined(files, name)
+        named.add(name)
+        if pair.document:
+            files.damage.setdefault(name, pair.document)
+            yield Finding(name, pair.document + ("" if pair.data is None else "; its copy is right"))
+        elif pair.copy:
+            yield Finding(Paths.copy(name), pair.copy)
+        else:
+            named.remove(name)
+        progress(size)
+    yield from (finding for finding in contradictions(cache) if finding.path not in named)
+
+
+def verify_contents(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
+    """Tables, shards, records and snapshots that are damaged or missing. Documents that cannot be read are passed over.
+
+    Args:
+        progress: called with the bytes of each file that was read.
+    """
+    files = cache.files
+    wanted: dict[str, str] = {}  # table -> the document that refers to it
+    forgotten: set[str] = set()
+    with suppress(CacheError):
         forgotten = cache.forgotten_scans()
-    except CacheError:
-        forgotten = set()  # the damaged document is named below
-    for folder in DOCUMENTS:
-        for entry in cache.files.walk(folder):
-            if not entry.name.endswith(".json"):
-                continue
-            there.add(entry.name)
-            try:
-                needs = _needs(entry.name, cache.files.document(entry.name))
-                for name in needs if entry.name not in forgotten else ():
-                    wanted.setdefault(name, entry.name)
-            except (CacheError, OSError) as error:
-                yield Finding(entry.name, _problem(error))
-            progress(entry.size)
-    for entry in cache.files.walk("tables"):
+    for name, _ in copies.documents(files):
+        if name in forgotten:
+            continue
+        with suppress(CacheError):
+            wanted.update(dict.fromkeys(_needs(name, files.document(name)), name))
+    there: set[str] = set()
+    for entry in files.walk("tables"):
         there.add(entry.name)
         try:
-            if cache.files.digest(entry.name) != PurePosixPath(entry.name).stem:
-                yield Finding(entry.name, "its bytes do not match its name")
+            if files.digest(entry.name) != PurePosixPath(entry.name).stem:
+                yield Finding(entry.name, "its bytes do not match its name", fix=_fix_of(entry.name, wanted))
         except (CacheError, OSError) as error:
-            yield Finding(entry.name, _problem(error))
+            yield Finding(entry.name, _problem(error), fix=_fix_of(entry.name, wanted))
         progress(entry.size)
-    for name in cache.snapshot_names():
-        try:
-            wanted.setdefault(Paths.snapshot(str(cache.snapshot_of(name))), Paths.names(name))
-        except CacheError:
-            continue  # named above
     for name in sorted(set(wanted) - there):
-        yield Finding(name, f"is missing, and {wanted[name]} refers to it")
-    for folder in [*map(Paths.scans, cache.sources()), *map(Paths.plans, cache.files.folders("plans"))]:
-        try:
-            cache.files.numbers(folder)
-        except CacheError as error:
-            yield Finding(folder, _problem(error))
+        yield Finding(name, f"is missing, and {wanted[name]} refers to it", fix=_fix_of(name, wanted))
+    again: dict[str, set[bytes]] = {}
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
             try:
-                yield from _verify_unit(cache, name, plan, commit, progress)
+                yield from _verify_unit(cache, name, plan, commit, again, progress)
             except (CacheError, OSError) as error:
                 where = Paths.shard(name, str(commit.shard))
                 what = f"is damaged, and which records cannot be told: {_problem(error)}"
                 yield Finding(where, what, recipe=name, plan=plan, unit=commit.unit)
     read: set[str] = set()
-    for head in cache.files.names("snapshots"):
-        yield from verify_snapshot(cache, f"snapshots/{head}")
-        yield from _verify_packed(cache, f"snapshots/{head}", read, progress)
+    pointed = named_snapshots(cache)
+    for head in files.names("snapshots"):
+        name = f"snapshots/{head}"
+        yield from verify_snapshot(cache, name, again if head.removesuffix(".json") in pointed else {})
+        yield from _verify_packed(cache, name, read, progress)
+
+
+def named_snapshots(cache: Cache) -> dict[str, str]:
+    """The snapshots that names point to now, each with one of these names. Those that cannot be read are left out."""
+    found = {}
+    for name in cache.snapshot_names():
+        with suppress(CacheError):
+            if (snapshot := cache.snapshot_of(name)) is not None:
+                found[snapshot] = name
+    return found
 
 
 def _problem(error: CacheError | OSError) -> str:
@@ -173,21 +229,18 @@ def _problem(error: CacheError | OSError) -> str:
 
 
 def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
-    """Tables and documents that a document refers to (chunks of snapshots and channel scales are looked at apart)."""
-    folder, _, rest = name.partition("/")
-    owner = rest.partition("/")[0]
-    if folder == "sources":
+    """Tables that a document refers to (chunks of snapshots and channel scales are looked at apart)."""
+    folder = name.partition("/")[0]
+    if folder in ("sources", "plans"):
         yield Paths.table(body["table"], "parquet")
-        yield from (Paths.recipe(body[kind]) for kind in ("latent", "text"))
-    elif folder in ("plans", "units", "segments"):
-        if not owner.startswith(PACKED):
-            yield Paths.recipe(owner)
-        if folder == "plans":
-            yield Paths.table(body["table"], "parquet")
-            return
-        yield Paths.numbered(Paths.plans(owner), int(PurePosixPath(rest).parts[1].removesuffix(".json")))
+    elif folder in ("units", "segments"):
         tables = [body["table"], *(commit["table"] for commit in body.get("commits", ()))]
         yield from (Paths.table(table, "arrow") for table in tables if table)
+
+
+def _fix_of(table: str, wanted: dict[str, str]) -> str:
+    """What mends a table: one that no plan, commit or scan refers to is a snapshot's, or holds channel scales."""
+    return REPAIR if table in wanted else BACKUP if table.endswith(".npy") else BUCKET
 
 
 def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
@@ -261,7 +314,7 @@ def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
     except CacheError:
         return  # the damaged document has been named already
     if table is not None and not cache.files.exists(Paths.table(table, "npy")):
-        yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing")
+        yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing", fix=BACKUP)
 
 
 def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
@@ -274,8 +327,10 @@ def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
 
 
 def _verify_unit(
-    cache: Cache, recipe: str, plan: int, commit: index.Commit, progress: Callable[[int], None]
-) -> Iterator[Finding]:
+    cache: Cache, recipe: str, plan: int, commit: index.Commit, again: dict[str, set[bytes]],
+    progress: Callable[[int], None],
+) -> Iterator[Finding]:  # fmt: skip
+    """What is wrong with the shard of a commit. again: of each shard the damaged records that another has; added to."""
     if commit.shard is None:
         return
     name = Paths.shard(recipe, commit.shard)
@@ -286,6 +341,7 @@ def _verify_unit(
     except FileNotFoundError:
         keys = _keys(cache, commit)
         lost = _not_replaced(cache, recipe, commit, keys)
+        again[commit.shard] = set(keys) - set(map(bytes.fromhex, lost))
         if lost or not keys:
             yield Finding(name, f"the shard is missing with {len(lost) or commit.records} records", records=lost, **own)
         return
@@ -295,6 +351,7 @@ def _verify_unit(
     if not intact:
         damaged = bad_records(cache, recipe, commit)
         bad = _not_replaced(cache, recipe, commit, damaged)
+        again[commit.shard] = set(damaged) - set(map(bytes.fromhex, bad))
         if damaged and not bad:
             return  # a repair made every damaged record again, or another cache's copy counts
         what = f"{len(bad)} of {commit.records} records are damaged" if bad else "bytes outside the records are damaged"
@@ -355,15 +412,54 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
     return into
 
 
-def verify_snapshot(cache: Cache, name: str) -> Iterator[Finding]:
-    """What is wrong with one snapshot (its head's file): its head, its chunks, shards missing or of another size."""
+def verify_snapshot(cache: Cache, name: str, again: dict[str, set[bytes]]) -> Iterator[Finding]:
+    """What is wrong with one snapshot (its head's file), but for its head: its chunks, shards missing or of another
+    size, and records of it that are damaged. again: shard -> keys of damaged records that were made again elsewhere."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
-        snapshot.check_shards()
+    except CacheError:
+        return  # the damaged head has been named already
+    try:
+        check_files(cache.files, snapshot.head)
         for number in range(len(snapshot.head["chunks"])):
             snapshot.check_chunk(number)
     except CacheError as error:
-        yield Finding(name, error.what)
+        yield Finding(name, error.what, fix=error.fix or REPAIR)
+        return
+    if bad := sum(refers_to(snapshot, again)) if again else 0:
+        yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
+
+
+def verify_replaced(cache: Cache, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Named snapshots that still refer to the records of these findings, which were made again in other shards."""
+    again = {PurePosixPath(f.path).stem: set(map(bytes.fromhex, f.records)) for f in findings if f.unit}
+    for snapshot in sorted(named_snapshots(cache)):
+        yield from verify_snapshot(cache, Paths.snapshot(snapshot), again)
+
+
+def maker(name: str) -> str:
+    """The command that makes what a lost document was for."""
+    return BUCKET if name.partition("/")[0] in ("snapshots", "names") else ENCODE
+
+
+def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[int]:
+    """How many of some records (shard -> keys) a snapshot refers to, chunk by chunk; at last, whether to one of them as
+    its null record. A packed snapshot has copies of its own."""
+    if snapshot.packed:
+        return
+    wanted = {kind: {names.index(s): keys for s, keys in records.items() if s in names}
+              for kind, names in snapshot.shards.items()}  # fmt: skip
+    for table in snapshot.tables():
+        captions = pa.concat_arrays([chunk.flatten() for chunk in table.column("captions").chunks])
+        columns = {
+            "latent": (table.column("shard").to_numpy(), index.fixed(table.column("key"))),
+            "text": (captions.field("shard").to_numpy(), index.fixed(captions.field("key"))),
+        }
+        yield sum(
+            int(np.isin(keys[shards == number], index.as_keys(sorted(bad))).sum())
+            for kind, (shards, keys) in columns.items() for number, bad in wanted[kind].items()
+        )  # fmt: skip
+    yield int(bytes.fromhex(snapshot.null["key"]) in records.get(snapshot.null["shard"], ()))
 
 
 # ---------------------------------------------------------------- what contradicts itself
@@ -380,29 +476,23 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     either its document was lost or the work was never finished. Joint shards are copies of records that are elsewhere:
     they count for nothing here.
     """
-    files = cache.files
-    named: dict[str, str] = {}  # snapshot -> a document that names it
-    for name in cache.snapshot_names():
-        try:
-            named[str(cache.snapshot_of(name))] = Paths.names(name)
-        except CacheError:
-            continue  # it is looked at below
+    files, named = cache.files, named_snapshots(cache)
     heads = set(files.names("snapshots"))
-    for folder in DOCUMENTS:
-        for entry in files.walk(folder):
-            if not entry.name.endswith(".json"):
-                continue
-            if folder == "snapshots" and PurePosixPath(entry.name).stem not in named:
-                continue  # nobody needs it
-            try:
-                files.document(entry.name)
-            except CacheError as error:
-                yield Finding(entry.name, error.what)
-    for snapshot, where in sorted(named.items()):
+    for name, _ in copies.documents(files):
+        folder, *rest = PurePosixPath(name).with_suffix("").parts
+        if folder == "snapshots" and rest[0] not in named:
+            continue  # nobody needs it
+        if folder == "units" and files.exists(f"segments/{rest[0]}/{rest[1]}.json"):
+            continue  # the segment stands for it
+        try:
+            files.document(name)
+        except CacheError as error:
+            yield Finding(name, error.what)
+    for snapshot, name in sorted(named.items()):
         if f"{snapshot}.json" not in heads:
-            yield Finding(Paths.snapshot(snapshot), f"is missing, and {where} refers to it")
-    if heads and not named:
-        yield Finding("names", "there are snapshots, and no name points to any: run sana-pipe bucket")
+            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=BUCKET)
+    if heads and not any(files.names(Paths.names(name)) for name in cache.snapshot_names()):
+        yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
         yield from _gap(cache, folder)
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
@@ -411,7 +501,8 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         if not owner.startswith(PACKED) and owner not in known:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
         yield from _gap(cache, Paths.plans(owner))
-        yield from _unfounded(cache, owner)
+        if not owner.startswith(PACKED):
+            yield from _unfounded(cache, owner)
 
 
 def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
@@ -422,8 +513,9 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
 
 
 def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
-    """Commits, shards and scales of a recipe (commits of a pack) without the document that they follow from."""
+    """Commits, shards and scales of a recipe without the document that they follow from."""
     files = cache.files
+    written = [entry.name for entry in files.walk(f"shards/{owner}")]  # first: what is written meanwhile has a commit
     planned: dict[str, int] = {}
     try:
         for plan in cache.plans(owner):
@@ -441,26 +533,24 @@ def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
         if number in plans and planned.get(commit.unit) != number:
             where = Paths.numbered(Paths.plans(owner), number)
             yield Finding(where, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
-    if owner.startswith(PACKED):
-        return
     shards, units = {commit.shard for _, commit in commits}, {commit.unit for _, commit in commits}
-    for entry in files.walk(f"shards/{owner}"):
-        stem = PurePosixPath(entry.name).stem
+    for name in written:
+        stem = PurePosixPath(name).stem
         if stem in shards:
             continue
         try:
-            unit = shard.read_head(files, entry.name)["unit"]
+            unit = shard.read_head(files, name)["unit"]
         except CacheError:
             continue
-        if unit in units:
+        number = planned.get(unit, planned.get(index.adopted_unit(owner, stem), -1))
+        if unit in units or (number >= 0 and unit in index.committed(files, owner, number)):
             continue
-        if unit in planned or index.adopted_unit(owner, stem) in planned:
-            what = f"no commit refers to this shard of unit {unit}: run sana-pipe encode to finish, or verify --repair"
+        if number >= 0:
+            what = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"
+            yield Finding(name, what, fix=f"{ENCODE}, or {REPAIR}")
         else:
-            what = (
-                f"its unit {unit} is in no plan: run sana-pipe bucket again if that was stopped, else verify --repair"
-            )
-        yield Finding(entry.name, what)
+            what = f"unit {unit} of this shard is in no plan: bucket was stopped at another cache, or a plan was lost"
+            yield Finding(name, what, fix=f"{BUCKET}, or {REPAIR}")
     if shards - {None} and not files.exists(Paths.scale(owner)):
         try:
             lossy = codec.storage_of(cache.recipe(owner)) == codec.INT8

@@ -237,6 +237,11 @@ def find_scale(files: Files, recipe: str) -> Scale | None:
     return Scale(body["table"], load_scale(files, body["table"]))
 
 
+def scale_named(payload: bytes | bytearray) -> str:
+    """Hex digest of the channel scales that an int8 payload was made with."""
+    return bytes(payload[_HEADER.size : _HEADER.size + 16]).hex()
+
+
 def load_scale(files: Files, digest: str) -> np.ndarray:
     """Channel scales by the digest of their table.
 

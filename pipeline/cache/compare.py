@@ -17,6 +17,7 @@ import pyarrow.compute
 from pipeline.cache.index import fixed
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
+from pipeline.errors import IntegrityError
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,24 @@ class Difference:
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
     """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`, `bytes` of its
-    shards."""
+    shards. Of one that cannot be read: `id`, `names` and `damaged`, what is wrong."""
     names: dict[str, list[str]] = {}
+    found: list[dict[str, Any]] = []
     for name in cache.snapshot_names():
-        if (pointed := cache.snapshot_of(name)) is not None:
-            names.setdefault(pointed, []).append(name)
-    found = []
-    for entry in cache.files.names("snapshots"):
-        if not entry.endswith(".json"):
+        try:
+            if (pointed := cache.snapshot_of(name)) is not None:
+                names.setdefault(pointed, []).append(name)
+        except IntegrityError as error:
+            found.append({"id": None, "parent": None, "names": [name], "damaged": error.what})
+    heads = {entry.removesuffix(".json") for entry in cache.files.names("snapshots") if entry.endswith(".json")}
+    for snapshot in sorted(heads | set(names)):
+        try:
+            opened = Snapshot(cache.files, snapshot)
+        except IntegrityError as error:
+            found.append(
+                {"id": snapshot, "parent": None, "names": sorted(names.get(snapshot, [])), "damaged": error.what}
+            )
             continue
-        opened = Snapshot(cache.files, entry.removesuffix(".json"))
         head = opened.head
         found.append(
             {
@@ -61,11 +70,11 @@ def _by_age(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def depth(entry: dict[str, Any]) -> int:
         steps = 0
-        while (parent := known.get(entry["parent"])) is not None and steps < len(known):
+        while (parent := known.get(entry["parent"] or "")) is not None and steps < len(known):
             entry, steps = parent, steps + 1
         return steps
 
-    return sorted(found, key=lambda entry: (depth(entry), entry["id"]))
+    return sorted(found, key=lambda entry: (depth(entry), entry["id"] or ""))
 
 
 def difference(one: Snapshot, other: Snapshot) -> Difference:

@@ -13,6 +13,7 @@ Names are relative to the root with forward slashes. `Files` is a folder on a di
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import shutil
@@ -30,7 +31,10 @@ import xxhash
 
 from pipeline import retrying
 from pipeline.cache import layout, owner
+from pipeline.cache.layout import Paths
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
+
+_log = logging.getLogger(__name__)
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
@@ -91,15 +95,19 @@ class Files:
     Attributes:
         room: bytes of the copies that can be kept of it on this machine; None where the files themselves are read.
         patience_s: how long a network file system, or an object store, that is away is waited for.
+        damage: documents that were lost or damaged when they were read, and what was wrong: their copies were read.
+        mends: whether such a document is written again at once.
         reopen_s: a shard that was opened again because a record in it was wrong is not opened again for so long.
         readers: what keeps files open, to be asked to let go of them where descriptors or space run out.
     """
 
     room: int | None = None
+    mends = False
     reopen_s = 0.0
 
     def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
         self.root, self.patience_s = Path(root), patience_s
+        self.damage: dict[str, str] = {}
         self.readers: WeakSet[Closing] = WeakSet()
 
     def let_go(self) -> None:
@@ -134,27 +142,42 @@ class Files:
         """
 
     def exists(self, name: str) -> bool:
+        """Whether a file is there; of a document that was lost its copy counts."""
+        return self.holds(name) or (layout.is_document(name) and self.holds(Paths.copy(name)))
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of exactly this name."""
         return self.path(name).exists()
 
     def read(self, name: str) -> bytes:
         try:
             return self.waited(self.path(name).read_bytes)
         except FileNotFoundError:
-            raise IntegrityError(f"{self.path(name)}: is missing", fix="restore it from a copy of the cache") from None
+            raise IntegrityError(f"{self.path(name)}: is missing", fix=layout.REPAIR) from None
         except OSError as error:
-            raise CacheError(f"{self.path(name)}: cannot be read: {error.strerror}") from None
+            kind = IntegrityError if error.errno == errno.EIO else CacheError
+            raise kind(f"{self.path(name)}: cannot be read: {error.strerror}") from None
 
     def names(self, folder: str) -> list[str]:
-        """Sorted names in a folder; an absent folder is empty."""
+        """Sorted names in a folder; an absent folder is empty. Of documents that were lost their copies count."""
+        return sorted({name for name, _ in self._list_both(folder)})
+
+    def folders(self, folder: str) -> list[str]:
+        """Sorted names of the folders in a folder, as `names`."""
+        return sorted({name for name, kind in self._list_both(folder) if kind == "directory"})
+
+    def _list_both(self, folder: str) -> list[tuple[str, str]]:
+        documents = folder.partition("/")[0] in layout.DOCUMENTS
+        return self._list(folder) + (self._list(Paths.copy(folder)) if documents else [])
+
+    def _list(self, folder: str) -> list[tuple[str, str]]:
+        """(name, `file` or `directory`) of what lies in a folder."""
         try:
-            return sorted(entry.name for entry in os.scandir(self.path(folder)))
+            return [(e.name, "directory" if e.is_dir() else "file") for e in os.scandir(self.path(folder))]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
-
-    def folders(self, folder: str) -> list[str]:
-        return [name for name in self.names(folder) if self.path(f"{folder}/{name}").is_dir()]
 
     def walk(self, folder: str) -> Iterator[Entry]:
         """All files below a folder, in the order of their names; an absent folder is empty."""
@@ -185,9 +208,9 @@ class Files:
                 raise CacheError(f"{self.where(name)}: cannot be read: {error.strerror}") from None
         return found
 
-    def read_many(self, names: list[str]) -> Iterator[bytes]:
-        """`read` of many small files, in order."""
-        return map(self.read, names)
+    def documents(self, names: list[str]) -> Iterator[dict]:
+        """`document` of many, in order."""
+        return map(self.document, names)
 
     def open(self, name: str) -> Handle:
         """Open a content-addressed file for reading at offsets.
@@ -241,8 +264,31 @@ class Files:
         return True
 
     def put(self, name: str, data: bytes) -> bool:
-        """Publish bytes under a name that is not taken. Returns False if it is."""
-        if self.exists(name):
+        """Publish bytes under a name that is not taken. Returns False if it is.
+
+        A document is published, then its copy: the first makes it count. Of a document that was lost, the copy still
+        takes the name: nobody writes another one in its place.
+        """
+        twice = layout.is_document(name)
+        if (twice and self.holds(Paths.copy(name))) or not self._put(name, data):
+            return False
+        if twice:
+            self._put(Paths.copy(name), data)
+        return True
+
+    def ensure(self, name: str, data: bytes) -> None:
+        """Publish a document that can only be this one (its name is made of what it says); a damaged one is written
+        again."""
+        if self.put(name, data):
+            return
+        try:
+            self.document(name)
+        except IntegrityError:
+            for one in (name, Paths.copy(name)):
+                self.replace(one, data)
+
+    def _put(self, name: str, data: bytes) -> bool:
+        if self.holds(name):
             return False
         with self.temporary() as path:
             with explained(path), open(path, "xb") as file:
@@ -256,7 +302,7 @@ class Files:
         """Publish bytes under the digest of their content; returns the digest. A right namesake becomes as young as a
         new file, a damaged one is replaced."""
         name = layout.content_digest(data)
-        target = layout.Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
+        target = Paths.table(name, suffix) if folder_of == "tables" else f"{folder_of}/{name}.{suffix}"
         if self.freshen(target):
             with suppress(IntegrityError):  # missing again: `discard` is looking at its age
                 if self.read(target) == data:
@@ -304,7 +350,23 @@ class Files:
                 os.replace(path, target)
 
     def remove(self, name: str) -> None:
-        """Remove a file that means nothing to readers (claims); it may be gone already."""
+        """Remove a file that means nothing to readers (claims) or that nothing needs, with its copy; it may be gone."""
+        if layout.is_document(name):
+            self._remove(Paths.copy(name))
+        self._remove(name)
+
+    def set_aside(self, name: str) -> None:
+        """Move a document that cannot be read, and its copy, to `damaged/`: its name is free again."""
+        for one in (name, Paths.copy(name)):
+            if self.holds(one):
+                self._move(one, f"damaged/{one}-{uuid.uuid4().hex[:8]}")
+
+    def _move(self, name: str, to: str) -> None:
+        with explained(self.path(to)):
+            self.path(to).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.path(name), self.path(to))
+
+    def _remove(self, name: str) -> None:
         with explained(self.path(name)):
             self.path(name).unlink(missing_ok=True)
 
@@ -330,14 +392,19 @@ class Files:
         return True
 
     def discard(self, name: str, before: float) -> bool:
-        """Remove a file that was last written at or before a moment (see `now`); a younger one stays.
-
-        It is moved aside and looked at again there: who freshens it is either earlier, and it is put back, or later,
-        and is told that it is missing.
+        """Remove a file that was last written at or before a moment (see `now`), with its copy; a younger one stays.
 
         Returns:
             Whether it was removed.
         """
+        removed = self._discard(name, before)
+        if removed and layout.is_document(name):
+            self._remove(Paths.copy(name))
+        return removed
+
+    def _discard(self, name: str, before: float) -> bool:
+        """It is moved aside and looked at again there: who freshens it is either earlier, and it is put back, or later,
+        and is told that it is missing."""
         path = self.path(name)
         with self.temporary() as aside, explained(path):
             try:
@@ -366,11 +433,39 @@ class Files:
                 f"{self.where(folder)}: documents are missing",
                 expected="numbers without a gap",
                 found=f"no {missing[:5]}",
+                fix=layout.REPAIR,
             )
         return found
 
     def document(self, name: str) -> dict:
-        return layout.unseal(self.read(name), self.where(name))
+        """A document, checked. If it is lost or damaged and its copy is not: what the copy says (see `damage`).
+
+        Raises:
+            IntegrityError: it is lost or damaged, and so is its copy.
+            CacheError: it is of another version, or cannot be read now.
+        """
+        try:
+            return self.parse(name, self.read(name))
+        except IntegrityError as error:
+            try:
+                data = self.read(Paths.copy(name)) if layout.is_document(name) else b""
+                body = self.parse(name, data)
+            except IntegrityError:
+                raise error from None
+            if name not in self.damage:
+                self.damage[name] = error.what
+                what = "it was put back" if self.mends else f"to put it back: {layout.REPAIR}"
+                _log.warning("%s; its copy is read instead (%s)", error.what, what)
+            if self.mends:
+                self.replace(name, data)
+            return body
+
+    def parse(self, name: str, data: bytes) -> dict:
+        """The bytes of a document, checked, also whether they are those of this document and not of another."""
+        body = layout.unseal(data, self.where(name))
+        if other := layout.misplaced(name, body):
+            raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
+        return body
 
     def content(self, name: str, digest: str) -> bytes:
         """Read a content-addressed file and check it."""
@@ -381,7 +476,7 @@ class Files:
                 f"{self.where(name)}: its bytes do not match its name",
                 expected=digest,
                 found=found,
-                fix="restore the file from a copy of the cache",
+                fix=layout.REPAIR,
             )
         return data
 

@@ -85,10 +85,7 @@ def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
     if files.exists(Paths.segment(recipe, plan)):
         return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
     names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
-    return [
-        Commit.from_body(layout.unseal(data, files.where(name)))
-        for name, data in zip(names, files.read_many(names), strict=True)
-    ]
+    return [Commit.from_body(body) for body in files.documents(names)]
 
 
 def table_bytes(table: pa.Table) -> bytes:

@@ -35,6 +35,10 @@ PACKED = "packed-"
 """How the names of packs begin, which stand where those of recipes do: in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
+DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
+"""Folders of the documents that everything else follows from. A cache holds each of them twice (`Paths.copy`)."""
+
+
 def digest(*parts: bytes | str) -> bytes:
     """xxh3-128 (16 bytes) over length-prefixed parts, so that ("ab", "c") and ("a", "bc") differ."""
     state = xxhash.xxh3_128()
@@ -251,6 +255,30 @@ def seal(body: dict[str, Any]) -> bytes:
     return (json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+REPAIR = "sana-pipe verify --repair"
+"""What mends a damaged cache."""
+
+
+def is_document(name: str) -> bool:
+    """Whether a file is one of the documents that a cache holds twice."""
+    return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
+
+
+def misplaced(name: str, body: dict[str, Any]) -> str:
+    """What a document says of itself that does not fit its name; "" if nothing. It may be another, whole document."""
+    folder, _, rest = name.partition("/")
+    owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
+    if folder == "snapshots":
+        body = {"id": content_digest(canonical(body))}
+    wanted = {
+        "scales": {"recipe": stem}, "sources": {"source": owner}, "plans": {"recipe": owner, "number": stem},
+        "units": {"unit": stem}, "segments": {"plan": stem}, "snapshots": {"id": stem}, "names": {"name": owner},
+    }.get(folder, {})  # fmt: skip
+    found = {key: body.get(key, value) for key, value in wanted.items()}
+    found = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in found.items()}
+    return ", ".join(f"{key} {value}" for key, value in found.items() if value != wanted[key])
+
+
 def unseal(data: bytes, where: str) -> dict[str, Any]:
     """Parse and check a document.
 
@@ -265,11 +293,13 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         found = body.pop("digest")
         expected = content_digest(canonical(body))
     except (ValueError, KeyError) as error:
-        raise IntegrityError(f"{where}: not a document of this cache: {error}", fix="restore the file") from None
+        raise IntegrityError(f"{where}: not a document of this cache: {error}", fix=REPAIR) from None
     if found != expected:
-        raise IntegrityError(f"{where}: its digest does not match its content", expected=expected, found=found)
+        raise IntegrityError(
+            f"{where}: its digest does not match its content", expected=expected, found=found, fix=REPAIR
+        )
     if seal_bytes := _resealed_differs(body, found, data):
-        raise IntegrityError(f"{where}: bytes were changed outside its values", found=seal_bytes)
+        raise IntegrityError(f"{where}: bytes were changed outside its values", found=seal_bytes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
     version = body.pop("version", None)
@@ -293,6 +323,11 @@ class Paths:
     """Every path of a cache, relative to its root, with forward slashes."""
 
     FORMAT = "format.json"
+
+    @staticmethod
+    def copy(name: str) -> str:
+        """Where the copy of a document (or of a folder of them) lies."""
+        return f"copies/{name}"
 
     @staticmethod
     def recipe(recipe: str) -> str:

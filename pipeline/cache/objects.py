@@ -31,7 +31,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from pipeline import retrying
-from pipeline.cache import drivers
+from pipeline.cache import drivers, layout
 from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at, is_scarce
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
@@ -92,6 +92,7 @@ class ObjectFiles(Files):
     def __init__(self, url: str, mirror: MirrorConfig, patience_s: float = retrying.PATIENCE_S):
         self.patience_s = patience_s
         self.url = url.rstrip("/")
+        self.damage = {}
         # Without listings that are kept: another machine's commits would not be seen.
         self.fs, self._base = drivers.open_url(self.url, CacheError, patience_s, use_listings_cache=False)
         self.store = "/".join(self.url.split("/")[:3])
@@ -142,24 +143,18 @@ class ObjectFiles(Files):
 
     # ------------------------------------------------------------ reading
 
-    def exists(self, name: str) -> bool:
+    def holds(self, name: str) -> bool:
         return self._info(name) is not None
 
     def read(self, name: str) -> bytes:
         try:
             return self._read(name, lambda path: self.fs.cat_file(path))
         except FileNotFoundError:
-            raise IntegrityError(f"{self.where(name)}: is missing", fix="restore it from a copy of the cache") from None
+            raise IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR) from None
 
-    def read_many(self, names: list[str]) -> Iterator[bytes]:
+    def documents(self, names: list[str]) -> Iterator[dict]:
         with ThreadPoolExecutor(TOGETHER) as pool:
-            yield from pool.map(self.read, names)
-
-    def names(self, folder: str) -> list[str]:
-        return sorted(name for name, _ in self._list(folder))
-
-    def folders(self, folder: str) -> list[str]:
-        return sorted(name for name, kind in self._list(folder) if kind == "directory")
+            yield from pool.map(self.document, names)
 
     def walk(self, folder: str) -> Iterator[Entry]:
         try:
@@ -244,7 +239,7 @@ class ObjectFiles(Files):
             raise IntegrityError(f"{self.where(name)}: was not stored whole", expected=f"{size} bytes")
         return True
 
-    def put(self, name: str, data: bytes) -> bool:
+    def _put(self, name: str, data: bytes) -> bool:
         if not self._create(name, data):
             return False
         if self.read(name) != data:
@@ -264,7 +259,11 @@ class ObjectFiles(Files):
     def replace(self, name: str, data: bytes) -> None:
         self._write(name, lambda path: self.fs.pipe_file(path, data))
 
-    def remove(self, name: str) -> None:
+    def _move(self, name: str, to: str) -> None:
+        self.replace(to, self.read(name))
+        self._remove(name)
+
+    def _remove(self, name: str) -> None:
         self._writable(name)
         with suppress(FileNotFoundError):
             self._asked(name, self.fs.rm_file, "removed")
@@ -290,12 +289,12 @@ class ObjectFiles(Files):
             return False
         return True
 
-    def discard(self, name: str, before: float) -> bool:
+    def _discard(self, name: str, before: float) -> bool:
         """Between the look and the removal there is one request: stores have no removal on condition of age."""
         info = self._info(name)
         if info is None or _moment(info) > before:
             return False
-        self.remove(name)
+        self._remove(name)
         return True
 
     def sweep(self) -> int:

@@ -309,7 +309,7 @@ class Reader:
                 raise IntegrityError(
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes", found=f"{length} bytes",
-                    fix=f"restore {self.files.where(layout.Paths.recipe(self.recipe))}, which says how it is stored",
+                    fix=f"{layout.REPAIR} (the recipe's document says how it is stored)",
                 )  # fmt: skip
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:

@@ -167,6 +167,33 @@ def shard_files(head: dict[str, Any]) -> dict[str, int]:
     }  # fmt: skip
 
 
+def maker(head: dict[str, Any]) -> str:
+    """The command that makes a snapshot, and writes what is damaged of it again."""
+    return "sana-pipe bucket --pack" if "folder" in head else "sana-pipe bucket"
+
+
+def check_files(files: Files, head: dict[str, Any]) -> None:
+    """Ask for the sizes of everything that a head names, and read nothing.
+
+    Raises:
+        IntegrityError: a shard is missing or of another size than the head says; a chunk or a scan's table is missing
+            or empty.
+    """
+    shards = shard_files(head)
+    chunks = {Paths.table(chunk[kind], "arrow") for chunk in head["chunks"] for kind in ("samples", "names")}
+    scans = {Paths.table(table, "parquet") for table in head["sources"].values()}
+    found = files.sizes([*shards, *sorted(chunks | scans)])
+    for name in [*shards, *sorted(chunks | scans)]:
+        fix = maker(head) if name in chunks else layout.REPAIR
+        if not found.get(name):
+            raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
+        if name in shards and found[name] != shards[name]:
+            raise IntegrityError(
+                f"{files.where(name)}: has another size than a snapshot says",
+                expected=f"{shards[name]} bytes", found=f"{found[name]} bytes", fix=fix,
+            )  # fmt: skip
+
+
 class Snapshot:
     """An opened snapshot.
 
@@ -182,11 +209,6 @@ class Snapshot:
         self.files, self.id = files, snapshot_id
         where = Paths.snapshot(snapshot_id)
         self.head = files.document(where)
-        found = identity(self.head)
-        if found != snapshot_id:
-            raise IntegrityError(
-                f"{files.where(where)}: is another snapshot", expected=snapshot_id, found=found, fix="restore the file"
-            )
         self.buckets = [
             Bucket(**{k: b[k] for k in ("height", "width", "samples", "batch")}) for b in self.head["buckets"]
         ]
@@ -230,20 +252,7 @@ class Snapshot:
 
     def check_shards(self) -> None:
         """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
-        wanted = self.shard_files()
-        found = self.files.sizes(wanted)
-        for name, size in wanted.items():
-            if name not in found:
-                raise IntegrityError(
-                    f"{self.files.where(name)}: a shard of snapshot {self.id} is missing",
-                    fix="restore it from a copy of the cache",
-                )
-            if found[name] != size:
-                raise IntegrityError(
-                    f"{self.files.where(name)}: has another size than snapshot {self.id} says",
-                    expected=f"{size} bytes", found=f"{found[name]} bytes",
-                    fix="restore it from a copy of the cache",
-                )  # fmt: skip
+        check_files(self.files, {**self.head, "chunks": [], "sources": {}})
 
     def check_chunk(self, number: int) -> None:
         """Read a chunk whole and check it, samples and names."""
@@ -358,12 +367,12 @@ class Snapshot:
         try:
             handle = self.files.open(Paths.table(entry[which], "arrow"))
         except FileNotFoundError:
-            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix="restore the file") from None
+            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=maker(self.head)) from None
         found = digest_of(handle)  # not through the mapping: only what is looked up shall take up memory
         if found != entry[which]:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
-                fix="restore the file from a copy of the cache, or run sana-pipe bucket again",
+                fix=maker(self.head),
             )  # fmt: skip
         table = ipc_table(handle.map())
         if table.schema != schema or table.num_rows != entry["rows"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
-from pipeline.cache.snapshot import Snapshot, identity, shard_files
+from pipeline.cache.snapshot import Snapshot, check_files, identity
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
@@ -55,7 +56,8 @@ def check_snapshot_name(name: str) -> None:
 
 
 def _refuse_other(files: Files) -> None:
-    if any(name != "tmp" for name in files.names("")):
+    names = files.names("")
+    if any(name != "tmp" for name in names) and "recipes" not in names:  # of a cache only the first file was lost
         raise CacheError(
             f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
         )
@@ -105,8 +107,12 @@ class Cache:
             if not create:
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
             _refuse_other(self.files)
-            self.files.put(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
-        self.files.document(Paths.FORMAT)
+        if create:
+            self.files.ensure(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
+        try:
+            self.files.document(Paths.FORMAT)
+        except IntegrityError as error:
+            raise IntegrityError(error.what, fix="sana-pipe encode --data DIR: it writes this file again") from None
         self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
 
@@ -136,7 +142,7 @@ class Cache:
     # ------------------------------------------------------------ recipes
 
     def add_recipe(self, recipe: layout.Recipe) -> None:
-        self.files.put(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
+        self.files.ensure(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
 
     def recipe(self, name: str) -> layout.Recipe:
         """A recipe by name (`latent-<id>`, `text-<id>`)."""
@@ -263,34 +269,42 @@ class Cache:
         """
         if name is not None:
             check_snapshot_name(name)
-        self._check_shards(head)
+        check_files(self.files, head)
+        self._write_again(head)
         parent = self.snapshot_of(name or "latest")
 
         def content(of: dict[str, Any]) -> bytes:  # canonical: a head that was read back holds lists, not tuples
             return layout.canonical({**of, "parent": None})
 
-        before = [] if parent is None or "parent" in head else [self.open_snapshot(parent)]
-        if before and before[0].packed and self.files.exists(Paths.snapshot(before[0].head["parent"])):
-            before.append(self.open_snapshot(before[0].head["parent"]))
+        before = [] if "parent" in head else self._readable([parent])
+        if before and before[0].packed:
+            before += self._readable([before[0].head["parent"]])
         same = [one.head for one in before if content(one.head) == content(head)]
         head = same[0] if same else {"parent": parent, **head}
         snapshot_id = identity(head)
-        self.files.put(Paths.snapshot(snapshot_id), layout.seal(head))
+        self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head))
         for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
             self.point(pointer, snapshot_id, move=move)
         return snapshot_id
 
-    def _check_shards(self, head: dict[str, Any]) -> None:
-        wanted = shard_files(head)
-        found = self.files.sizes(wanted)
-        lost = [name for name, size in wanted.items() if found.get(name) != size]
-        if lost:
-            raise IntegrityError(
-                f"{self.files.where(lost[0])}: is missing or cut"
-                + (f", and so are {len(lost) - 1} more shards of the snapshot" if len(lost) > 1 else ""),
-                expected=f"{wanted[lost[0]]} bytes", found=f"{found.get(lost[0], 'no')} bytes",
-                fix="sana-pipe encode --data DIR, which makes its records again, or sana-pipe verify --repair",
-            )  # fmt: skip
+    def _readable(self, ids: list[str | None]) -> list[Snapshot]:
+        found = []
+        for one in ids:
+            with suppress(IntegrityError):
+                found += [Snapshot(self.files, one)] if one is not None else []
+        return found
+
+    def _write_again(self, head: dict[str, Any]) -> None:
+        """Write the snapshots again that some name points or pointed to, that cannot be read, and that say what this
+        head says; their parent may be any other."""
+        folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in self.snapshot_names()]
+        names = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
+        ids = {body["snapshot"] for body in self.files.documents(names)} - {None}
+        for lost in sorted(ids - {one.id for one in self._readable(sorted(ids))}):
+            for parent in (None, *sorted(ids)):
+                again = {**head, "parent": head.get("parent", parent)}
+                if identity(again) == lost:
+                    self.files.ensure(Paths.snapshot(lost), layout.seal(again))
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
         """Let a name point to a snapshot. A name that follows the newest moves by itself.

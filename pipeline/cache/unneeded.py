@@ -126,11 +126,12 @@ class _Needed:
     def _add_heads(self, cache: Cache, named: set[str | None], before: float) -> dict[str, bool]:
         """Returns the packs that some snapshot lies in, and whether one of these counts."""
         packed: dict[str, bool] = {}
-        for entry in list(cache.files.walk("snapshots")):
-            snapshot_id = PurePosixPath(entry.name).stem
-            counts = snapshot_id in named or entry.modified > before
+        written = {entry.name: entry.modified for entry in cache.files.walk("snapshots")}
+        for name in (f"snapshots/{head}" for head in cache.files.names("snapshots")):
+            snapshot_id = PurePosixPath(name).stem
+            counts = snapshot_id in named or written.get(name, before) > before
             try:
-                body = cache.files.document(entry.name)
+                body = cache.files.document(name)
             except CacheError:
                 if counts and snapshot_id in named:
                     raise
@@ -138,7 +139,7 @@ class _Needed:
             if "folder" in body:
                 packed[body["folder"]] = packed.get(body["folder"], False) or counts
             if counts:
-                self.heads.add(entry.name)
+                self.heads.add(name)
                 self.tables |= {chunk[kind] for chunk in body["chunks"] for kind in ("samples", "names")}
                 self.tables |= set(body["sources"].values())
                 self.shards |= {s["name"] for shards in body["shards"].values() for s in shards}

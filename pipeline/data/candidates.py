@@ -9,18 +9,27 @@ Weights. Without scores a column's weight is its share (Sana's `proportion`); th
 weight. With scores Sana's `clipscore` rule holds: candidates whose score reaches `threshold` are drawn in proportion to
 weight * score ** `power` (power 10 is Sana's temperature 0.1); if none reaches it, the best one alone is taken; one
 without a score, beside others with, is not drawn. Whatever is never drawn is not encoded, and counted.
+NVlabs' trainer takes the captions of columns as they are: not stripped, and a null one as the empty caption. So it is
+where `text.recipe` is `nvlabs` (`raw`).
 Price: a score that changes the weights changes the scan, not the encoded records.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import posixpath
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.cache.layout import canonical
 from pipeline.config import DataConfig
-from pipeline.data.names import brief
+from pipeline.data.names import brief, stem
+from pipeline.errors import UserError
+
+SEEN = 1000
+"""Columns that are remembered; rows with more than that have keys of their own, not columns."""
 
 TEXT_FILE = "txt"
 """Stands for the text file beside a picture (or the .txt member of a tar) where columns are listed."""
@@ -50,6 +59,10 @@ class CaptionRule:
     fields: (column, weight); listed: whether somebody listed them, so that a text file counts only if `txt` is there.
     scores: (caption column, score column).
     instead: columns to take where a row has none of `fields`.
+    default: what to say of a picture without any caption, as `data.caption` says it; None: nothing.
+    before, after: the text around every caption.
+    raw: captions of columns as they are, and null ones as empty.
+    seen: columns that rows had so far (at most `SEEN`), and `txt`.
     """
 
     fields: tuple[tuple[str, float], ...] = (("text", 1.0),)
@@ -58,13 +71,19 @@ class CaptionRule:
     threshold: float = 25.0
     power: float = 10.0
     instead: tuple[str, ...] = ()
+    default: str | None = None
+    before: str = ""
+    after: str = ""
+    raw: bool = False
+    seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
-    def of(cls, config: DataConfig) -> CaptionRule:
+    def of(cls, config: DataConfig, raw: bool = False) -> CaptionRule:
         fields = tuple(sorted(config.caption_weights.items())) or ((config.caption_field, 1.0),)
         return cls(
             fields, bool(config.caption_weights), tuple(sorted(config.caption_scores.items())),
-            config.score_threshold, config.score_power,
+            config.score_threshold, config.score_power, (), config.caption, config.caption_prefix,
+            config.caption_suffix, raw,
         )  # fmt: skip
 
     @classmethod
@@ -89,22 +108,53 @@ class CaptionRule:
     def identity(self) -> str:
         """Equal for rules that find the same candidates in the same row."""
         values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.instead)
-        return canonical([list(map(str, values))]).decode()
+        more = (self.default, self.before, self.after, self.raw)
+        own = [str(more)] if more != (None, "", "", False) else []  # rules of earlier versions keep their identity
+        return canonical([[*map(str, values), *own]]).decode()
 
-    def read(self, row: dict[str, Any], scores: dict[str, float] | None = None) -> Found:
+    def check_seen(self) -> None:
+        """To be called when the whole source has been listed.
+
+        Raises:
+            UserError: a column that somebody listed was in no row.
+        """
+        listed = [(self.setting, column) for column, _ in self.fields] if self.listed else []
+        listed += [("data.caption_scores", column) for _, column in self.scores]
+        for setting, column in listed:
+            if column not in self.seen and len(self.seen) < SEEN:
+                near = difflib.get_close_matches(column, self.seen, n=1, cutoff=0.5)
+                raise UserError(
+                    f"{setting} names the column {column!r}, which no item has",
+                    expected=", ".join(sorted(self.seen)) or "a column of the source; it has none",
+                    fix=f"did you mean {near[0]!r}?" if near else f"leave it out of {setting}",
+                )
+
+    def text_file(self, text: str, scores: dict[str, Any] | None = None) -> Candidate:
+        """What the text file beside a picture says. scores: by column; NVlabs call this caption `prompt`."""
+        self.seen.add(TEXT_FILE)
+        score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
+        return Candidate(text, self.text_weight or 1.0, _number(score))
+
+    def wanting(self, columns: Iterable[str]) -> bool:
+        """Whether a table with these columns can give no caption at all."""
+        return self.default is None and bool(self.columns) and set(self.columns).isdisjoint(columns)
+
+    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> Found:
         """The candidates of a row.
 
         Args:
             scores: scores by column from elsewhere; they go before those of the row.
         """
         found = Found()
+        if len(self.seen) < SEEN:
+            self.seen.update(row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
         present = [(column, weight) for column, weight in fields if column in row]
         if not present:
             present = [(column, 1.0) for column in self.instead if column in row]
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, found)
-        if not found.candidates and not found.problems:
+        if not found.candidates and not found.problems and self.default is None:
             missing = [column for column, _ in fields]
             empty = [column for column, _ in present]
             found.problems += [f"has an empty {column!r}" for column in empty] or [
@@ -128,7 +178,9 @@ class CaptionRule:
             numbers = [None] * len(values)
         texts: list[Candidate] = []
         for text, number in zip(values, numbers, strict=True):
-            if text is None or (isinstance(text, str) and not text.strip()):
+            if self.raw and text is None:
+                text = ""
+            elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
                 found.problems.append(f"has {brief(text)} for {column!r}, which is not text")
@@ -136,15 +188,20 @@ class CaptionRule:
             score = _number(number)
             if number is not None and score is None:
                 found.problems.append(f"has the score {brief(number)} for {column!r}, which is not a number")
-            texts.append(Candidate(text.strip(), weight, score))
+            texts.append(Candidate(text if self.raw else text.strip(), weight, score))
         found.candidates += [Candidate(one.text, one.weight / len(texts), one.score) for one in texts]
 
-    def settle(self, candidates: list[Candidate]) -> tuple[tuple[tuple[str, float], ...], int]:
+    def settle(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
         """Weighted captions, each text once, in the order given.
+
+        Args:
+            key, source: of the picture, for what is said of one without candidates.
 
         Returns:
             (text, weight) with weights above zero; and how many candidates are never drawn.
         """
+        if not candidates and self.default is not None:
+            candidates = [Candidate(self._default(key, source))]
         weights = [one.weight for one in candidates]
         scored = [one.score for one in candidates if one.score is not None]
         if scored:
@@ -163,7 +220,18 @@ class CaptionRule:
         for one, weight in zip(candidates, weights, strict=True):
             if weight > 0:
                 kept[one.text] = max(weight, kept.get(one.text, 0.0))
-        return tuple(kept.items()), len({one.text for one in candidates} - set(kept))
+        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in kept.items())
+        return captions, len({one.text for one in candidates} - set(kept))
+
+    def _default(self, key: str, source: str) -> str:
+        if self.default == "none":
+            return ""
+        if self.default == "filename":
+            return posixpath.basename(stem(key)).replace("_", " ").strip()
+        if self.default == "folder":
+            folder = posixpath.basename(posixpath.dirname(key)) or source
+            return folder.removesuffix(".tar").removesuffix(".parquet").replace("_", " ").strip()
+        return self.default or ""
 
 
 def _number(value: Any) -> float | None:

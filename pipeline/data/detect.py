@@ -50,8 +50,9 @@ _PATTERN = re.compile(r"[{*?]")
 
 
 def open_source(
-    data: str, config: DataConfig, name: str | None = None, format: str | None = None, patience_s: float = PATIENCE_S
-) -> Source:
+    data: str, config: DataConfig, name: str | None = None, format: str | None = None, patience_s: float = PATIENCE_S,
+    raw: bool = False,
+) -> Source:  # fmt: skip
     """Open what `--data` names.
 
     Args:
@@ -59,6 +60,7 @@ def open_source(
         name: the source's name; default: the folder's, or the file's without its ending.
         format: one of `FORMATS`; default: seen from what is there.
         patience_s: how long a store that does not answer is waited for.
+        raw: captions as NVlabs' trainer takes them, see `candidates`.
 
     Raises:
         UserError: nothing is there, several kinds are there, or it is not of the format.
@@ -66,7 +68,7 @@ def open_source(
     if format is not None and format not in FORMATS:
         raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
     store, files, called = _resolve(data, patience_s)
-    rule = CaptionRule.of(config)
+    rule = CaptionRule.of(config, raw)
     if files is None and format is None and not _is_folder(store, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:

@@ -101,11 +101,16 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Loaded:
-    """This rank's part of a step, as it was read. size: bytes of its tensors."""
+    """This rank's part of a step, as it was read.
+
+    size: bytes of its tensors. replaced: what could not be read, substitutes included. stand_ins: samples that stand
+    for others.
+    """
 
     batches: list[Batch]
     size: int
     replaced: list[Replaced]
+    stand_ins: int = 0
 
 
 class Loader:
@@ -203,7 +208,7 @@ class Loader:
         while True:
             loaded, bad = self._read(plan, doing)
             if not bad:
-                return Loaded(loaded.batches, loaded.size, replaced)
+                return Loaded(loaded.batches, loaded.size, replaced, len(tried))
             for i, error in bad.items():
                 plan = self._replace(plan, i, error, tried, replaced)
 
@@ -226,7 +231,7 @@ class Loader:
                 if len(recent) == 2:
                     recent.popleft()  # its copies to a GPU are done: the next batch but one is being asked for
                 loaded = self.load(step) if ahead is None else ahead.get()
-                self._note(loaded.replaced)
+                self._note(loaded)
                 if self.pin:
                     recent.append(loaded.batches)
                 step += 1
@@ -343,14 +348,14 @@ class Loader:
         replaced.append(Replaced(error.shard, error.key.hex(), gone, plan.step, new, error.what))
         return plan.put(i, other)
 
-    def _note(self, replaced: list[Replaced]) -> None:
+    def _note(self, loaded: Loaded) -> None:
         """Count what was replaced in a step that is handed out, and write it down."""
-        if not replaced or self.quarantine is None:
+        if not loaded.replaced or self.quarantine is None:
             return
-        self.replaced += len(replaced)
+        self.replaced += loaded.stand_ins
         lines = [
             json.dumps({**asdict(own), "sample": f"{own.sample:016x}", "by": f"{own.by:016x}"}) + "\n"
-            for own in replaced
+            for own in loaded.replaced
         ]
         self._write_down(lines)
 

@@ -109,6 +109,9 @@ class Source(ABC):
     location: str
     """Where it lies, as `--data` would name it, absolute."""
 
+    rule: CaptionRule | None = None
+    """Which captions it takes, if it is up to a rule."""
+
     ignored: int = 0
     """Files that the last listing passed over because they are no pictures (nor captions of one)."""
 
@@ -204,6 +207,9 @@ class FolderSource(Source):
     may be a subfolder). Captions that differ are all kept as candidates, weighted as `candidates` says. The other
     columns become the item's `meta` (where several say something, the first one counts; JSON files before rows).
 
+    Files of NVlabs' SanaImgDataset are known by what they hold: `dir/X<anything>.json` with {"X": {column: text}} or
+    {"X": {column: score}}; a score of `prompt` is that of `X.txt`.
+
     Hidden files and folders and files that are no pictures are ignored and counted. Links are followed to files inside
     the root only; linked folders are not entered. Names are taken as they are: no Unicode or case folding, except that
     extensions may be in any case.
@@ -229,7 +235,7 @@ class FolderSource(Source):
             root = Disk(root)
         self.store = root
         self.location = root.location
-        self.rule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
+        self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
         self.ignored_kinds: Counter[str] = Counter()
 
@@ -279,6 +285,11 @@ class FolderSource(Source):
         for metadata in sorted(listing.metadata):
             rejects.extend(self._read_metadata(metadata, listing, told))
         stems = {stem(key) for key in listing.pictures}
+        for one in [one for one in listing.objects if one not in stems]:
+            longest = (one[:n] for n in range(len(one) - 1, one.rfind("/") + 1, -1))
+            picture = next((name for name in longest if name in stems), None)
+            if picture is not None:
+                listing.suffixed.setdefault(picture, []).extend(listing.objects.pop(one))
         for kind, files in (("txt", listing.texts), ("json", listing.objects)):
             orphans = sum(len(keys) for one, keys in files.items() if one not in stems)
             if orphans:
@@ -408,11 +419,26 @@ class FolderSource(Source):
         problems: list[Reject] = []
         without: list[str] = []
         meta: dict[str, Any] = {}
-        for name, data in beside.items():
-            outcome = sidecar(name, data)
+        own = posixpath.basename(stem(key))
+        outcomes = {name: sidecar(name, data) for name, data in beside.items()}
+        told = Told()  # by files of NVlabs' SanaImgDataset, which are about the picture by its name
+        for name, outcome in list(outcomes.items()):
+            if isinstance(outcome, dict) and isinstance(outcome.get(own), dict):
+                told.add(outcome[own])
+                del outcomes[name]
+            elif stem(name) != stem(key):  # begins with the picture's name, and is about something else
+                del outcomes[name]
+                self.ignored_kinds[".json file without a picture"] += 1
+                self.ignored = self.ignored_kinds.total()
+        if told.captions:
+            found = self.rule.read(told.captions, told.scores)
+            candidates += found.candidates
+            problems += [Reject(key, reason) for reason in found.problems]
+        for name, outcome in outcomes.items():
             if isinstance(outcome, str):
                 problem = None if outcome else Reject(name, "is empty")
-                candidates += [Candidate(outcome, self.rule.text_weight or 1.0)] if outcome else []
+                if outcome:
+                    candidates.append(self.rule.text_file(outcome, told.scores))
             elif isinstance(outcome, Reject):
                 problem = outcome
             else:
@@ -430,7 +456,7 @@ class FolderSource(Source):
         if row is not None:
             candidates += row.candidates
             meta = {**row.meta, **meta}
-        captions, dropped = self.rule.settle(candidates)
+        captions, dropped = self.rule.settle(candidates, key, self.name)
         if dropped:
             self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
             self.ignored = self.ignored_kinds.total()
@@ -441,7 +467,6 @@ class FolderSource(Source):
             reasons = [f"{p.key} {p.reason}" for p in problems] + without + (row.problems if row is not None else [])
             yield Reject(key, "has no usable caption: " + "; ".join(reasons))
         else:
-            own = posixpath.basename(stem(key))
             yield Reject(key, f"has no caption: no {own}.txt beside it and no metadata row that names it")
 
     def _read_metadata(self, metadata: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
@@ -500,7 +525,7 @@ class FolderSource(Source):
 
     def _check_columns(self, metadata: str, columns: dict[str, None], file_column: str, otherwise: str) -> None:
         """Raises a UserError if no caption column is there."""
-        if not columns or any(column in columns for column in self.rule.columns) or not self.rule.columns:
+        if not columns or not self.rule.wanting(columns):
             return
         file = f"{self._shown_root.rstrip('/')}/{metadata}"
         others = [shown(column) for column in columns if column != file_column]
@@ -543,6 +568,7 @@ class _Listing:
     pictures: set[str] = field(default_factory=set)
     texts: dict[str, list[str]] = field(default_factory=dict)  # by stem: x.txt and x.TXT may both exist
     objects: dict[str, list[str]] = field(default_factory=dict)  # the same of .json
+    suffixed: dict[str, list[str]] = field(default_factory=dict)  # by stem: .json whose name begins with it
     metadata: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     refused_pictures: int = 0
@@ -551,7 +577,7 @@ class _Listing:
     def beside(self, key: str) -> list[str]:
         """The caption files of a picture."""
         own = stem(key)
-        return sorted(self.texts.get(own, ())) + sorted(self.objects.get(own, ()))
+        return [name for files in (self.texts, self.objects, self.suffixed) for name in sorted(files.get(own, ()))]
 
 
 @dataclass
@@ -561,6 +587,22 @@ class _Told:
     candidates: list[Candidate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Told:
+    """What files of NVlabs' datasets say about one sample, by column."""
+
+    captions: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Numbers are scores, everything else is said."""
+        for column, value in entry.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self.scores[column] = value
+            else:
+                self.captions[column] = value
 
 
 def sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | Reject:

@@ -112,6 +112,7 @@ class ParquetSource(Source):
         self, store: Store, files: Iterable[str], rule: CaptionRule, name: str, *, image_field: str | None = None,
         image_root: str | None = None,
     ):  # fmt: skip
+        self.rule: CaptionRule
         self.store, self.rule, self.name = store, rule, name
         self.image_field, self.image_root = image_field, image_root
         self.location = store.location
@@ -152,7 +153,7 @@ class ParquetSource(Source):
             return
         column, _ = self._picture(name, table.schema_arrow)
         wanted = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
-        if self.rule.columns and not any(field in wanted for field in self.rule.columns):
+        if self.rule.wanting(wanted):
             raise UserError(
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
@@ -205,7 +206,7 @@ class ParquetSource(Source):
                 yield Reject(own, f"names {shown(named)!r}: {problem}")
                 return
         found = self.rule.read(said_of_it)
-        captions, dropped = self.rule.settle(found.candidates)
+        captions, dropped = self.rule.settle(found.candidates, own, self.name)
         if dropped:
             self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
             self.ignored = self.ignored_kinds.total()

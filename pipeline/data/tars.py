@@ -35,7 +35,7 @@ from pipeline.cache.layout import digest
 from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, hostile, said, shown
-from pipeline.data.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, parse_json, sidecar
+from pipeline.data.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, Told, parse_json, sidecar
 from pipeline.data.store import Store, Unreadable
 from pipeline.errors import UserError
 
@@ -73,6 +73,7 @@ class TarSource(Source):
         self, store: Store, files: Iterable[str], rule: CaptionRule, name: str, format: str = "webdataset",
         told: Mapping[str, Any] | None = None,
     ):  # fmt: skip
+        self.rule: CaptionRule
         self._told = {file: count for file, count in (told or {}).items() if count is not None}
         self.store, self.rule, self.name, self.format = store, rule, name, format
         self.location = store.location
@@ -233,19 +234,18 @@ class TarSource(Source):
         return prefix
 
     def _sample(
-        self, part: str, prefix: str, sample: _Sample, pictures: list[str], told: dict[str, _Told],
+        self, part: str, prefix: str, sample: _Sample, pictures: list[str], told: dict[str, Told],
         items: list[Item], rejects: list[Reject], missing: list[str],
     ) -> None:  # fmt: skip
         candidates: list[Candidate] = []
         problems: list[str] = []
         row: dict[str, Any] = {}
-        weight = self.rule.text_weight
-        if "txt" in sample.texts and weight is not None:
+        if "txt" in sample.texts and self.rule.text_weight is not None:
             text = sidecar("its .txt", sample.texts["txt"])
             if isinstance(text, Reject):
                 problems.append(f"{text.key} {text.reason}")
             elif isinstance(text, str) and text:
-                candidates.append(Candidate(text, weight))
+                candidates.append(self.rule.text_file(text))
             else:
                 problems.append("its .txt is empty")
         if "json" in sample.texts:
@@ -254,13 +254,13 @@ class TarSource(Source):
                 problems.append(f"its .json {value}")
             else:
                 row = value
-        beside = told.get(prefix) or told.get(posixpath.basename(prefix)) or _Told()
+        beside = told.get(prefix) or told.get(posixpath.basename(prefix)) or Told()
         row = {**row, **beside.captions}
         found = self.rule.read(row, beside.scores)
         candidates += found.candidates
         if any(column in row for column in (*self.rule.columns, *self.rule.instead)):
             problems += [f"its .json {problem}" for problem in found.problems]
-        captions, dropped = self.rule.settle(candidates)
+        captions, dropped = self.rule.settle(candidates, f"{part}/{sample.fields[pictures[0]][0]}", self.name)
         if dropped:
             self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
         meta = {column: value for column, value in row.items() if column not in self.rule.columns}
@@ -297,8 +297,8 @@ class TarSource(Source):
                     found.setdefault(stems[own], []).append(name)
         return found
 
-    def _read_sidecars(self, part: str, rejects: list[Reject]) -> dict[str, _Told]:
-        told: dict[str, _Told] = {}
+    def _read_sidecars(self, part: str, rejects: list[Reject]) -> dict[str, Told]:
+        told: dict[str, Told] = {}
         for name in self._beside.get(part, []):
             try:
                 data = self.store.read(name, MAX_SIDECAR_BYTES)
@@ -314,12 +314,7 @@ class TarSource(Source):
                 self.ignored_kinds[".json file beside a tar that is about no samples"] += 1
                 continue
             for key, entry in value.items():
-                own = told.setdefault(key, _Told())
-                for column, said_of_it in entry.items():
-                    if isinstance(said_of_it, int | float) and not isinstance(said_of_it, bool):
-                        own.scores[column] = said_of_it
-                    else:
-                        own.captions[column] = said_of_it
+                told.setdefault(key, Told()).add(entry)
         return told
 
     # ------------------------------------------------------------ reading
@@ -373,14 +368,6 @@ class TarSource(Source):
         told = [repr(self._told[file])] if file in self._told else []
         numbers = [str(number) for version in versions for number in version]
         return digest(RULE, self.rule.identity(), *numbers, *told).hex()
-
-
-@dataclass
-class _Told:
-    """What files beside a tar say about one sample."""
-
-    captions: dict[str, Any] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
 
 
 def _json(data: bytes | Unreadable) -> dict[str, Any] | str:

@@ -79,6 +79,23 @@ class Runner:
         costs.tell()
         return commit
 
+    def again(
+        self, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+    ) -> Iterable[worker.Made]:  # fmt: skip
+        """Make the batches of a committed unit again that hold one of the keys, in the way that its provenance names.
+
+        Loads no encoder if there is none.
+        """
+        recipe = self._recipe(plan.recipe)
+        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        if not any(key in only for key in rows.column("key").to_pylist()):
+            return []
+        if isinstance(recipe, layout.TextRecipe):
+            self._captions(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
+        made = self._made(recipe, unit, rows, only)
+        assert made is not None
+        return made
+
     def _made(
         self, recipe: layout.Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
     ) -> Iterable[worker.Made] | None:

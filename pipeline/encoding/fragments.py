@@ -38,10 +38,11 @@ class Outdated(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """A fragment's table, and how many files its listing passed over."""
+    """A fragment's table, how many files its listing passed over, and the columns that were seen so far."""
 
     table: pa.Table
     ignored: int
+    columns: tuple[str, ...] = ()
 
 
 class Fragments:
@@ -129,7 +130,9 @@ class Fragments:
         try:
             body = files.document(name)
             table = f"{Paths.fragments(self.source)}/{body['table']}.arrow"
-            return Rows(shard.from_ipc(files.content(table, body["table"]), table), body["ignored"])
+            return Rows(
+                shard.from_ipc(files.content(table, body["table"]), table), body["ignored"], tuple(body["columns"])
+            )
         except IntegrityError:  # damaged, or removed by one that has finished
             files.remove(name)
             return None
@@ -137,4 +140,7 @@ class Fragments:
     def _publish(self, one: str, rows: Rows) -> None:
         files = self.cache.files
         table = files.put_content(shard.to_ipc(rows.table), Paths.fragments(self.source), "arrow")
-        files.put(Paths.fragment(self.source, one), layout.seal({"table": table, "ignored": rows.ignored}))
+        files.put(
+            Paths.fragment(self.source, one),
+            layout.seal({"table": table, "ignored": rows.ignored, "columns": list(rows.columns)}),
+        )

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.compute
 
@@ -37,7 +38,7 @@ from pipeline.data.reasons import Kinds
 from pipeline.data.source import Item, Reject, Run, Seen, Source
 from pipeline.data.store import Unreadable
 from pipeline.encoding.fragments import Fragments, Outdated, Rows
-from pipeline.errors import UserError
+from pipeline.errors import IntegrityError, UserError
 
 SCAN = pa.schema(
     [
@@ -57,7 +58,7 @@ AHEAD = 1024
 RUN = 2048
 """Items of a fragment, where the source has no parts that say when they have changed."""
 
-RULE = "fragment-1"
+RULE = "fragment-2"
 """Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
 
 
@@ -172,6 +173,7 @@ class _Scan:
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
+        self._taken_over = False
         self._done = 0
         self._whole: int | None = None
 
@@ -196,14 +198,14 @@ class _Scan:
             self._check()
             decides = (*map(str, self.limits), str(self.rehash))
             shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
-        taken = 0
+        taken, rule = 0, self.source.rule
         made: set[str] = set()
 
         def make(one: str) -> Rows:
             before = self.source.ignored
             table = self._made(shared[one])
             made.add(one)
-            return Rows(table, self.source.ignored - before)
+            return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
         def arrived(one: str, rows: Rows) -> None:
             nonlocal taken
@@ -211,10 +213,14 @@ class _Scan:
             if one not in made:
                 self._reach(len(rows.table))
                 taken += rows.ignored
+                if rule is not None:
+                    rule.seen.update(rows.columns)
 
         if self.fragments is not None:
             self.fragments.gather(list(shared), make, arrived, self._scans)
         self.source.ignored += taken
+        if rule is not None and not self._taken_over:  # what is taken over has passed this check
+            rule.check_seen()
         return [piece.table for piece in pieces if piece.table is not None]
 
     def _pieces(self) -> list[_Piece]:
@@ -224,6 +230,7 @@ class _Scan:
             self._check()
             run = runs.get(part.name)
             if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+                self._taken_over = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
             if self._known is None:
@@ -354,12 +361,21 @@ def _row(item: str, **values: Any) -> dict[str, Any]:
     return {**empty, "item": item, "captions": [], **values}
 
 
+def _table(cache: Cache, scan: dict[str, Any]) -> pa.Table | None:
+    """The table of a scan; None if it is lost or damaged: then every item is read again."""
+    try:
+        return cache.table(scan["table"])
+    except IntegrityError as error:
+        click.echo(f"{error.what}; the source is read anew")
+        return None
+
+
 def _last(cache: Cache, name: str) -> pa.Table | None:
     """The table of the last scan, with the columns of this version."""
     last = cache.last_scan(name)
-    if last is None:
+    table = _table(cache, last) if last is not None else None
+    if table is None:
         return None
-    table = cache.table(last["table"])
     for column in SCAN:
         if column.name not in table.column_names:
             table = table.append_column(column, pa.nulls(table.num_rows, column.type))
@@ -400,7 +416,8 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
     last = cache.last_scan(name)
     if last is None or last["root"] == source.location:
         return
-    before = set(cache.table(last["table"]).column("item").to_pylist())
+    known = _table(cache, last)
+    before = set(known.column("item").to_pylist()) if known is not None else set()
     if before and table.num_rows and before.isdisjoint(table.column("item").to_pylist()):
         raise UserError(
             f"source {name!r} was last read from {last['root']}; {source.location} shares none of its {len(before)} "

@@ -11,11 +11,12 @@ batch, before clipping), lr, images_per_s and tokens_per_s (of all processes tog
 null where the device's peak is not known), data_wait (share of the wall time that the slowest process waited for data),
 bucket ([height, width] of the row's last step), text_rows (its padded caption length), padded_tokens (caption rows
 since the last row that are padding, all processes), quarantined (samples that stood in for unreadable ones since this
-attempt began, all processes), memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the
-largest of any process, whose number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for
-main memory, since the process began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and
-skipped_steps (steps of the whole run that were left out because the gradient overflowed); such steps do not count in
-grad_norm, which is null if no other is in the row. Rows of older versions have fewer.
+attempt began, all processes), quarantine_rate (their share of the last 10,000 samples), memory_gib, reserved_gib (peaks
+on a GPU since the last row, allocated and reserved: the largest of any process, whose number is memory_rank,
+reserved_rank; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process began), seconds (since
+this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were left out
+because the gradient overflowed); such steps do not count in grad_norm, which is null if no other is in the row. Rows of
+older versions have fewer.
 """
 
 from __future__ import annotations

@@ -44,8 +44,10 @@ from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.filling import fill
 from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, started, together
 from pipeline.parallel.spread import spread
+from pipeline.retrying import stopping
 from pipeline.training import checkpoint, in_backward, optim, trackers
 from pipeline.training.ema import Average
+from pipeline.training.feeding import Feed, Interrupted
 from pipeline.training.lock import Lock, taken
 from pipeline.training.metrics import Metrics
 from pipeline.training.step import Outcome, Step
@@ -126,7 +128,7 @@ def fit(
     with (
         memory_errors(train),
         started(launch, train.parallel, device) as mesh,
-        _signals(launch.is_main) as wanted,
+        _signals(launch) as wanted,
         taken(run, quiet) as lock,
     ):
         found, notes = on_main(lambda: _choose(run, resume))
@@ -373,28 +375,42 @@ AGAIN_S = 1.0
 
 @dataclass
 class _Wanted:
-    """Set by a signal; read by the loop. `begun`: the loop runs, so that there will be something to save."""
+    """Set by a signal; read by the loop.
+
+    begun: the loop runs, so that there will be something to save. launcher: its process id, if its end is to count.
+    """
 
     name: str | None = None
     begun: bool = False
     since: float = 0.0
+    launcher: int | None = None
+
+    def asked(self) -> str | None:
+        """What asked for the end, if anything did. A launcher that was killed could not; its end is noticed here."""
+        if self.name is None and self.launcher not in (None, os.getppid()):
+            self.name = "the end of the launcher"
+        return self.name
+
+    def check(self) -> None:
+        """Raises Interrupted if the end was asked for."""
+        if self.asked() is not None:
+            raise Interrupted(self.name)
 
 
 @contextmanager
-def _signals(speaks: bool) -> Iterator[_Wanted]:
+def _signals(launch: Launch) -> Iterator[_Wanted]:
     """SIGTERM, SIGUSR1 and SIGINT ask for a clean end; SIGINT ends at once before the first step, and when it is the
     second signal. Elsewhere than in the main thread signals cannot be caught; a SIGINT that is ignored stays so.
 
-    Args:
-        speaks: whether this process says on stderr what becomes of the signal.
+    The first process says on stderr what becomes of the signal.
     """
-    wanted = _Wanted()
+    wanted = _Wanted(launcher=os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
     if threading.current_thread() is not threading.main_thread():
         yield wanted
         return
 
     def tell(line: str) -> None:
-        if speaks:
+        if launch.is_main:
             os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -457,23 +473,23 @@ class _Loop:
     def run(self, done: int, source: Path | None) -> Report:
         saved = source
         loader = together(lambda: self.task.loader(done, self.train.steps))
-        asked, state = time.perf_counter(), None
+        state = None
         self.model.train()
         self.wanted.begun = True
-        with ended(iter(loader)) as steps, self._saver() as saver:
-            for microbatches, state in steps:
-                waited = time.perf_counter() - asked
+        with ended(iter(loader)) as steps, self._saver() as saver, stopping(self.wanted.check):
+            feed = Feed(steps, lambda: getattr(loader, "replaced", 0), self.config, self.say)
+            for waited, microbatches, state in feed:
                 rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
                 optim.set_learning_rate(self.optimizer, rate)
                 self._seed(state.step)
-                stop = self.wanted.name is not None or saver.failed or self.lock.lost
+                stop = self.wanted.asked() is not None or saver.failed or self.lock.lost
                 outcome = self.step(microbatches, state.step, stop=stop)
                 for average in self.averages:
                     average.update(state.step)
                 self.watch.add(outcome, microbatches, waited)
                 last = state.step == self.train.steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
-                    self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0))
+                    self._log(outcome, rate, microbatches, getattr(loader, "replaced", 0), feed.share)
                 if last or state.step % self.train.save_every == 0:
                     with self.watch.aside():
                         self.step.settle()
@@ -481,13 +497,20 @@ class _Loop:
                     saved = checkpoint.folder_of(self.root, state.step)
                 if last:
                     break
-                asked = time.perf_counter()
-        if state is None or (state.step < self.train.steps and not self.step.stop_wanted):
-            raise RuntimeError(f"the loader ended at step {state and state.step} of {self.train.steps}")
-        names = [name for name in gather(self.wanted.name) if name] if self.step.stop_wanted else []
-        if names and state.step < self.train.steps:
-            self.say(f"stopped by {names[0]} after step {state.step}; continue with --resume auto")
-        return Report(state.step, saved, self.loss, names[0] if names else None)
+            if feed.broken:
+                if state is not None and saved != checkpoint.folder_of(self.root, state.step):
+                    self.step.settle()
+                    saver.save(self.model, self.optimizer, state, self.more)
+                    saved = checkpoint.folder_of(self.root, state.step)
+                saver.wait()  # so that what was saved is said before the reason
+                feed.settle()
+        done, stopped = done if state is None else state.step, self.step.stop_wanted or feed.broken
+        if done < self.train.steps and not stopped:
+            raise RuntimeError(f"the loader ended at step {done} of {self.train.steps}")
+        names = [name for name in gather(self.wanted.name) if name] if stopped else []
+        if names and done < self.train.steps:
+            self.say(f"stopped by {names[0]} after step {done}; continue with --resume auto")
+        return Report(done, saved, self.loss, names[0] if names else None)
 
     def _seed(self, step: int) -> None:
         seed = generator_seed(self.train, step, self.part)
@@ -495,7 +518,7 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int) -> None:
+    def _log(self, outcome: Outcome, rate: float, microbatches: list[Batch], replaced: int, share: float) -> None:
         self.step.settle()
         counted = self.watch.values(replaced)
         self.loss = counted["loss"]
@@ -505,6 +528,7 @@ class _Loop:
             "step": outcome.step,
             "lr": rate,
             **counted,
+            "quarantine_rate": share,
             "bucket": list(outcome.bucket),
             "text_rows": microbatches[0].mask.shape[1],
             "seconds": time.perf_counter() - self.began,

@@ -66,6 +66,7 @@ def config(
         "text": {"id": "none"},
         "model": {"arch": {**shape, **(arch or {})}},
         "train": base,
+        "patience_s": 1.0,
     }
     return Config.model_validate(sections)
 

@@ -1,0 +1,222 @@
+"""Rebuild: documents that were lost or damaged together with their copies, made again out of shards and one another.
+
+What: `rebuilt` puts every document right that its copy can put right, moves what neither can to `damaged/`, and makes
+again what follows from other files: commits and segments from shards, plans from commits, recipes from snapshots,
+channel scales from records, and of scans and names those that later ones have replaced.
+Why: a shard says in its head which unit it is, and its record table which records it holds; so no document that was
+lost costs an encoding.
+Price: what only the document said is gone: reasons of rejects (those records are tried again), batches of units (a
+damaged record of such a unit is made again in a batch of one), where a source was and which snapshot a name meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache import audit, codec, copies, index, layout, shard
+from pipeline.cache.index import Commit, Reject
+from pipeline.cache.layout import PACKED, Paths
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.encoding.plan import CAPTIONS, IMAGES
+from pipeline.errors import CacheError, IntegrityError
+
+LOST = "the document that said what became of it was lost"
+"""Reason of a reject whose record is neither in its unit's shard nor was told of otherwise; it is tried again."""
+
+
+def rebuilt(cache: Cache) -> None:
+    """Make every document of a cache right that can be; the others are moved to `damaged/`."""
+    files = cache.files
+    files.mends = True
+    for name in [Paths.FORMAT, *(name for name, _ in copies.documents(files))]:
+        if not copies.put_right(files, name) and name != Paths.FORMAT:
+            files.set_aside(name)
+    owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
+    for name in files.names("snapshots"):
+        for kind, values in files.document(f"snapshots/{name}")["recipes"].items():
+            if (recipe := layout.RECIPES[kind].from_values(values)).name in owners:
+                cache.add_recipe(recipe)
+    _unreadable_scans(cache)
+    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
+        _replaced_ones(cache, folder)
+    for owner in sorted(owners):
+        if owner.startswith(PACKED):
+            _commits(cache, owner)
+        elif files.exists(Paths.recipe(owner)):
+            _plans(cache, owner)
+            _adopted(cache, owner, _commits(cache, owner))
+            for plan in cache.plans(owner):
+                index.merge(files, owner, plan.number, [unit.unit for unit in plan.units])
+            _scale(cache, owner)
+
+
+def _unreadable_scans(cache: Cache) -> None:
+    """Set aside the documents of earlier scans whose table is lost; `encode` makes that of the last one again."""
+    forgotten: set[str] = set()
+    with suppress(IntegrityError):
+        forgotten = cache.forgotten_scans()
+    for source in cache.sources():
+        for number in _numbers(cache, Paths.scans(source))[:-1]:
+            name = Paths.numbered(Paths.scans(source), number)
+            if name not in forgotten and not _readable(cache, cache.files.document(name)["table"]):
+                cache.files.set_aside(name)
+
+
+def _replaced_ones(cache: Cache, folder: str) -> None:
+    """Fill the gaps in a folder of which only the last document counts: each says what the one after it says."""
+    found = _numbers(cache, folder)
+    for number in sorted(set(range(max(found, default=0))) - set(found), reverse=True):
+        after = cache.files.document(Paths.numbered(folder, number + 1))
+        cache.files.put(Paths.numbered(folder, number), layout.seal(after))
+
+
+def _numbers(cache: Cache, folder: str) -> list[int]:
+    """The numbers of the documents that are there, whatever is missing."""
+    return [int(name[:-5]) for name in cache.files.names(folder) if name.endswith(".json")]
+
+
+def _readable(cache: Cache, table: str) -> bool:
+    try:
+        return bool(cache.files.content(Paths.table(table, "parquet"), table))
+    except IntegrityError:
+        return False
+
+
+# ---------------------------------------------------------------- plans
+
+
+def _plans(cache: Cache, recipe: str) -> None:
+    """Make the plans again that are lost, or whose table is, of the commits of their units."""
+    files, folder = cache.files, Paths.plans(recipe)
+    for number in _numbers(cache, folder):
+        if not _readable(cache, cache.plan(recipe, number).table):
+            files.set_aside(Paths.numbered(folder, number))
+    listed = {int(name.removesuffix(".json")) for name in files.names(f"segments/{recipe}")}
+    listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.names(f"units/{recipe}/{name}")}
+    found = _numbers(cache, folder)
+    for number in sorted(set(range(max([-1, *listed, *found]) + 1)) - set(found)):
+        with suppress(IntegrityError):  # a shard of it is lost, too: its plan stays lost until that is back
+            _planned(cache, recipe, number, index.commits(files, recipe, number))
+
+
+def _planned(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> None:
+    """Publish a plan that lists the units of some commits, in this order."""
+    units: list[Unit] = []
+    tables = [_work(cache, recipe, [])]
+    for commit in commits:
+        start = sum(unit.count for unit in units)
+        tables.append(_work(cache, recipe, [commit]))
+        units.append(Unit(commit.unit, start, tables[-1].num_rows, 1))
+    cache.add_plan(recipe, number, units, pa.concat_tables(tables))
+
+
+def _work(cache: Cache, recipe: str, commits: list[Commit]) -> pa.Table:
+    """Rows of a plan's table for the records and rejects of some commits. What of a picture no scan says is null."""
+    files, rows = cache.files, list[dict[str, Any]]()
+    reader = shard.Reader(files, recipe)
+    known = cache.recipe(recipe)
+    for commit in commits:
+        if commit.shard is not None:
+            for row in shard.read_table(files, Paths.shard(recipe, commit.shard))[1].to_pylist():
+                own = {"key": row["key"]}
+                if isinstance(known, layout.LatentRecipe):
+                    own |= {side: row[side] * known.compression for side in ("height", "width")}
+                elif row["key"] != layout.null_key(known.id):
+                    at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
+                    own["caption"] = reader.caption(commit.shard, *at)
+                rows.append(own)
+        for reject in commit.rejects:
+            rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
+    if isinstance(known, layout.TextRecipe):
+        return pa.Table.from_pylist(rows, schema=CAPTIONS)
+    assert isinstance(known, layout.LatentRecipe)
+    pictures = dict(_pictures(cache, known, {(row["height"], row["width"]) for row in rows if "height" in row}))
+    return pa.Table.from_pylist([row | pictures.get(row["key"], {}) for row in rows], schema=IMAGES)
+
+
+def _pictures(
+    cache: Cache, recipe: layout.LatentRecipe, sizes: set[tuple[int, int]]
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """By key: which pictures of the last scans would be records of some sizes."""
+    for source in cache.sources():
+        scan = cache.last_scan(source)
+        if scan is None or scan["latent"] != recipe.name or not _readable(cache, scan["table"]):
+            continue
+        table = cache.table(scan["table"])
+        usable = table.filter(pc.is_valid(table.column("digest")))
+        items, digests = usable.column("item").to_pylist(), usable.column("digest").to_pylist()
+        for size in sizes:
+            for item, digest in zip(items, digests, strict=True):
+                yield layout.latent_key(recipe.id, digest, *size), {"source": source, "item": item, "digest": digest}
+
+
+# ---------------------------------------------------------------- commits
+
+
+def _commits(cache: Cache, owner: str) -> list[Commit]:
+    """Commit the units whose shard is there and right. Returns commits of the shards that are of no plan."""
+    files = cache.files
+    planned = {unit.unit: (plan, unit) for plan in cache.plans(owner) for unit in plan.units}
+    done = [commit for plan in cache.plans(owner) for commit in index.commits(files, owner, plan.number)]
+    shards, units = {commit.shard for commit in done}, {commit.unit for commit in done}
+    others = []
+    for entry in files.walk(f"shards/{owner}"):
+        digest = entry.name.rpartition("/")[2].removesuffix(".tar")
+        with suppress(IntegrityError, FileNotFoundError):
+            if digest in shards or (named := shard.read_head(files, entry.name)["unit"]) in units:
+                continue
+            if files.digest(entry.name) != digest:
+                continue
+            adopted = index.adopted_unit(owner, digest)
+            unit = named if named in planned else adopted
+            _, table = shard.read_table(files, entry.name)
+            record_table = files.put_content(index.table_bytes(table), "tables", "arrow")
+            how = {"rebuilt": True, **({index.ADOPTED: True} if unit == adopted else {})}
+            commit = Commit(unit, digest, entry.size, table.num_rows, record_table, (), how)
+            if unit not in planned:
+                others.append(commit)
+                continue
+            plan, own = planned[unit]
+            rejects = () if owner.startswith(PACKED) else tuple(_left_out(cache, plan, own, table))
+            index.publish_commit(files, owner, plan.number, Commit(**{**vars(commit), "rejects": rejects}))
+            units.add(unit)
+    return [] if owner.startswith(PACKED) else others
+
+
+def _left_out(cache: Cache, plan: Plan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
+    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    there = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
+    for row in rows.filter(pc.invert(there)).to_pylist():
+        yield Reject(row["key"].hex(), row.get("item") or row.get("caption") or "", LOST, retry=True)
+
+
+def _adopted(cache: Cache, recipe: str, commits: list[Commit]) -> None:
+    """Make shards whose plan is lost records of this cache again, as those of another cache."""
+    if commits:
+        number = len(_numbers(cache, Paths.plans(recipe)))
+        _planned(cache, recipe, number, commits)
+        for commit in commits:
+            index.publish_commit(cache.files, recipe, number, commit)
+
+
+def _scale(cache: Cache, recipe: str) -> None:
+    """Name the channel scales again that the records of an int8 recipe were made with."""
+    files = cache.files
+    if files.exists(Paths.scale(recipe)) or codec.storage_of(cache.recipe(recipe)) != codec.INT8:
+        return
+    reader = shard.Reader(files, recipe)
+    for plan in cache.plans(recipe):
+        for commit in index.commits(files, recipe, plan.number):
+            if commit.shard is None:
+                continue
+            with suppress(CacheError):
+                row = audit.record_rows(cache, commit)[0]
+                where = (row["offset"], row["key"], row["checksum"], row["length"])
+                table = codec.scale_named(reader.stored(commit.shard, *where))
+                files.put(Paths.scale(recipe), layout.seal({"recipe": recipe, "table": table, "records": 0}))
+                return

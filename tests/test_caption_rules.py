@@ -1,0 +1,188 @@
+"""What a picture says: captions of NVlabs' folders, of pictures without any, text around all, and columns mistyped."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipeline.cache.store import Cache
+from pipeline.config import DataConfig
+from pipeline.data.candidates import CaptionRule
+from pipeline.data.detect import open_source
+from pipeline.data.source import Item, Reject, Source
+from pipeline.encoding import scan as scanning
+from pipeline.encoding.claims import Claims
+from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.stopping import Stop
+from pipeline.errors import UserError
+from tests.test_sources import make_tar
+
+Captions = dict[str, dict[str, float]]
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(out, "png")
+    return out.getvalue()
+
+
+def put(root: Path, **files: str | dict[str, Any]) -> Path:
+    """`a_b=...`: the file a.b; a double underscore is a folder."""
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png() if path.suffix == ".png" else _text(content).encode())
+    return root
+
+
+def _text(content: str | dict[str, Any]) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def said(path: Path, raw: bool = False, **config: Any) -> tuple[Captions, dict[str, str]]:
+    """Captions with their weights, and rejects."""
+    source = open_source(str(path), DataConfig(**config), raw=raw)
+    found = list(source.items())
+    return (
+        {one.key: dict(one.captions) for one in found if isinstance(one, Item)},
+        {one.key: one.reason for one in found if isinstance(one, Reject)},
+    )
+
+
+# ---------------------------------------------------------------- pictures without captions
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("none", ["", ""]), ("filename", ["red cat", "b"]), ("folder", ["sks dog", "pics"]),
+        ("a photo of sks dog", ["a photo of sks dog"] * 2),
+    ],
+)  # fmt: skip
+def test_a_folder_of_pictures_alone_says_what_is_configured(tmp_path: Path, caption: str, expected: list[str]) -> None:
+    root = tmp_path / "pics"
+    for name in ("sks_dog/red_cat.png", "b.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(png())
+    assert set(said(root)[1]) == {"sks_dog/red_cat.png", "b.png"}
+    found, rejects = said(root, caption=caption)
+    assert [list(found[key]) for key in ("sks_dog/red_cat.png", "b.png")] == [[text] for text in expected]
+    assert not rejects
+    (root / "b.txt").write_text("what is written goes first")
+    assert list(said(root, caption=caption)[0]["b.png"]) == ["what is written goes first"]
+
+
+def test_tars_and_tables_without_captions(tmp_path: Path) -> None:
+    make_tar(tmp_path / "x.tar", [("0.png", "p"), ("0.json", {"width": 3}), ("1.png", "p")])
+    assert said(tmp_path / "x.tar", caption="folder") == ({"x.tar/0.png": {"x": 1.0}, "x.tar/1.png": {"x": 1.0}}, {})
+    pq.write_table(pa.table({"image": [png()], "score": [1.0]}), tmp_path / "t.parquet")
+    assert said(tmp_path / "t.parquet", caption="all the same") == (
+        {"t.parquet/000000000": {"all the same": 1.0}}, {}
+    )  # fmt: skip
+    put(tmp_path, a_png="")
+    (tmp_path / "l.jsonl").write_text('{"file_name": "a.png", "score": 1}\n')
+    assert said(tmp_path / "l.jsonl", caption="filename") == ({"a.png": {"a": 1.0}}, {})
+
+
+def test_text_is_put_around_every_caption(tmp_path: Path) -> None:
+    put(tmp_path, a_png="", a_txt="one", a_json={"text": "two"}, b_png="")
+    found, _ = said(tmp_path, caption="none", caption_prefix="sks, ", caption_suffix=" (photo)")
+    assert found == {"a.png": {"sks, one (photo)": 1.0, "sks, two (photo)": 1.0}, "b.png": {"sks,  (photo)": 1.0}}
+
+
+def test_rules_of_earlier_versions_keep_their_identity() -> None:
+    """It is in the stamps of every tar and table that was ever scanned."""
+    assert CaptionRule.of(DataConfig()).identity() == '[["((\'text\', 1.0),)","False","()","25.0","10.0","()"]]'
+    ways: list[dict[str, Any]] = [{"caption": "none"}, {"caption_prefix": "x"}, {"caption_suffix": "x"}]
+    rules = [CaptionRule.of(DataConfig(**way)) for way in [{}, *ways]] + [CaptionRule.of(DataConfig(), raw=True)]
+    assert len({rule.identity() for rule in rules}) == 5
+
+
+# ---------------------------------------------------------------- NVlabs
+
+
+def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_path: Path) -> None:
+    """As their SanaImgDataset reads them: {name: {column: text}}, {name: {column: score}}; `prompt` is the .txt."""
+    put(
+        tmp_path, a_png="", a_txt="plain", ab_png="", ab_txt="other",
+        a_json={"a": {"vila": "by VILA"}},
+    )  # fmt: skip
+    (tmp_path / "a_InternVL2-26B.json").write_text(json.dumps({"a": {"intern": "by InternVL"}}))
+    (tmp_path / "a_clip_score.json").write_text(json.dumps({"a": {"prompt": 26, "vila": 13, "intern": 52.0}}))
+    (tmp_path / "ab_InternVL2-26B.json").write_text(json.dumps({"ab": {"intern": "of ab"}}))
+    (tmp_path / "a_notes.json").write_text(json.dumps({"what": "something else"}))
+    (tmp_path / "meta_data.json").write_text(json.dumps({"img_names": ["a", "ab"]}))
+    weights = {"txt": 1, "vila": 1, "intern": 1}
+    found, rejects = said(tmp_path, caption_weights=weights, score_power=1.0)
+    assert found == {"a.png": {"plain": 0.5, "by InternVL": 1.0}, "ab.png": {"other": 1.0, "of ab": 1.0}}
+    assert not rejects
+    source = open_source(str(tmp_path), DataConfig(caption_weights=weights))
+    list(source.items())
+    assert source.ignored == 3  # the notes, the list of names, and the caption that its score rules out
+    before = scan(tmp_path, weights)
+    (tmp_path / "a_InternVL2-26B.json").write_text(json.dumps({"a": {"intern": "changed!"}}))
+    assert scan(tmp_path, weights) != before
+
+
+def scan(path: Path, weights: dict[str, float]) -> list[Any]:
+    source = open_source(str(path), DataConfig(caption_weights=weights))
+    table = scanning.scan(
+        source, "s", None, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, whole: None
+    )
+    return table.column("captions").to_pylist()
+
+
+def test_captions_of_columns_are_raw_under_the_recipe_of_nvlabs(tmp_path: Path) -> None:
+    make_tar(tmp_path / "x.tar", [("0.png", "p"), ("0.json", {"text": " A \n"}), ("1.png", "p"),
+                                  ("1.json", {"text": None}), ("2.png", "p"), ("2.json", {"other": 1})])  # fmt: skip
+    found, rejects = said(tmp_path / "x.tar", raw=True)
+    assert found == {"x.tar/0.png": {" A \n": 1.0}, "x.tar/1.png": {"": 1.0}}
+    assert set(rejects) == {"x.tar/2.png"}
+    found, rejects = said(tmp_path / "x.tar")
+    assert found == {"x.tar/0.png": {"A": 1.0}}
+    assert set(rejects) == {"x.tar/1.png", "x.tar/2.png"}
+
+
+# ---------------------------------------------------------------- columns that are not there
+
+
+def test_a_column_that_no_item_has_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    put(tmp_path / "f", a_png="", a_json={"short": "s", "long": "l"}, b_png="", b_json={"short": "s", "rare": "r"})
+    make_tar(tmp_path / "x.tar", [("0.png", png()), ("0.json", {"short": "s", "long": "l"})])
+    table = pa.table({"image": [png()], "short": ["s"], "long": ["l"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    for path in (tmp_path / "f", tmp_path / "x.tar", tmp_path / "t.parquet"):
+        with pytest.raises(UserError, match="'lnog'") as refused:
+            scan(path, {"short": 1, "lnog": 3})
+        assert "'long'" in str(refused.value.fix)
+        assert len(scan(path, {"short": 1, "long": 3})[0]) == 2
+    assert len(scan(tmp_path / "f", {"short": 1, "rare": 3})) == 2
+    with pytest.raises(UserError, match="'txt'"):
+        scan(tmp_path / "f", {"short": 1, "txt": 3})
+
+
+def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "f", a_png="", a_json={"short": "s"}, b_png="", b_json={"rare": "r"})
+    cache = Cache(tmp_path / "cache", create=True)
+    monkeypatch.setattr(scanning, "RUN", 1)
+    looked: list[str] = []
+
+    def look(source: Source, key: str, *limits: int) -> dict[str, Any]:
+        looked.append(key)
+        return scanning.from_bytes(source, key, *limits)
+
+    for _ in range(2):  # the second finds what the first, which was killed before it published the scan, has read
+        source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))
+        fragments = Fragments(cache, "f", Claims(cache.files, 60), (0, 1), Stop(0))
+        table = scanning.scan(
+            source, "f", cache, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, whole: None,
+            fragments=fragments, look=look,
+        )  # fmt: skip
+        assert (len(table), looked) == (2, ["a.png", "b.png"])

@@ -1,0 +1,205 @@
+"""When a process cannot have its data, or too little of it is its own, the run saves and ends, on every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stages.train
+from pipeline import retrying
+from pipeline.cache.store import Cache
+from pipeline.errors import AwayError, RejectRateError
+from pipeline.launch import Launch
+from pipeline.training import checkpoint, feeding, metrics
+from pipeline.training.trainer import fit
+from tests.workers import tiny_run
+
+
+def fitted(run: Path, touch: Any = None, resume: str | None = None, **train: Any) -> list[str]:
+    said: list[str] = []
+    settings = tiny_run.config(run, **{"steps": 6, **train})
+    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=said.append)
+    return said
+
+
+@pytest.mark.parametrize("every", [1000, 3], ids=["between saves", "just saved"])
+def test_no_step_is_lost_when_patience_ends(tmp_path: Path, every: int) -> None:
+    """Bit for bit the run that nothing disturbed."""
+
+    def gone(step: int) -> None:
+        if step == 3:
+            raise AwayError("s3://bucket: no answer", fix="wait")
+
+    with pytest.raises(AwayError, match="no answer"):
+        fitted(tmp_path / "run", gone, save_every=every)
+    assert checkpoint.newest(tmp_path / "run/checkpoints") == checkpoint.folder_of(tmp_path / "run/checkpoints", 3)
+    fitted(tmp_path / "run", resume="auto")
+    fitted(tmp_path / "whole")
+    resumed, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole] and len(whole) == 6
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    def gone(step: int) -> None:
+        raise AwayError("s3://bucket: no answer")
+
+    with pytest.raises(AwayError):
+        fitted(tmp_path / "run", gone)
+    assert checkpoint.newest(tmp_path / "run/checkpoints") is None
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_signal_while_a_store_is_waited_for_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.05)
+    monkeypatch.setattr(retrying, "FIRST_S", 60.0)
+
+    def waits(step: int) -> None:
+        if step == at:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            retrying.tried(lambda: (_ for _ in ()).throw(ConnectionError("away")), "s3://away", 60.0)
+
+    began = time.monotonic()
+    said = fitted(tmp_path / "run", waits)
+    assert time.monotonic() - began < 30
+    assert any(line.startswith(f"stopped by SIGTERM after step {at}") for line in said)
+    newest = checkpoint.newest(tmp_path / "run/checkpoints")
+    assert (newest is None) if at == 0 else newest == checkpoint.folder_of(tmp_path / "run/checkpoints", at)
+
+
+def test_a_run_whose_launcher_is_gone_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = [os.getppid()]
+    monkeypatch.setattr(os, "getppid", lambda: parent[0])
+
+    def killed(step: int) -> None:
+        if step == 2:
+            parent[0] = 1
+
+    for kind, end in (("torchrun", 3), ("single", 6)):  # without a launcher the shell may go: nohup
+        parent[0] = 4711
+        settings = tiny_run.config(tmp_path / kind, steps=6)
+        said: list[str] = []
+        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), say=said.append)  # type: ignore[arg-type]
+        assert report.step == end
+        assert checkpoint.newest(tmp_path / kind / "checkpoints") is not None
+        assert any("stopped by the end of the launcher" in line for line in said) == (kind == "torchrun")
+
+
+# ----------------------------------------------------------------------------------------------------- quarantine
+
+
+def rotten(cache: Path) -> None:
+    """All latents but one of each bucket of a snapshot are damaged."""
+    snapshot = Cache(cache).open_snapshot()
+    shortest = {}
+    for row in range(len(snapshot)):  # the one that fits wherever another was
+        sample = snapshot.sample(row)
+        rows = max(caption.rows for caption in sample.captions)
+        shortest[sample.bucket] = min(shortest.get(sample.bucket, (rows, row)), (rows, row))
+    for row in {*range(len(snapshot))} - {row for _, row in shortest.values()}:
+        sample = snapshot.sample(row)
+        path = cache / f"shards/{snapshot.latent_recipe.name}/{sample.shard[:2]}/{sample.shard}.tar"
+        data = bytearray(path.read_bytes())
+        data[sample.offset] ^= 1
+        path.write_bytes(data)
+
+
+def test_a_run_on_a_few_samples_ends(
+    small_cache_copy: Path, make_config: Any, tmp_path: Path, one_thread: None
+) -> None:
+    rotten(small_cache_copy)
+    config = make_config(
+        tmp_path, f"cache={small_cache_copy}", "train.steps=10", "train.log_every=1", "train.save_every=1000",
+        "train.max_quarantine_rate=0.1",
+    )  # fmt: skip
+    said: list[str] = []
+    with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
+        stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=said.append)
+    assert caught.value.exit_code == 5 and "max_quarantine_rate" in str(caught.value)
+    rows = metrics.read(Path(config.train.output) / "metrics.jsonl")
+    assert 1 <= len(rows) < 10
+    assert rows[-1]["quarantine_rate"] == pytest.approx(rows[-1]["quarantined"] / (12 * len(rows)))
+    assert checkpoint.newest(Path(config.train.output) / "checkpoints") is not None
+    assert [line for line in said if line.startswith("warning:") and "max_quarantine_rate" in line]
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_quarantine_rate": 1.0, "output": str(tmp_path / "b")})}
+    )
+    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=said.append).step == 10
+
+
+def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int | None]:
+    """(step of the warning, step that ends the run or None) for the stand-ins of each step."""
+    settings = tiny_run.config(max_quarantine_rate=rate)
+    said: list[str] = []
+    monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
+    feed = feeding.Feed(iter(()), lambda: 0, settings, said.append)
+    total, warned = 0, 0
+    for step, new in enumerate(bad, start=1):
+        total += new
+        fine = feed._bearable(batch, total)
+        warned = warned or step * bool(said)
+        if not fine:
+            return warned, step
+    return warned, None
+
+
+def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted([0, 1, 0, 0], 4, 0.05, monkeypatch) == (0, None)  # one bad sample is no catastrophe
+    assert counted([4] * 9, 4, 0.05, monkeypatch) == (1, 3)
+    assert counted([0] * 2000 + [64] * 20, 64, 0.05, monkeypatch)[1] == 2008  # however long it went well
+    assert counted([3] * 2000, 64, 0.05, monkeypatch) == (1, None)  # 4.7 %
+    warned, ended = counted([1] * 2000, 64, 0.05, monkeypatch)
+    assert warned and ended is None, "a warning comes long before"
+    assert counted([2, 0] * 500, 500, 0.05, monkeypatch) == (0, None)
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+@pytest.mark.dist
+def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> None:
+    from tests.test_dist_training import torchrun
+
+    process = torchrun("tests.workers.starved_run", tmp_path)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    for run, kind, code in (("away", "AwayError", 75), ("rotten", "RejectRateError", 5)):
+        assert (first[run]["error"], first[run]["kind"]) == (second[run]["error"], second[run]["kind"])
+        assert first[run]["kind"] == kind and first[run]["code"] == code
+    assert checkpoint.newest(tmp_path / "away/checkpoints") == checkpoint.folder_of(tmp_path / "away/checkpoints", 3)
+    # 4 of 8 samples stand in from step 4 on; more than 10 % of 200 are reached with the sixth such step
+    assert checkpoint.newest(tmp_path / "rotten/checkpoints") == checkpoint.folder_of(
+        tmp_path / "rotten/checkpoints", 8
+    )
+
+
+@pytest.mark.dist
+def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
+    from tests.test_dist_training import torchrun
+
+    process = torchrun("tests.workers.slow_run", tmp_path / "run")
+    rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 100
+    while not rows.exists() or not metrics.read(rows):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int((tmp_path / f"rank-{rank}.pid").read_text()) for rank in (0, 1)]
+    process.kill()
+    try:
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "they train on"
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    assert "stopped by the end of the launcher" in output
+    assert checkpoint.newest(tmp_path / "run/checkpoints") is not None, output
