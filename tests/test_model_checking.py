@@ -220,7 +220,7 @@ class Chain(RuleBasedStateMachine):
         code, value = forked(how(lambda: stages.bucket.run(self.config, name=name)))
         self._documented(code, value)
         if code == 0 and name is not None:
-            self.named[name] = {sample for sample in self._samples(value)} if not self.damaged else set()
+            self.named[name] = self._samples(value) if not self.damaged else set()
         elif code == KILLED and name is not None:
             self.named.pop(name, None)
         return value if code == 0 else None
