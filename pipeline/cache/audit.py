@@ -240,7 +240,9 @@ def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
 
 def _fix_of(table: str, wanted: dict[str, str]) -> str:
     """What mends a table: one that no plan, commit or scan refers to is a snapshot's, or holds channel scales."""
-    return REPAIR if table in wanted else BACKUP if table.endswith(".npy") else BUCKET
+    if table in wanted:
+        return ENCODE if wanted[table].startswith("sources/") else REPAIR
+    return BACKUP if table.endswith(".npy") else BUCKET
 
 
 def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
