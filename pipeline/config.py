@@ -425,7 +425,7 @@ class ParallelConfig(_Section):
     null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
     offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
     on the CPU; a block's parameters come to the device when it is their turn.
-    timeout_s: bounds every wait for another process.
+    timeout_s: bounds every wait for another process; one that waits for its data has `patience_s` more.
     """
 
     dp_replicate: Annotated[int, Field(ge=-1)] = 1

@@ -123,6 +123,11 @@ class Files:
             OSError: as `read`.
         """
         try:
+            return read()
+        except OSError as error:
+            if not retrying.away_disk(error):
+                raise
+        try:
             return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
         except retrying.NoAnswer as error:
             raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
