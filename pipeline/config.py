@@ -284,7 +284,8 @@ class BucketConfig(_Section):
 
 class MirrorConfig(_Section):
     """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
-    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them; shared by all processes of the machine.
+    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them and no more than its disk has space for;
+    shared by all processes of the machine.
     """
 
     path: str | None = None
@@ -926,10 +927,11 @@ def _given(tree: Any, location: tuple[int | str, ...]) -> Any:
 def _explain(error: ValidationError, tree: dict[str, Any], source: Path, touched: list[str]) -> ConfigError:
     problems = []
     for item in error.errors():
-        tags = [p for p in item["loc"] if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
+        above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
+        tags = [p for p in above if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
         if tags and tags[0].startswith("list[") != isinstance(_given(tree, item["loc"]), list):
             continue  # the member of the union that was not meant
-        location = tuple(p for p in item["loc"] if p not in tags)
+        location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
         where = "--set" if any(name == key or name.startswith(key + ".") for key in touched) else str(source)
         if item["type"] == "extra_forbidden":

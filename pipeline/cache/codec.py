@@ -249,9 +249,10 @@ def load_scale(files: Files, digest: str) -> np.ndarray:
         IntegrityError: missing, damaged or no such table.
     """
     name = layout.Paths.table(digest, "npy")
+    data = io.BytesIO(files.content(name, digest))
     try:
-        values = np.load(io.BytesIO(files.content(name, digest)), allow_pickle=False)
-    except ValueError as error:
+        values = np.lib.format.read_array(data, allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python
         raise IntegrityError(f"{files.where(name)}: is no table of channel scales: {error}") from None
     if values.dtype != np.float32 or values.ndim != 1 or not (np.isfinite(values) & (values > 0)).all():
         raise IntegrityError(f"{files.where(name)}: is no table of channel scales")

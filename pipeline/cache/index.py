@@ -11,9 +11,8 @@ that were adopted from another cache come before all others, the first of them l
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 ADOPTED = "adopted"
 """Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
@@ -122,8 +121,8 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
 
 
 def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
-    """A record table; one that is missing or damaged is made again (and published, where that is possible) if its bytes
-    come out the same.
+    """A record table; one that is missing or damaged is made again, if its bytes come out the same, and published if
+    `files.mends`.
 
     Raises:
         IntegrityError: it does not.
@@ -139,7 +138,7 @@ def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> p
         data = b"" if table is None else to_ipc(table)
         if layout.content_digest(data) != digest:
             raise
-        with suppress(CacheError):  # the cache can only be read
+        if files.mends:
             files.put_content(data, "tables", "arrow")
         return from_ipc(data, files.where(name))
 
@@ -198,7 +197,7 @@ class RecordIndex:
                     self.bytes.append(commit.bytes)
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
-                tables.append(_record_table(files, digest, lambda done=done: whole_table(files, recipe, done)))
+                tables.append(_record_table(files, digest, partial(whole_table, files, recipe, done)))
             else:
                 tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
