@@ -284,7 +284,8 @@ class BucketConfig(_Section):
 
 class MirrorConfig(_Section):
     """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
-    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them; shared by all processes of the machine.
+    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them and no more than its disk has space for;
+    shared by all processes of the machine.
     """
 
     path: str | None = None
@@ -424,7 +425,7 @@ class ParallelConfig(_Section):
     null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
     offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
     on the CPU; a block's parameters come to the device when it is their turn.
-    timeout_s: bounds every wait for another process.
+    timeout_s: bounds every wait for another process; one that waits for its data has `patience_s` more.
     """
 
     dp_replicate: Annotated[int, Field(ge=-1)] = 1
@@ -707,7 +708,7 @@ _EXPORT = (
     *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
     *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
-    *("text.recipe", "text.instruction", "text.max_length"),
+    *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
 )
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
@@ -719,10 +720,10 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket": _JOIN,
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
+    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "train": (*_CACHE, "model", "train", "data.resolution"),
     "export": _EXPORT,
     "sample": _SAMPLE,
-    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "decode": ("vae", "encode.device"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }

@@ -423,6 +423,7 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
         path.unlink()
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
+    assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1

@@ -277,7 +277,7 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     mark = out / export.MARK
     state = {"run": export._run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
     written: list[Path] = []
-    monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[5]))
+    monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
 
     def run(before: dict[str, Any], overwrite: bool) -> str:
         mark.write_text(json.dumps({"state": before}))

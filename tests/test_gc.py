@@ -27,7 +27,7 @@ from pipeline.cache import adopt, audit, index, layout, objects, owner, shard, u
 from pipeline.cache.files import STALE_TMP_S, Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
-from pipeline.config import Config, MirrorConfig
+from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests import tiny_cache
 
@@ -100,22 +100,22 @@ def collect(cache: Cache) -> list[str]:
 # ---------------------------------------------------------------- absence is no proof
 
 
-def test_a_lost_document_is_no_permission(
-    small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(small_cache_copy.parent)
-    stages.gc.run(config, yes=True, older_than_hours=0)
-    for lost in [*small_cache_copy.glob("segments/*/*.json"), *small_cache_copy.glob("recipes/*.json")]:
-        data = lost.read_bytes()
-        lost.unlink()
-        before = sorted(small_cache_copy.rglob("*"))
+def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load("tiny", [f"cache={cache.root}"])
+    for lost in [*cache.root.glob("segments/*/*.json"), *cache.root.glob("recipes/*.json")]:
+        both = [lost, cache.root / "copies" / lost.relative_to(cache.root)]
+        data = [path.read_bytes() for path in both]
+        for path in both:
+            path.unlink()
+        before = sorted(path for path in cache.root.rglob("*") if path.is_file())
         with pytest.raises(IntegrityError) as error:
             stages.gc.run(config, yes=True, older_than_hours=0)
         assert "verify --repair" in str(error.value) and "encode" in str(error.value)
-        assert sorted(small_cache_copy.rglob("*")) == before
-        lost.write_bytes(data)
+        assert sorted(path for path in cache.root.rglob("*") if path.is_file()) == before
+        for path, content in zip(both, data, strict=True):
+            path.write_bytes(content)
     assert stages.gc.run(config, yes=True, older_than_hours=0) == 0
-    assert not list(audit.verify(Cache.of(config)))
+    assert not list(audit.verify(cache))
 
 
 # ---------------------------------------------------------------- used again at the same moment
@@ -191,13 +191,13 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
 
 
 def unnamed(cache: Cache) -> str:
-    """A snapshot with a chunk of its own that no name points to, everything old; its id."""
+    """A snapshot with a table of its own that no name points to, everything old; its id."""
     first = cache.open_snapshot().id
     head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
-    chunk = cache.files.put_content(b"of that snapshot alone", "tables", "arrow")
+    chunk = cache.files.put_content(b"of that snapshot alone", "tables", "parquet")
     other = cache.add_snapshot({**head, "sources": {"gone": chunk}}, None)
     cache.point("latest", first)
-    age(cache.files, Paths.snapshot(other), Paths.table(chunk, "arrow"))
+    age(cache.files, Paths.snapshot(other), Paths.table(chunk, "parquet"))
     return other
 
 
@@ -216,9 +216,18 @@ def test_a_head_goes_before_what_it_refers_to(cache: Cache, monkeypatch: pytest.
     racing(cache, monkeypatch, gone.append)
     removed = collect(cache)
     assert removed == gone and removed[0] == Paths.snapshot(other) and len(removed) == 2
+    assert not cache.files.exists(Paths.snapshot(other)), "its copy is gone, too"
     with pytest.raises(IntegrityError, match="bucket"):
         cache.point("late", other)
     assert cache.snapshot_of("late") is None
+
+
+def test_of_a_head_that_was_lost_the_copy_counts(cache: Cache) -> None:
+    other = unnamed(cache)
+    cache.files._remove(Paths.snapshot(other))
+    assert collect(cache) == [], "what it refers to stays"
+    cache.point("mine", other)
+    assert cache.open_snapshot("mine").id == other and not list(audit.verify(cache))
 
 
 def test_an_adopted_file_is_as_young_as_a_new_one(tmp_path: Path) -> None:
@@ -325,10 +334,10 @@ def test_new_folders_outlive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", fsync)
     files = Files(tmp_path / "a" / "cache")
-    files.put("units/r/00000000/u.json", b"x")
-    for folder in (tmp_path, tmp_path / "a", files.root, files.root / "units", files.root / "units/r"):
+    files.put("claims/r/00000000/u.json", b"x")
+    for folder in (tmp_path, tmp_path / "a", files.root, files.root / "claims", files.root / "claims/r"):
         assert folder in synced
-    assert synced[-1] == files.root / "units/r/00000000"
+    assert synced[-1] == files.root / "claims/r/00000000"
 
 
 def test_a_put_that_is_asked_twice_accuses_nobody(
@@ -535,7 +544,7 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         path.unlink()
         if damage == "cut":
             path.write_bytes(b"cut")
-    with pytest.raises(IntegrityError, match="encode"):
+    with pytest.raises(IntegrityError, match="verify --repair"):
         stages.bucket.run(make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3"))
     done = stages.encode.run(config, data=str(photos))
     assert (done["images"], done["captions"]) == (lost["latent"], lost["text"]), "these, and no others"
@@ -553,17 +562,18 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         )
 
 
-def test_a_lost_record_table_is_read_out_of_its_shard(small_cache_copy: Path, make_config: MakeConfig) -> None:
-    cache = Cache(small_cache_copy)
+def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     recipe = cache.recipes("latent")[0].name
     before = cache.index(recipe)
     segment = cache.files.document(Paths.segment(recipe, 0))
     names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
-    found = cache.index(recipe)
-    assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
-    assert cache.files.exists(Paths.table(names[0], "arrow"))
+    for mends in (False, True):
+        cache.files.mends = mends
+        found = cache.index(recipe)
+        assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
+        assert cache.files.exists(Paths.table(names[0], "arrow")) == mends
 
 
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -22,7 +23,8 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline import retrying
-from pipeline.cache import layout
+from pipeline.cache import copies, layout
+from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
 from pipeline.cache.shard import ShardWriter
@@ -30,7 +32,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.data.loader import Loader
 from pipeline.encoding.claims import Claims
-from pipeline.errors import AwayError, CacheError, IntegrityError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.processes import command
 from tests.test_cache import LATENT
 
@@ -60,6 +62,31 @@ def put_raw(files: ObjectFiles, name: str, data: bytes) -> None:
 
 
 # ---------------------------------------------------------------- the same operations
+
+
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: str, mirror: MirrorConfig) -> None:
+    files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
+    name, copy, body = "names/a/00000000.json", "copies/names/a/00000000.json", {"name": "a", "snapshot": "one"}
+    assert files.put(name, layout.seal(body)) and files.read(copy) == files.read(name)
+    assert files.put("claims/a.json", b"1") and not files.holds("copies/claims/a.json")
+    files.replace(name, b"damaged")
+    assert files.document(name) == body and list(files.damage) == [name] and files.read(name) == b"damaged"
+    files.mends = True
+    assert list(files.documents([name, name])) == [body, body] and files.read(name) == layout.seal(body)
+    files._remove(name)
+    assert files.exists(name) and not files.holds(name)
+    assert files.names("names/a") == ["00000000.json"] and files.folders("names") == ["a"]
+    assert files.numbers("names/a") == [0] and not files.put(name, layout.seal({**body, "snapshot": "two"}))
+    copies.complete(files)
+    assert files.read(name) == layout.seal(body)
+    for one in (name, copy):
+        files.replace(one, b"damaged")
+    with pytest.raises(IntegrityError):
+        files.document(name)
+    files.set_aside(name)
+    assert not files.exists(name) and [len(files.read(e.name)) for e in files.walk("damaged")] == [7, 7]
+    assert files.put(name, layout.seal(body)) and files.discard(name, files.now() + 60) and not files.exists(name)
 
 
 @pytest.mark.parametrize("kind", ["disk", "objects"])
@@ -229,6 +256,49 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
     finally:
         del files.fs.get_file
     assert list(folder.glob("tmp/*")) == []
+
+
+class Disk:
+    """The mirror's disk: `capacity` bytes, of which `shown` says what it may."""
+
+    def __init__(self, files: ObjectFiles, capacity: int, honest: bool, patch: pytest.MonkeyPatch):
+        self.files, self.capacity, self.fetches = files, capacity, 0
+        real = files.fs.get_file
+
+        def get_file(remote: str, local: str) -> None:
+            self.fetches += 1
+            Path(local).write_bytes(b"part")
+            if self.free() < files.fs.info(remote)["size"]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(remote, local)
+
+        patch.setattr(files.fs, "get_file", get_file)
+        patch.setattr(mirrors, "free_at", lambda root: self.free() if honest else 2**40)
+        patch.setattr(mirrors, "SPARE", 2_000)
+
+    def free(self) -> int:
+        return self.capacity - sum(path.stat().st_size for path in self.files.mirror.root.glob("??/*"))
+
+
+@pytest.mark.parametrize("honest", [True, False], ids=["free space is known", "a quota"])
+def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
+    objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch, honest: bool
+) -> None:
+    names = [layout.Paths.table(objects.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy") for n in range(5)]
+    disk = Disk(objects, 36_000, honest, monkeypatch)
+    for turn in range(2):
+        for n, name in enumerate(names):
+            assert bytes(objects.open(name).map()) == bytes([n]) * 10_000
+        left = [path.name for path in objects.mirror.root.glob("??/*")]
+        assert len(left) == 3 and {Path(name).name for name in names[2:]} == set(left), f"turn {turn}"
+    assert objects.mirror.room == (17_000 if honest else objects.mirror.limit)
+    objects.let_go()
+    disk.capacity, disk.fetches = 9_000, 0
+    with pytest.raises(NoSpaceError, match="mirror's disk is full") as caught:
+        objects.open(names[0])
+    assert caught.value.exit_code == 6 and "mirror.path" in (caught.value.fix or "")
+    assert disk.fetches <= 4, "nothing is fetched again and again"
+    assert not list(objects.mirror.root.glob("tmp/*"))
 
 
 def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:

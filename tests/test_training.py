@@ -369,7 +369,7 @@ def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_directory_tells_the_run(finished: Path) -> None:
-    settings = tiny_run.config(finished, steps=6, save_every=2)
+    settings = trainer.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000002", "step-00000004", "step-00000006",
@@ -391,6 +391,20 @@ def test_rows_are_means_over_the_steps_between(finished: Path, tmp_path: Path) -
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 6]
     assert [row["loss"] for row in rows] == pytest.approx([sum(every[:4]) / 4, sum(every[4:]) / 2])
+
+
+def test_the_run_warms_up_from_its_first_step_also_when_resumed(tmp_path: Path) -> None:
+    def settings(steps: int) -> Config:
+        rule = {"lr": 1e-3, "warmup_steps": 4, "scale_lr": "sqrt"}
+        return tiny_run.config(tmp_path / "run", steps=steps, optim=rule)
+
+    _fit(settings(2))
+    _fit(settings(6), resume="auto")
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    full = 1e-3 * math.sqrt(tiny_run.GLOBAL_BATCH / 256)
+    assert [row["lr"] for row in rows] == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
+    model = tiny_run.model(settings(6))
+    assert [row["loss"] for row in rows] == tiny_run.train_losses(model, settings(6), 6), "the optimizer gets that rate"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -13,7 +13,6 @@ Names are relative to the root with forward slashes. `Files` is a folder on a di
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import shutil
@@ -33,8 +32,6 @@ from pipeline import retrying
 from pipeline.cache import layout, owner
 from pipeline.cache.layout import Paths
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
-
-_log = logging.getLogger(__name__)
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
@@ -125,6 +122,11 @@ class Files:
             AwayError: it was away for too long.
             OSError: as `read`.
         """
+        try:
+            return read()
+        except OSError as error:
+            if not retrying.away_disk(error):
+                raise
         try:
             return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
         except retrying.NoAnswer as error:
@@ -356,7 +358,7 @@ class Files:
         self._remove(name)
 
     def set_aside(self, name: str) -> None:
-        """Move a document that cannot be read, and its copy, to `damaged/`: its name is free again."""
+        """Move a file that cannot be read, and a document's copy, to `damaged/`: its name is free again."""
         for one in (name, Paths.copy(name)):
             if self.holds(one):
                 self._move(one, f"damaged/{one}-{uuid.uuid4().hex[:8]}")
@@ -455,7 +457,7 @@ class Files:
             if name not in self.damage:
                 self.damage[name] = error.what
                 what = "it was put back" if self.mends else f"to put it back: {layout.REPAIR}"
-                _log.warning("%s; its copy is read instead (%s)", error.what, what)
+                retrying.say(f"{error.what}; its copy is read instead ({what})")
             if self.mends:
                 self.replace(name, data)
             return body

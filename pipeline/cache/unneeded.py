@@ -17,6 +17,7 @@ shard is made again by `encode` or brought again by `bucket`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
@@ -54,7 +55,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
     if found is not None:
         raise IntegrityError(
             f"{cache.files.where(found.path)}: {found.problem}", expected="a whole cache",
-            fix="sana-pipe verify --repair, or sana-pipe encode again if it was stopped before its end",
+            fix=f"{found.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
         )  # fmt: skip
     before = (cache.files.now() if now is None else now) - older_than_s
     needed = _Needed(cache, before)
@@ -129,7 +130,7 @@ class _Needed:
         written = {entry.name: entry.modified for entry in cache.files.walk("snapshots")}
         for name in (f"snapshots/{head}" for head in cache.files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
-            counts = snapshot_id in named or written.get(name, before) > before
+            counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy is there
             try:
                 body = cache.files.document(name)
             except CacheError:
