@@ -2,8 +2,8 @@
 
 What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record.
 Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
-Price: `verify` reads every byte once; `status` reads documents and scans, and asks for the sizes of the files that named
-snapshots need. A document is read on its own, one request after the other.
+Price: `verify` reads every byte once; `status` reads documents and scans, and asks for sizes of what named snapshots
+need. A document is read on its own, one request after the other.
 """
 
 from __future__ import annotations
