@@ -502,7 +502,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.training import trainer
 
     def begin(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise UserError("it begins")
 
     monkeypatch.setattr(trainer, "start_values", begin)
 
@@ -521,7 +521,7 @@ def test_a_refused_start_names_nothing(
     with monkeypatch.context() as patch, pytest.raises(CacheError, match="snapshots name"):
         read_only(cache.files, patch)
         stages.train.run(config)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(UserError, match="it begins"):
         stages.train.run(config)
     assert cache.snapshot_names() == ["latest", f"trained-{cache.open_snapshot().id[:16]}"]
 
