@@ -142,7 +142,7 @@ class Chain(RuleBasedStateMachine):
         self.pictures.mkdir()
         self.config = self.make_config(
             self.folder, "bucket.batch=1", "encode.unit_images=2", "encode.unit_captions=3", "text.mode=exact",
-            "encode.claim_timeout_s=0.2", "data.decoder=pillow",
+            "encode.claim_timeout_s=0.2", "data.decoder=pillow", "encode.max_shrink=1",
         )  # fmt: skip
         self.model: dict[str, tuple[int, int, str]] = {}
         self.named: dict[str, set[str]] = {}
