@@ -161,11 +161,11 @@ def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
             break
         try:
             content = source.read(item.key)
-            limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
-            width, height = image.probe(content, **limits)
+            limits = config.data.max_pixels, config.data.max_bytes
+            width, height = image.probe(content, *limits)
             scale = min(1.0, 4 * config.data.resolution / min(width, height))
             size = (max(1, round(height * scale)), max(1, round(width * scale)))
-            pictures.append(image.load(content, size, config.data.background, **limits))
+            pictures.append(image.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
         except (Unreadable, image.ImageReject) as error:
             print(f"not used for the small VAE: {item.key}: {error}", flush=True)
     if not pictures:

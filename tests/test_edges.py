@@ -34,7 +34,7 @@ RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 
 
 def drawn(*scored: tuple[str, float | None], rule: CaptionRule = RULE) -> dict[str, float]:
-    return dict(rule.settle([Candidate(text, 1.0, score) for text, score in scored])[0])
+    return dict(rule.settle([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
 
 
 def test_a_score_at_the_threshold_passes_it() -> None:
@@ -49,7 +49,7 @@ def test_scores_of_zero_and_below_and_equal_texts() -> None:
     assert rule.read({"text": ["a"], "score": [-3]}).candidates == [Candidate("a", 1.0, 0.0)]
     plain = CaptionRule()
     for weights in ((1.0, 3.0), (3.0, 1.0)):
-        assert plain.settle([Candidate("same", weight) for weight in weights])[0] == (("same", 3.0),)
+        assert plain.settle([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
 
 
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
@@ -319,6 +319,18 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path) -> None:
     add(of, "one", many)
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]
+
+
+def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache")
+    one, two = pictures(2)
+    add(of, "one", [
+        dataclasses.replace(one, captions=(("a", 1.0), ("never", 0.0))),
+        dataclasses.replace(two, captions=(("b", 1.0), ("c", 0.5))),
+    ])  # fmt: skip
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    weights = {snapshot.origin(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
+    assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 
 def test_limits_of_a_policy_are_allowed_themselves() -> None:
