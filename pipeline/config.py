@@ -793,7 +793,7 @@ def load(
         tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -825,6 +825,10 @@ def written(config: Config) -> dict[str, Any]:
 def dump(config: Config) -> str:
     """YAML of `written`: what a run directory keeps."""
     return yaml.safe_dump(written(config), sort_keys=False)
+
+
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What PyYAML raises: a number may have too many digits, a date a thirteenth month, a list too many lists in it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -861,7 +865,7 @@ def _override(tree: dict[str, Any], text: str) -> str:
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
         parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
     node = tree
     for key in keys[:-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pipeline.config import load, shipped
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import expected_shapes
 from pipeline.training import optim
+from tests import hub_layouts
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 GPUS = 8
@@ -28,7 +30,10 @@ NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num
     "sana15_1600m_1024": ("Sana_1600M_1024px_AdamW_fsdp", 2e-5, 32, 1000),
     "sana15_4800m_1024": ("SANA1.5 4.8B, CAME in 8 bits", 2e-5, 2, 2000),
 }
-NAMES = r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|fp32|bf16|fp16|\d+ px"
+NAMES = (
+    r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`|"
+    r"fp32|bf16|fp16|\d+ px"
+)
 """What has digits and is a name."""
 SOURCED = {
     "sana_1600m_1024": [
@@ -88,6 +93,14 @@ def derived(name: str) -> list[str]:
         f"a run of at least {2 * warmup:,} steps: 4,000 pictures x 4 epochs / {batch} are {16000 // batch} steps",
         f"--set train.optim.warmup_steps={16000 // batch // 10} then",
     ]
+    assert config.model.weights is not None
+    sets = hub_layouts.RELEASED[config.model.weights.id]["transformer"]
+    each_byte = max(one.dtype.itemsize for one in sets)
+    sizes = [count / 1e9 for count in (parameters * each_byte, *_encoders())]
+    found.append(
+        f"Fetched are {sum(sizes):.1f} GB: {sizes[0]:.1f} of the transformer ({'fp32' if each_byte == 4 else 'bf16'}), "
+        f"{sizes[1]:.1f} of Gemma-2-2b (bf16), {sizes[2]:.1f} of the VAE (fp32) (parameters times bytes)"
+    )
     if train.optim.scale_lr == "none":
         times = lr / by_rule
         found.append(f"Ours is {rate(lr)}, {'twice' if round(times, 2) == 2 else f'{times:.2f} times'} their rule")
@@ -100,6 +113,23 @@ def derived(name: str) -> list[str]:
     found += [both] if "at microbatch" in head(name) else []
     found += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
     return found
+
+
+@functools.cache
+def _encoders() -> tuple[int, int]:
+    """Bytes of Gemma-2-2b's decoder stack in bf16 and of Sana's DC-AE in fp32, as the libraries build them."""
+    import torch
+    from diffusers import AutoencoderDC
+    from transformers import Gemma2Config, Gemma2Model
+
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    with torch.device("meta"):
+        vae = AutoencoderDC(
+            encoder_block_types=blocks, decoder_block_types=blocks, encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
+            downsample_block_type="conv", upsample_block_type="interpolate",
+        )  # fmt: skip
+        text = Gemma2Model(Gemma2Config())
+    return 2 * sum(p.numel() for p in text.parameters()), 4 * sum(p.numel() for p in vae.parameters())
 
 
 def _size(sizes: Any) -> int:

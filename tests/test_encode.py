@@ -73,7 +73,7 @@ def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: 
     assert stages.encode.run(start, data=str(source), rehash=True)["images"] == 0
     after = files(Path(start.cache))
     new = set(after) - set(before)
-    assert {p.split("/")[0] for p in new} <= {"sources", "tables"}
+    assert {p.split("/")[0] for p in new} <= {"copies", "sources", "tables"}
     assert all(after[name] == data for name, data in before.items())
 
 

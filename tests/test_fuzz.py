@@ -23,7 +23,10 @@ from pipeline.cache.store import Cache
 from pipeline.config import load
 from pipeline.data import store
 from pipeline.data.source import FolderSource
-from pipeline.errors import ConfigError, IntegrityError
+from pipeline.encoding import claims
+from pipeline.errors import ConfigError, IntegrityError, UserError
+from pipeline.models.sana_config import read_config
+from pipeline.training.checkpoint import CheckpointError, read_document
 from tests.test_sources import listed, make_tar, opened
 
 WORKER = Path(__file__).parent / "workers" / "fuzzing.py"
@@ -85,6 +88,20 @@ def test_an_array_that_says_it_is_huge(tmp_path: Path) -> None:
         codec.load_scale(files, digest)
 
 
+def test_a_frame_that_says_it_is_huge(tmp_path: Path) -> None:
+    coder = codec.Codec(Files(tmp_path), "text", codec.LOSSLESS)
+    bits, back = np.arange(18, dtype=np.uint16).reshape(3, 6), np.empty((3, 6), np.uint16)
+    payload = coder.encode(bits)
+    coder.decode(payload, back, "here")
+    assert np.array_equal(back, bits)
+    frame = payload.index(b"\x28\xb5\x2f\xfd")
+    assert payload[frame + 4] == 0x20 and payload[frame + 5] == 18, "one byte says how much it is"
+    huge = payload[: frame + 4] + b"\xe0" + struct.pack("<Q", 1 << 62) + payload[frame + 6 :]
+    for other in (huge, payload[: frame + 5] + b"\x11" + payload[frame + 6 :]):
+        with pytest.raises(IntegrityError, match="another number of exponents"):
+            coder.decode(other, back, "here")
+
+
 def test_offsets_and_text_of_arrow_files_are_checked() -> None:
     good = shard.to_ipc(pa.table({"x": ["said"] * 5}))
     offsets = struct.pack("<6i", *range(0, 24, 4))
@@ -135,6 +152,28 @@ def test_reading_allocates_no_more_than_the_file_has(tmp_path: Path) -> None:
     path.write_bytes(data)
     items, rejects = listed(opened(path))
     assert list(items) == ["a.tar/0.png"] and rejects
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "2001-99-01", "[" * 3000, "[" * 3000 + "]" * 3000])
+def test_a_value_that_yaml_cannot_hold(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError):
+        load("tiny", [f"cache={value}"])
+    (tmp_path / "c.yaml").write_text(f"cache: {value}\n")
+    with pytest.raises(ConfigError):
+        load(tmp_path / "c.yaml")
+
+
+def test_documents_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    deep = b'{"a":' * 3000
+    with pytest.raises(IntegrityError, match="not a document"):
+        layout.unseal(deep, "here")
+    assert claims._parsed(deep) == {}
+    (tmp_path / "checkpoint.json").write_bytes(deep)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_document(tmp_path)
+    (tmp_path / "config.json").write_bytes(deep)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["[", "data.[[x", "list[int]", "train.steps[0]"])

@@ -142,7 +142,7 @@ class Chain(RuleBasedStateMachine):
         self.pictures.mkdir()
         self.config = self.make_config(
             self.folder, "bucket.batch=1", "encode.unit_images=2", "encode.unit_captions=3", "text.mode=exact",
-            "encode.claim_timeout_s=0.2", "data.decoder=pillow",
+            "encode.claim_timeout_s=0.2", "data.decoder=pillow", "encode.max_shrink=1",
         )  # fmt: skip
         self.model: dict[str, tuple[int, int, str]] = {}
         self.named: dict[str, set[str]] = {}
@@ -220,7 +220,7 @@ class Chain(RuleBasedStateMachine):
         code, value = forked(how(lambda: stages.bucket.run(self.config, name=name)))
         self._documented(code, value)
         if code == 0 and name is not None:
-            self.named[name] = {sample for sample in self._samples(value)} if not self.damaged else set()
+            self.named[name] = self._samples(value) if not self.damaged else set()
         elif code == KILLED and name is not None:
             self.named.pop(name, None)
         return value if code == 0 else None

@@ -358,7 +358,7 @@ class Files:
         self._remove(name)
 
     def set_aside(self, name: str) -> None:
-        """Move a document that cannot be read, and its copy, to `damaged/`: its name is free again."""
+        """Move a file that cannot be read, and a document's copy, to `damaged/`: its name is free again."""
         for one in (name, Paths.copy(name)):
             if self.holds(one):
                 self._move(one, f"damaged/{one}-{uuid.uuid4().hex[:8]}")

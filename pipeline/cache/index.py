@@ -229,35 +229,33 @@ class RecordIndex:
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
         """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts,
-        but a record whose shard is lost gives way to every other.
+        but the last of all are records of the first whose shard is lost.
 
         `origin` says for each of its `shards` which of the indexes it is from.
         """
         if len(indexes) == 1:
             return indexes[0]
-        whole = cls.__new__(cls)
-        whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
+        whole, here = cls.__new__(cls), indexes[0]
+        whole.recipe, whole.kind = here.recipe, here.kind
         whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
+        others = [(at, one, np.ones(len(one.shards), bool)) for at, one in enumerate(indexes[1:], start=1)]
+        ranks = [(0, here, ~here.lost), *others, (0, here, here.lost)]
         first: dict[str, int] = {}
-        for lost in (False, True):  # of a shard that two caches know, the one that has it
-            for at, one in enumerate(indexes):
-                for i in np.flatnonzero(one.lost == lost).tolist():
-                    if one.shards[i] not in first:
-                        first[one.shards[i]] = len(whole.shards)
-                        whole.shards.append(one.shards[i])
-                        whole.bytes.append(one.bytes[i])
-                        whole.origin.append(at)
-        numbers = [np.array([first[name] for name in one.shards], np.uint32) for one in indexes]
+        for at, one, counts in ranks:
+            for i in np.flatnonzero(counts).tolist():
+                if one.shards[i] not in first:
+                    first[one.shards[i]] = len(whole.shards)
+                    whole.shards.append(one.shards[i])
+                    whole.bytes.append(one.bytes[i])
+                    whole.origin.append(at)
         whole.rejects = [reject for one in indexes for reject in one.rejects]
-        # The last of equals is kept: what is lost first, then the indexes from the last to the first.
-        parts = [
-            (one, number, one.lost[one.columns["shard"]] == lost)
-            for lost in (True, False)
-            for one, number in zip(indexes[::-1], numbers[::-1], strict=True)
-        ]
+        parts = []  # the last of equals is kept
+        for _, one, counts in ranks[::-1]:
+            number = np.array([first[name] for name in one.shards], np.uint32)
+            parts.append((one, number, counts[one.columns["shard"]]))
         columns = {
             name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
-            for name in indexes[0].columns if name != "shard"
+            for name in here.columns if name != "shard"
         }  # fmt: skip
         shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
         whole._fill({"shard": shards, **columns})

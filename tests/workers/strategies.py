@@ -137,12 +137,11 @@ def reference(folder: Path) -> None:
         settings = alone({"norm": norm})
         loss, length, found = tiny_run.gradients(tiny_run.model(settings), settings, pieces(settings, Launch()))
         losses = tiny_run.train_losses(tiny_run.model(settings), settings, STEPS)
-        distances = {}
-        for residual in ("fp32", "compute"):
-            half = settings_of({"precision": "bf16", "residual": residual, "norm": norm})
-            plain = tiny_run.gradients(tiny_run.model(half).bfloat16(), half, pieces(settings, Launch()))
-            distances[residual] = tiny_run.distance({n: g.float() for n, g in plain[2].items()}, found)
-        kept = {"loss": loss, "norm": length, "gradients": found, "losses": losses, "bf16": distances}
+        # With bf16 tokens, whose rounding outweighs that of the partial sums under tensor parallelism.
+        plain = tiny_run.gradients(tiny_run.model(settings).bfloat16(), settings_of({"precision": "bf16"}),
+                                   pieces(settings, Launch()))  # fmt: skip
+        kept = {"loss": loss, "norm": length, "gradients": found, "losses": losses,
+                "bf16": tiny_run.distance({n: g.float() for n, g in plain[2].items()}, found)}  # fmt: skip
         torch.save(kept, folder / f"alone-{norm}.pt")
 
 
@@ -167,7 +166,7 @@ def compare(launch: Launch, folder: Path) -> None:
             "loss": abs(loss - expected["loss"]),
             "norm": abs(norm / expected["norm"] - 1),
             "gradient": tiny_run.distance(mine, expected["gradients"]),
-            "plain_bf16": expected["bf16"][settings.train.residual or "compute"],
+            "plain_bf16": expected["bf16"],
             "losses": max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True)),
         }
     if launch.is_main:
