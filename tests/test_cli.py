@@ -78,7 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--help") == 0
-    listed = capsys.readouterr().out.partition("Commands:")[2]
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes:")[0]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
         "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train",
         "verify",
@@ -367,6 +367,8 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
             code for code, (module, kind) in raisers.items()
             if module in seen and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
         }  # fmt: skip
+        if "pipeline.training.feeding" in seen:  # which keeps a RejectRateError until the run has saved
+            able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
         assert end(*(["snapshots"] if name == "diff" else []), name, "--help") == 0
         said = capsys.readouterr().out.partition("Exit codes:")[2]

@@ -35,7 +35,7 @@ from pipeline.data.store import Disk
 from pipeline.errors import AwayError, CacheError, UserError
 
 COUNT = 12
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # where there will be no answer
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +164,8 @@ def ranged_server(data: Path) -> Iterator[Server]:
     yield from serve(data, True)
 
 
-def opened(address: str, **config: Any) -> Source:
-    return open_source(address, DataConfig(**config), patience_s=PATIENCE_S)
+def opened(address: str, patience_s: float = 60.0, **config: Any) -> Source:
+    return open_source(address, DataConfig(**config), patience_s=patience_s)
 
 
 def content(source: Source) -> dict[str, tuple[bytes, tuple[tuple[str, float], ...]]]:
@@ -351,7 +351,7 @@ def test_a_disk_is_read_as_ever(data: Path) -> None:
 def test_a_hiccup_is_tried_again_and_a_store_that_is_away_is_no_bad_picture(ranged_server: Server) -> None:
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     keys = list(content(source))
-    source = opened(f"{ranged_server.url}/tars/s-0.tar")
+    source = opened(f"{ranged_server.url}/tars/s-0.tar", PATIENCE_S)
     first = opened(f"{ranged_server.url}/tars/s-0.tar")
     source.recall((i.key, "s-0.tar", i.where or "") for i in first.items() if isinstance(i, Item))
     ranged_server.fail = 3
@@ -364,7 +364,7 @@ def test_a_hiccup_is_tried_again_and_a_store_that_is_away_is_no_bad_picture(rang
 
 
 def test_a_file_that_never_comes_while_others_do_is_that_file_s_fault(ranged_server: Server) -> None:
-    source = opened(f"{ranged_server.url}/folder/{{0..1}}.tar").store
+    source = opened(f"{ranged_server.url}/folder/{{0..1}}.tar", PATIENCE_S).store
     ranged_server.broken = "/folder/a%203.jpg"
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(source.read, "a 3.jpg")
@@ -388,8 +388,9 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
-    source = open_source(ranged_server.url, DataConfig(), format="folder", patience_s=PATIENCE_S)
+    source = open_source(ranged_server.url, DataConfig(), format="folder")
     assert len([item for item in source.items() if isinstance(item, Item)]) == COUNT
+    monkeypatch.setattr(source.store, "_patience_s", PATIENCE_S)
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
@@ -397,7 +398,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
-        list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar").store.names(""))
+        list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar", PATIENCE_S).store.names(""))
     ranged_server.broken = ""
     assert len(list(cache.walk("tars"))) == 2
     assert list(cache.walk("nothing")) == []
@@ -406,7 +407,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
 def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
         with pytest.raises(UserError, match=f"cannot be {what}") as refused:
-            list(opened(address).items())
+            list(opened(address, PATIENCE_S).items())
         assert "does not exist" not in str(refused.value)
 
 
