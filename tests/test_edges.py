@@ -353,3 +353,17 @@ def test_unit_documents_tell_what_may_pass() -> None:
     reject = index.Reject("00" * 16, "item", "gone", retry=True)
     body = json.loads(json.dumps(index.Commit("aa", None, 0, 0, None, (reject,), {}).body()))
     assert index.Commit.from_body(body).rejects == (reject,)
+
+
+def test_which_causes_may_pass(tmp_path: Path) -> None:
+    (tmp_path / "changed").write_bytes(b"other")
+    (tmp_path / "broken").write_bytes(b"no picture")
+    rows = work([1, 2, 3]).to_pylist()
+    for row, item, data in zip(rows, ("changed", "broken", "gone"), (b"one", b"no picture", b"x"), strict=True):
+        row.update(item=item, digest=layout.digest(data))
+    made = worker.image_records(
+        LATENT, Unit("aa", 0, 3, 3), pa.Table.from_pylist(rows, schema=planning.IMAGES),
+        {"s": source.FolderSource(tmp_path, "text")}, None, max_pixels=100, workers=1,  # type: ignore[arg-type]
+    )  # fmt: skip
+    rejects = {reject.item: reject.retry for _, found in made for reject in found}
+    assert rejects == {"changed": True, "broken": False, "gone": True}
