@@ -49,6 +49,7 @@ from pipeline.parallel.spread import spread
 from pipeline.processes import run_and_exit
 from pipeline.training import optim
 from pipeline.training.step import Step
+from pipeline.training.trainer import numerics
 from pipeline.training.watch import peak_tflops
 
 SIDE, ROWS = 32, 300
@@ -109,9 +110,9 @@ def _random(model: torch.nn.Module) -> None:
 
 def ours(row: Row, config: SanaConfig, device: torch.device, ending: ExitStack) -> Callable[[], None]:
     """The trainer's step. `ending` closes the process group."""
-    train = TrainConfig.model_validate({"microbatch": row.batch, "precision": "bf16", **row.train})
+    train = TrainConfig.model_validate({"microbatch": row.batch, "precision": "bf16", "residual": "fp32", **row.train})
     mesh = ending.enter_context(started(Launch(), train.parallel, device))
-    held = spread(SanaTransformer.on_meta(config), mesh, train)
+    held = spread(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
     _random(held.module)
     held.module.train()
     step = Step(held, FlowMatching(train.flow), optim.build(held.module, train.optim, device), train, device)

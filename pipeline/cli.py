@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from pipeline import __version__
-from pipeline.errors import UserError
+from pipeline.errors import EXIT_CODES, UserError
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
     from pipeline.config import Config
 
+FIRST_S = 3.0
+"""How long a process that is not the first waits before it prints an error: launchers end it within that time."""
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 """What a file system says of a path that a person gave, whatever the command wanted to do there."""
@@ -35,7 +38,27 @@ REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELO
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Command(click.Command):
+    """Says in its help which exit codes it has."""
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        known = [
+            (str(code), meaning)
+            for code, (meaning, commands) in EXIT_CODES.items()
+            if not commands or self.name in commands or self.name == "demo"
+        ]
+        with formatter.section("Exit codes"):
+            formatter.write_dl(known)
+
+
+class _Group(_Command, click.Group):
+    command_class = _Command
+
+
+_Group.group_class = _Group
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="sana-pipe")
 def cli() -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
@@ -137,9 +160,7 @@ def encode(
     SIGTERM or SIGUSR1: the unit in hand is finished within encode.grace_s or dropped, and the exit code is 0; run the
     same command again to continue.
 
-    Exit code 6: there is no room for what is to be written (with --dry-run: there will not be); encoding waits for it
-    as long as encode.low_disk_wait_s says. Exit code 5: more rejects than encode.max_reject_rate, or
-    nothing but rejects.
+    Encoding waits for space as long as encode.low_disk_wait_s says; --dry-run ends with 6 if there will not be enough.
     """
     if (task_index is None) != (task_count is None):
         raise click.UsageError("--task-index and --task-count belong together")
@@ -147,9 +168,8 @@ def encode(
         raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    given = [*overrides, *([f"text.mode={text_mode}"] if text_mode else [])]
-    given += ["encode.max_shrink=1"] if shrink else []
-    config = _load(config_path, given, *(["--engine ray"] if engine == "ray" else []))
+    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
+    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
     from stages import encode as stage
 
     options: dict[str, Any] = {
@@ -234,10 +254,7 @@ def snapshots(context: click.Context, config_path: str | None, overrides: tuple[
 @click.argument("b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
 def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as_json: bool) -> Any:
-    """Samples that B has and A has not, the reverse, and those that changed. A, B: names or ids.
-
-    Exit code 0 if they hold the same samples, 1 if not.
-    """
+    """Samples that B has and A has not, the reverse, and those that changed. A, B: names or ids."""
     config = _load(config_path, overrides)
     from stages import snapshots as stage
 
@@ -341,7 +358,7 @@ def export(
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema, dtype=dtype, form=form, overwrite=overwrite)
+    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite, dtype=dtype, form=form)
 
 
 @cli.command()
@@ -383,8 +400,7 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
 @_configured
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """What the cache holds and what is missing, while or after it is filled. Exit code 1 while units are missing, 4 if
-    something is damaged."""
+    """What the cache holds and what is missing, while or after it is filled."""
     config = _load(config_path, overrides)
     from stages import status as stage
 
@@ -399,7 +415,7 @@ def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -
 def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
-    """Read the whole cache and name what is damaged. Exit code 4 if something is (and was not restored)."""
+    """Read the whole cache and name what is damaged."""
     config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
@@ -442,15 +458,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:
-        click.echo(f"sana-pipe: {error}", err=True)
+        _say(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in REFUSED or error.filename is None:
             raise
         fix = "check the path, and who may read, enter and write its folders"
-        click.echo(f"sana-pipe: {UserError(f'{error.filename}: {error.strerror}', fix=fix)}", err=True)
+        _say(UserError(f"{error.filename}: {error.strerror}", fix=fix))
         sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _say(error: UserError) -> None:
+    """Print an error once for all processes of a launch: the first process does, another one only what is its alone.
+
+    What every process finds by itself, such as a misspelt option, cannot be known to be so; but the launcher ends the
+    others when the first one has ended.
+    """
+    from pipeline.launch import detect
+
+    try:
+        rank = detect().rank
+    except UserError:
+        rank = 0
+    if rank:
+        if error.everywhere:
+            return
+        time.sleep(FIRST_S)
+    click.echo(f"sana-pipe: {f'process {rank}: ' if rank else ''}{error}", err=True)
 
 
 def console() -> NoReturn:

@@ -23,6 +23,8 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    everywhere = False
+    """Raised in the same words on every process of the launch."""
 
     def __init__(self, what: str, *, expected: object = None, found: object = None, fix: str | None = None):
         what = strip_credentials(what)
@@ -70,3 +72,23 @@ class RejectRateError(UserError):
     `train.max_quarantine_rate` does."""
 
     exit_code = 5
+
+
+_CACHE = ("encode", "bucket", "snapshots", "diff", "train", "sample", "status", "verify", "gc", "forget")
+EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
+    0: ("the work is done; a signal that asks for a clean end (SIGTERM, SIGUSR1) was obeyed", ()),
+    1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with its traceback", ()),
+    2: ("a wrong option, setting, file or environment", ()),
+    3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
+    4: ("bytes of the cache are damaged", _CACHE),
+    5: ("more items were rejected than encode.max_reject_rate allows, or all of them", ("encode",)),
+    6: ("there is no space for what is to be written", tuple(name for name in _CACHE if name != "forget")),
+    7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
+    8: ("the process that decodes pictures failed", ("sample",)),
+    9: ("the loss or the gradient is not a finite number", ("train",)),
+    10: ("another training has the run directory", ("train",)),
+    74: ("the work is done, but its last lines could not be written to stdout", ()),
+    130: ("interrupted by Ctrl-C", ()),
+}
+"""What the exit code of a command means, and which commands can end with it (none named: all). `demo` ends with the
+code of the command that failed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Config, TextConfig, VaeConfig, Weights, written
+from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
 from pipeline.data.captions import INSTRUCTIONS, instruction
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
@@ -53,9 +53,6 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-_PATHS = ("_name_or_path", "name_or_path", "tokenizer_file")
-"""Keys under which the libraries note where a model was loaded from."""
-
 _VAE_DEFAULTS = {"latent_channels": 32, "blocks": 6}
 _TEXT_WIDTH = 2304
 
@@ -71,24 +68,18 @@ class Parts:
 
 
 def run(
-    config: Config,
-    checkpoint: str,
-    out: Path,
-    *,
-    ema: bool = False,
-    dtype: str = "fp32",
+    config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwrite: bool = False, dtype: str = "fp32",
     form: str = "diffusers",
-    overwrite: bool = False,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the folder.
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, or be empty.
         ema: the running average of the weights instead of the last ones.
+        overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline) or `nvlabs` (the transformer).
-        overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
 
     Returns:
         `out`.
@@ -123,7 +114,7 @@ def run(
             save_nvlabs(weights, architecture, work, f"sana_step_{document.state.step}", DTYPES[dtype])
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
-        _write_mark(work, config, state)
+        _mark(config, state, work)
         _sync(work)
         _put_in_place(work, out)
     except OSError as error:
@@ -254,7 +245,8 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
-            _copy(parts.tokenizer / name, work / "tokenizer" / name)
+            copy = _copy_settings if name.endswith("config.json") else shutil.copyfile
+            copy(parts.tokenizer / name, work / "tokenizer" / name)
     _json(
         work / "model_index.json",
         {
@@ -268,14 +260,34 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     )
 
 
-def _write_mark(work: Path, config: Config, state: dict[str, Any]) -> None:
-    """What the export is of, and the size and digest of each of its files."""
+def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
+    """Say of what the folder is an export, and the digests of its files."""
     files = {
         path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(work.rglob("*"))
         if path.is_file()
     }
-    _json(work / MARK, {"state": state, "config": _public(config), "files": files})
+    _json(work / MARK, {"state": state, "config": _shown(config), "files": files})
+
+
+def _shown(config: Config) -> dict[str, Any]:
+    """The options that an export depends on, without places on this machine."""
+    tree = written(config)
+    found: dict[str, Any] = {}
+    for name in READS["export"]:
+        section, _, key = name.partition(".")
+        if name != "train.output":
+            found.setdefault(section, {})[key] = _at(tree, name)
+    return {
+        **found,
+        "vae": {**found["vae"], "id": _name(config.vae)},
+        "text": {**found["text"], "id": _name(config.text)},
+    }
+
+
+def _name(weights: Weights) -> str:
+    """A hub id; of a folder that it is one."""
+    return "a local folder" if Path(weights.id).expanduser().exists() else weights.id
 
 
 def _sha256(path: Path) -> str:
@@ -283,11 +295,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _copy_settings(source: Path, target: Path) -> None:
+    """Copy a JSON object without the folder that it was once loaded from, which libraries write into it."""
+    values = hub.read_json(source)
+    places = [
+        name
+        for name in ("_name_or_path", "name_or_path", "tokenizer_file")
+        if Path(str(values.get(name, ""))).is_absolute()
+    ]
+    if places:
+        _json(target, {name: value for name, value in values.items() if name not in places})
+    else:
+        shutil.copyfile(source, target)
+
+
 def _copy_model(source: Path, target: Path, weights: Weights) -> None:
     """Copy a model's configuration and weights; a variant loses its name, since the copy has no other."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
-        _copy(path, target / path.name)
+        _copy_settings(path, target / path.name)
     chosen = hub.choose(source, weights.variant)
     middle = f".{weights.variant}" if weights.variant else ""
     plain = {name: name.replace(middle, "", 1) for name in chosen.files}
@@ -297,35 +323,6 @@ def _copy_model(source: Path, target: Path, weights: Weights) -> None:
         index = hub.read_json(source / chosen.index)
         index["weight_map"] = {name: plain[file] for name, file in index["weight_map"].items()}
         _json(target / f"{chosen.index.partition('.')[0]}.safetensors.index.json", index)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file; from JSON objects go the paths of the machine that wrote it."""
-    content = hub.read_json(source) if source.suffix == ".json" else {}
-    if any(_is_path(content.get(key)) for key in _PATHS):
-        _json(target, {key: value for key, value in content.items() if key not in _PATHS or not _is_path(value)})
-    else:
-        shutil.copyfile(source, target)
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and (value.startswith(("/", ".", "~")) or "\\" in value)
-
-
-def _public(config: Config) -> dict[str, Any]:
-    """The configuration without places on this machine: what says how the model was made."""
-    tree = written(config)
-    for section in ("cache", "mirror", "encode", "bucket"):
-        del tree[section]
-    del tree["train"]["output"], tree["data"]["image_root"]
-    for place, weights in (("vae", config.vae), ("text", config.text), ("model", config.model.weights)):
-        if weights is not None and hub.is_local(weights):
-            (tree["model"]["weights"] if place == "model" else tree[place])["id"] = _name(weights)
-    return tree
-
-
-def _name(weights: Weights) -> str:
-    return Path(weights.id).expanduser().resolve().name if hub.is_local(weights) else weights.id
 
 
 def _tokenizer_class(folder: Path) -> str:

@@ -83,26 +83,29 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     cache = Cache.of(config)
     one, other = cache.open_snapshot(a), cache.open_snapshot(b)
     found = compare.difference(one, other)
-    kinds: list[tuple[str, Snapshot, list[tuple[int, tuple[str, ...]]]]] = [
-        ("added", other, [(row, ()) for row in found.added]),
-        ("removed", one, [(row, ()) for row in found.removed]),
-        ("changed", other, found.changed),
-    ]
+    kinds = {
+        "added": _named(other, [(row, ()) for row in found.added]),
+        "removed": _named(one, [(row, ()) for row in found.removed]),
+        "changed": _named(other, found.changed),
+    }
     if as_json:
         told: dict[str, object] = {"a": one.id, "b": other.id}
-        for kind, snapshot, rows in kinds:
+        for kind, samples in kinds.items():
             told[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
-                for row, what in rows
-                for source, item in [snapshot.origin(row)]
+                for source, item, what in samples
             ]
         click.echo(json.dumps(told))
         return 1 if found else 0
-    for kind, snapshot, rows in kinds:
-        click.echo(f"{len(rows)} {kind}")
-        for row, what in rows[:SHOWN]:
-            source, item = snapshot.origin(row)
+    for kind, samples in kinds.items():
+        click.echo(f"{len(samples)} {kind}")
+        for source, item, what in samples[:SHOWN]:
             click.echo(f"  {source}: {item}" + (f" ({', '.join(what)})" if what else ""))
-        if len(rows) > SHOWN:
-            click.echo(f"  and {len(rows) - SHOWN} more (--json names all)")
+        if len(samples) > SHOWN:
+            click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
     return 1 if found else 0
+
+
+def _named(snapshot: Snapshot, rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """(source, item, what) of samples, by name: rows stand in the order of sample ids, which says nothing to people."""
+    return sorted((*snapshot.origin(row), what) for row, what in rows)

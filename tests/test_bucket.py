@@ -888,6 +888,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     found = json.loads(result.output)
     assert found["added"] == [{"source": "one", "item": "new.png"}]
     assert found["removed"] == [{"source": "one", "item": "00000.png"}]
+    assert [e["item"] for e in found["changed"]] == [f"{i:05d}.png" for i in range(1, 6)], "by name"
     assert {e["item"]: e["what"] for e in found["changed"]} == {
         "00001.png": ["picture", "captions"], "00002.png": ["captions"], "00003.png": ["bucket"],
         "00004.png": ["picture"], "00005.png": ["captions"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 import threading
 from dataclasses import replace
@@ -164,6 +165,34 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         assert any(isinstance(value, DTensor) for value in flat.values())
         assert any(type(value) is Tensor for value in flat.values())
     assert not dist.is_initialized()
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, rename, calls = os.fsync, os.rename, list[tuple[str, Path]]()
+
+    def synced(descriptor: int) -> None:
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any) -> None:
+        calls.append(("rename", Path(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    train(tiny_run.config(tmp_path / "run", steps=1))
+    root = tmp_path / "run/checkpoints"
+    final = root / "step-00000001"
+    at = calls.index(("rename", final))
+    before, after = calls[:at], calls[at + 1 :]
+    work = {path.parent for kind, path in before if path.name == checkpoint.DOCUMENT}.pop()
+    for path in final.iterdir():
+        names = {path.name, path.name + ".tmp"}  # torch renames its own
+        assert {("sync", work / name) for name in names} & set(before), path.name
+    assert before.index(("sync", work)) > before.index(("sync", work / checkpoint.DOCUMENT))
+    assert ("sync", root) in after
 
 
 # ----------------------------------------------------------------------------------------------------- first values

@@ -17,8 +17,9 @@ import pytest
 
 import pipeline
 from pipeline import processes
-from pipeline.cli import cli, main
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.cli import INTERRUPTED, cli, main
+from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from tests.test_layering import _imports, _module
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -289,6 +290,88 @@ def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stop
     """It saved; but `train && export` must not go on. A scheduler's signal is what its job was told to expect."""
     stage("train", result=types.SimpleNamespace(stopped_by=stopped_by))
     assert end("train") == code
+
+
+@pytest.mark.parametrize(
+    ("rank", "everywhere", "said"),
+    [(0, True, "sana-pipe: lost\n"), (0, False, "sana-pipe: lost\n"), (1, True, ""),
+     (1, False, "sana-pipe: process 1: lost\n")],
+)  # fmt: skip
+def test_a_launch_says_an_error_once(
+    stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int,
+    everywhere: bool, said: str,
+) -> None:  # fmt: skip
+    """What all processes agreed on is said by the first one; what one of them finds alone, by that one."""
+    from pipeline import cli
+
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    error = CacheError("lost")
+    error.everywhere = everywhere
+    stage("bucket", result=error)
+    assert end("bucket") == 3
+    assert capsys.readouterr().err == said
+    assert waits == ([cli.FIRST_S] if rank and not everywhere else []), "the launcher may end it before it speaks"
+
+
+def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
+    import importlib
+    import pkgutil
+
+    import stages
+
+    for package in (pipeline, stages):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if module.name != "pipeline.encoding.on_ray":  # ray need not be installed
+                importlib.import_module(module.name)
+    found: dict[int, set[type[UserError]]] = {}
+    todo: list[type[UserError]] = [UserError]
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        if kind.__module__.startswith(("pipeline", "stages")):
+            found.setdefault(kind.exit_code, set()).add(kind)
+    for code, kinds in found.items():
+        roots = [kind for kind in kinds if not any(base in kinds for base in kind.__mro__[1:])]
+        assert len(roots) == 1, f"exit code {code} means several things: {roots}"
+    assert set(found) | {0, 1, processes.OUTPUT_LOST, INTERRUPTED} == set(EXIT_CODES)
+    known = {command.name for command in (*cli.commands.values(), *cli.commands["snapshots"].commands.values())}
+    assert {name for _, names in EXIT_CODES.values() for name in names} <= known
+
+
+STAGES = {"bucket": ("bucket", "pack"), "diff": ("snapshots",)}
+
+
+def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the rarer ones: those whose errors are raised in what the stage imports."""
+    root = Path(pipeline.__file__).parent.parent
+    modules = {_module(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
+    raisers = {
+        5: ("stages.encode", "RejectRateError"), 7: ("pipeline.training.reading", "CheckpointError"),
+        8: ("stages.sample", "DecodeError"), 9: ("pipeline.training.step", "NonFiniteError"),
+        10: ("pipeline.training.lock", "RunTaken"),
+    }  # fmt: skip
+    # export and sample read checkpoints with the module that also writes them, under the run's lock
+    apart = {(10, "export"), (10, "sample")}
+    for name in ("encode", "bucket", "snapshots", "diff", "train", "export", "sample", "status", "verify", "gc"):
+        seen, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
+        while todo:
+            module = todo.pop()
+            if module in modules and module not in seen:
+                seen.add(module)
+                for _, target in _imports(modules[module], root):
+                    todo += [target, target.rpartition(".")[0]]
+        able = {
+            code for code, (module, kind) in raisers.items()
+            if module in seen and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
+        }  # fmt: skip
+        assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
+        assert end(*(["snapshots"] if name == "diff" else []), name, "--help") == 0
+        said = capsys.readouterr().out.partition("Exit codes:")[2]
+        shown = {int(line.split()[0]) for line in said.splitlines() if line[:3].strip()[:1].isdigit()}
+        assert shown == {code for code, (_, names) in EXIT_CODES.items() if not names or name in names}, name
 
 
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,10 @@ NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num
     "sana15_1600m_1024": ("Sana_1600M_1024px_AdamW_fsdp", 2e-5, 32, 1000),
     "sana15_4800m_1024": ("SANA1.5 4.8B, CAME in 8 bits", 2e-5, 2, 2000),
 }
-NAMES = r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`|fp32|bf16|fp16|\d+ px"
+NAMES = (
+    r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|fp32|bf16|fp16|\d+ px"
+    r"|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`"
+)
 """What has digits and is a name."""
 SOURCED = {
     "sana_1600m_1024": [
@@ -150,8 +153,9 @@ def test_every_number_in_a_head_is_derived_or_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_every_setting_in_a_configuration_is_a_setting(path: Path) -> None:
-    for text in re.findall(r"--set ([a-z_.0-9]+=[^\s.;,]+(?:\.\d+)?)", path.read_text(encoding="utf-8")):
-        load(path, [text])
+    text = re.sub(r"\s+#?\s*", " ", path.read_text(encoding="utf-8"))
+    for setting in re.findall(r"--set ([a-z_.0-9]+=[^\s.;,]+(?:\.\d+)?)", text):
+        load(path, [setting])
 
 
 def test_the_figures_of_the_demonstration_name_their_source() -> None:

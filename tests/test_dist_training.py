@@ -115,6 +115,11 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any])
     assert found["resumed"]["weights"]["shifted"] > 1e-4
 
 
+def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+    output, _ = torchrun("pipeline.cli", "train", "--config", "tiny", "--set", "train.stepps=3").communicate(timeout=90)
+    assert output.count("did you mean 'train.steps'?") == 1
+
+
 def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """The command line under torchrun, the cache's own loader, against one process."""
     runs, padded = {}, {}

@@ -133,6 +133,15 @@ def test_rows_do_not_depend_on_the_batch(text: encoders.TextEncoder) -> None:
     assert text.lengths(["a red circle"])[0] < text.lengths(["a red circle on a white table"])[0]
 
 
+def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: encoders.TextEncoder) -> None:
+    many = [" ".join(["x"] * count) + end for count in range(1, text._room) for end in ("", "a", "ab", ".")]
+    lengths = [len(ids) for ids in text._tokenize(many, truncation=False)]
+    full, longer = (many[lengths.index(text._room + more)] for more in (0, 1))
+    assert text._ids([full])[1] == 0, "nothing of it is lost"
+    (row,), cut = text._ids([longer])
+    assert cut == 1 and len(row) == text._room
+
+
 def test_null_is_the_empty_caption_with_all_its_rows(text: encoders.TextEncoder, pipe) -> None:
     with torch.no_grad():
         _, _, rows, mask = pipe.encode_prompt("a", negative_prompt="", max_sequence_length=300)

@@ -191,13 +191,13 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
 
 
 def unnamed(cache: Cache) -> str:
-    """A snapshot with a chunk of its own that no name points to, everything old; its id."""
+    """A snapshot with a table of its own that no name points to, everything old; its id."""
     first = cache.open_snapshot().id
     head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
-    chunk = cache.files.put_content(b"of that snapshot alone", "tables", "arrow")
+    chunk = cache.files.put_content(b"of that snapshot alone", "tables", "parquet")
     other = cache.add_snapshot({**head, "sources": {"gone": chunk}}, None)
     cache.point("latest", first)
-    age(cache.files, Paths.snapshot(other), Paths.table(chunk, "arrow"))
+    age(cache.files, Paths.snapshot(other), Paths.table(chunk, "parquet"))
     return other
 
 
@@ -216,9 +216,18 @@ def test_a_head_goes_before_what_it_refers_to(cache: Cache, monkeypatch: pytest.
     racing(cache, monkeypatch, gone.append)
     removed = collect(cache)
     assert removed == gone and removed[0] == Paths.snapshot(other) and len(removed) == 2
+    assert not cache.files.exists(Paths.snapshot(other)), "its copy is gone, too"
     with pytest.raises(IntegrityError, match="bucket"):
         cache.point("late", other)
     assert cache.snapshot_of("late") is None
+
+
+def test_of_a_head_that_was_lost_the_copy_counts(cache: Cache) -> None:
+    other = unnamed(cache)
+    cache.files._remove(Paths.snapshot(other))
+    assert collect(cache) == [], "what it refers to stays"
+    cache.point("mine", other)
+    assert cache.open_snapshot("mine").id == other and not list(audit.verify(cache))
 
 
 def test_an_adopted_file_is_as_young_as_a_new_one(tmp_path: Path) -> None:
@@ -325,10 +334,10 @@ def test_new_folders_outlive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", fsync)
     files = Files(tmp_path / "a" / "cache")
-    files.put("units/r/00000000/u.json", b"x")
-    for folder in (tmp_path, tmp_path / "a", files.root, files.root / "units", files.root / "units/r"):
+    files.put("claims/r/00000000/u.json", b"x")
+    for folder in (tmp_path, tmp_path / "a", files.root, files.root / "claims", files.root / "claims/r"):
         assert folder in synced
-    assert synced[-1] == files.root / "units/r/00000000"
+    assert synced[-1] == files.root / "claims/r/00000000"
 
 
 def test_a_put_that_is_asked_twice_accuses_nobody(
@@ -535,7 +544,7 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         path.unlink()
         if damage == "cut":
             path.write_bytes(b"cut")
-    with pytest.raises(IntegrityError, match="encode"):
+    with pytest.raises(IntegrityError, match="verify --repair"):
         stages.bucket.run(make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3"))
     done = stages.encode.run(config, data=str(photos))
     assert (done["images"], done["captions"]) == (lost["latent"], lost["text"]), "these, and no others"

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline.encoding": MIDDLE | {"pipeline.parallel", "pipeline.models", "pipeline.data", "pipeline.cache"},
     "pipeline.planning": MIDDLE | {"pipeline.parallel", "pipeline.models", "pipeline.data", "pipeline.cache"},
     "pipeline.reporting": MIDDLE | {"pipeline.models", "pipeline.data", "pipeline.cache"},
-    "pipeline.cli": MIDDLE - {"pipeline.launch"} | {"pipeline", "stages"},
+    "pipeline.cli": MIDDLE | {"pipeline", "stages"},
     "stages": MIDDLE
     | {
         f"pipeline.{room}"

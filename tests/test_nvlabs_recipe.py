@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config import ModelConfig, StartWeights
 from pipeline.launch import Launch
-from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana import SanaTransformer, linear_attention
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import deinterleave, load_transformer, save_weights
 from pipeline.training import checkpoint, metrics
@@ -156,6 +156,24 @@ def test_fifty_steps_in_bf16_are_those_of_nvlabs(optimizer: str, starts: dict[bo
     losses, weights = apart(trained(settings_of(tmp_path, start, optimizer, "bf16")), expected, True)
     assert losses <= rounding[0]
     assert weights <= rounding[1]
+
+
+def test_the_recipe_reaches_every_norm_and_denominator() -> None:
+    model = tiny_run.model(tiny_run.config(recipe="nvlabs", arch={"qk_norm": QK_NORM}))
+    for block in model.blocks:
+        eps = [block.get_submodule(f"{attention}.norm_{part}").eps for attention in ("attn1", "attn2") for part in "qk"]
+        assert eps == [1e-5, 1e-5, 1e-6, 1e-6]
+        assert block.get_submodule("attn1").eps == 1e-8
+
+
+def test_the_epsilon_of_linear_attention_is_in_its_denominator() -> None:
+    """relu(q) relu(k) = 1e-8 for one token and one channel: half of the value with eps 1e-8, all of it with 1e-15."""
+    query, key, value = (torch.full((1, 1, 1), x, requires_grad=True) for x in (1e-4, 1e-4, 3.0))
+    for eps, expected in ((1e-8, 1.5), (1e-15, 3.0)):
+        out = linear_attention(query, key, value, 1, eps)
+        assert float(out) == pytest.approx(expected, rel=1e-6)
+        (gradient,) = torch.autograd.grad(out.sum(), query)
+        assert float(gradient) == pytest.approx(3.0 * 1e-4 * eps / (1e-8 + eps) ** 2, rel=1e-3, abs=1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "came"])

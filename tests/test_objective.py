@@ -41,6 +41,13 @@ def test_mean_and_sign_of_the_logit() -> None:
     assert lower < 0.75 < higher
 
 
+def test_spread_of_the_logit() -> None:
+    """Entries are counted from the middle: sigmoid(std) - 1/2."""
+    for std, entry in ((0.5, 622), (1.0, 731), (2.0, 880)):
+        flow = FlowMatching(FlowConfig(logit_std=std))
+        assert flow.sigmas(torch.ones(1))[0] == flow.table[entry]
+
+
 @pytest.mark.parametrize(("shift", "mean"), [(3.0, 0.714), (4.0, 0.761), (6.0, 0.819)])
 def test_mean_noise_level(shift: float, mean: float) -> None:
     logit = torch.randn(200_000, generator=torch.Generator().manual_seed(0))

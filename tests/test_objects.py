@@ -22,7 +22,7 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline import retrying
-from pipeline.cache import layout
+from pipeline.cache import copies, layout
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
 from pipeline.cache.shard import ShardWriter
@@ -60,6 +60,31 @@ def put_raw(files: ObjectFiles, name: str, data: bytes) -> None:
 
 
 # ---------------------------------------------------------------- the same operations
+
+
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: str, mirror: MirrorConfig) -> None:
+    files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
+    name, copy, body = "names/a/00000000.json", "copies/names/a/00000000.json", {"name": "a", "snapshot": "one"}
+    assert files.put(name, layout.seal(body)) and files.read(copy) == files.read(name)
+    assert files.put("claims/a.json", b"1") and not files.holds("copies/claims/a.json")
+    files.replace(name, b"damaged")
+    assert files.document(name) == body and list(files.damage) == [name] and files.read(name) == b"damaged"
+    files.mends = True
+    assert list(files.documents([name, name])) == [body, body] and files.read(name) == layout.seal(body)
+    files._remove(name)
+    assert files.exists(name) and not files.holds(name)
+    assert files.names("names/a") == ["00000000.json"] and files.folders("names") == ["a"]
+    assert files.numbers("names/a") == [0] and not files.put(name, layout.seal({**body, "snapshot": "two"}))
+    copies.complete(files)
+    assert files.read(name) == layout.seal(body)
+    for one in (name, copy):
+        files.replace(one, b"damaged")
+    with pytest.raises(IntegrityError):
+        files.document(name)
+    files.set_aside(name)
+    assert not files.exists(name) and [len(files.read(e.name)) for e in files.walk("damaged")] == [7, 7]
+    assert files.put(name, layout.seal(body)) and files.discard(name, files.now() + 60) and not files.exists(name)
 
 
 @pytest.mark.parametrize("kind", ["disk", "objects"])

@@ -41,7 +41,10 @@ def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None,
 # ----------------------------------------------------------------------------------------------------------- CAME
 
 
-def _published(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+def _published(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float,
+    eps: tuple[float, float] = (1e-30, 1e-16),
+) -> None:  # fmt: skip
     """One step of the published algorithm on a whole float64 parameter, by the letter: no sharing of means, outer
     products written out."""
     rows = parameter.shape[0] if parameter.ndim > 1 else 1
@@ -59,22 +62,24 @@ def _published(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr
         return torch.outer(r, c) / r.mean()
 
     value *= 1 - lr * decay
-    u = g / approximated("v", g**2 + 1e-30, 0.999).sqrt()
+    u = g / approximated("v", g**2 + eps[0], 0.999).sqrt()
     u = u / max(1.0, float((u**2).mean()) ** 0.5)
     m = moved("m", u, 0.9)
-    value -= lr * (m if vector else m / approximated("s", (u - m) ** 2 + 1e-16, 0.9999).sqrt())
+    value -= lr * (m if vector else m / approximated("s", (u - m) ** 2 + eps[1], 0.9999).sqrt())
 
 
-def test_came_is_the_published_algorithm() -> None:
+@pytest.mark.parametrize("eps", [(1e-30, 1e-16), (1e-4, 0.3)])
+def test_came_is_the_published_algorithm(eps: tuple[float, float]) -> None:
+    """The second pair is so large that each epsilon shows in its place."""
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     exact = [p.detach().double().clone() for p in ours]
     states: list[dict[str, Tensor]] = [{} for _ in SHAPES]
-    optimizer = CAME([{"params": ours[:4], "weight_decay": 0.1}, {"params": ours[4:]}], lr=1e-2)
+    optimizer = CAME([{"params": ours[:4], "weight_decay": 0.1}, {"params": ours[4:]}], lr=1e-2, eps=eps)
     for step in range(20):
         for i, parameter in enumerate(ours):
             parameter.grad = torch.randn(parameter.shape) * 10.0 ** (-step % 7 - 3)
-            _published(exact[i], parameter.grad.double(), states[i], 1e-2, 0.1 if i < 4 else 0.0)
+            _published(exact[i], parameter.grad.double(), states[i], 1e-2, 0.1 if i < 4 else 0.0, eps)
         optimizer.step()
     for mine, true in zip(ours, exact, strict=True):
         assert float((mine.detach() - true).norm() / true.norm()) < 1e-6

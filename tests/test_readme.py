@@ -52,7 +52,8 @@ def test_the_commands_of_the_real_run_are_real() -> None:
 
     lines = [line.removeprefix("$ ").split("#")[0].strip() for line in "\n".join(blocks("console")).splitlines()]
     commands = [line[line.index("sana-pipe ") :] for line in lines if "sana-pipe " in line]
-    assert {shlex.split(c)[1] for c in commands} == {"check", "encode", "bucket", "snapshots", "train", "sample", "export"}
+    named = {"check", "encode", "bucket", "snapshots", "train", "sample", "export"}
+    assert {shlex.split(c)[1] for c in commands} == named
     for command in commands:
         _, name, *arguments = shlex.split(command)
         options = [argument for argument in arguments if argument.startswith("--")]

@@ -393,6 +393,20 @@ def test_rows_are_means_over_the_steps_between(finished: Path, tmp_path: Path) -
     assert [row["loss"] for row in rows] == pytest.approx([sum(every[:4]) / 4, sum(every[4:]) / 2])
 
 
+def test_the_run_warms_up_from_its_first_step_also_when_resumed(tmp_path: Path) -> None:
+    def settings(steps: int) -> Config:
+        rule = {"lr": 1e-3, "warmup_steps": 4, "scale_lr": "sqrt"}
+        return tiny_run.config(tmp_path / "run", steps=steps, optim=rule)
+
+    _fit(settings(2))
+    _fit(settings(6), resume="auto")
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    full = 1e-3 * math.sqrt(tiny_run.GLOBAL_BATCH / 256)
+    assert [row["lr"] for row in rows] == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
+    model = tiny_run.model(settings(6))
+    assert [row["loss"] for row in rows] == tiny_run.train_losses(model, settings(6), 6), "the optimizer gets that rate"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_interrupted_and_resumed_is_uninterrupted(precision: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": precision, "activation_checkpointing": "full"}

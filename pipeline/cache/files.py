@@ -13,7 +13,6 @@ Names are relative to the root with forward slashes. `Files` is a folder on a di
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import shutil
@@ -33,8 +32,6 @@ from pipeline import retrying
 from pipeline.cache import layout, owner
 from pipeline.cache.layout import Paths
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
-
-_log = logging.getLogger(__name__)
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer of another machine."""
@@ -455,7 +452,7 @@ class Files:
             if name not in self.damage:
                 self.damage[name] = error.what
                 what = "it was put back" if self.mends else f"to put it back: {layout.REPAIR}"
-                _log.warning("%s; its copy is read instead (%s)", error.what, what)
+                retrying.say(f"{error.what}; its copy is read instead ({what})")
             if self.mends:
                 self.replace(name, data)
             return body

@@ -279,9 +279,8 @@ class ObjectFiles(Files):
 
     def freshen(self, name: str) -> bool:
         """By a copy onto itself, which the store makes."""
-        s3 = (
-            {"MetadataDirective": "REPLACE"} if "s3" in self.fs.protocol else {}
-        )  # S3 refuses a copy that changes nothing
+        # S3 refuses a copy that changes nothing.
+        s3 = {"MetadataDirective": "REPLACE"} if "s3" in self.fs.protocol else {}
         self._writable(name)
         try:
             self._asked(name, lambda path: self.fs.cp_file(path, path, **s3), "written")

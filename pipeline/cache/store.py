@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cache import index, layout
+from pipeline.cache import copies, index, layout
 from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
@@ -320,10 +320,9 @@ class Cache:
                     fix="another name, or --move: what no name points to any more is removed by gc",
                 )  # fmt: skip
             # Freshened first: a gc that does not see the name yet finds the head young.
-            if not self.files.freshen(Paths.snapshot(snapshot_id)):
-                raise IntegrityError(
-                    f"{self.files.where(Paths.snapshot(snapshot_id))}: is missing", fix="sana-pipe bucket"
-                )
+            where = Paths.snapshot(snapshot_id)
+            if not self.files.freshen(where) and not copies.put_right(self.files, where):
+                raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
             self._append_name(name, snapshot_id)
 
     def _append_name(self, name: str, snapshot_id: str | None) -> None:

@@ -17,6 +17,7 @@ shard is made again by `encode` or brought again by `bucket`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
@@ -129,7 +130,7 @@ class _Needed:
         written = {entry.name: entry.modified for entry in cache.files.walk("snapshots")}
         for name in (f"snapshots/{head}" for head in cache.files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
-            counts = snapshot_id in named or written.get(name, before) > before
+            counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy is there
             try:
                 body = cache.files.document(name)
             except CacheError:

@@ -158,9 +158,7 @@ def on_main(function: Callable[[], Value], group: dist.ProcessGroup | None = Non
             box[0] = function()
         except Exception as error:  # handed to the other processes, then raised on all of them
             box[1] = error
-    failure = _broadcast(box, group)
-    if failure is not None:
-        raise failure
+    _raise(_broadcast(box, group))
     return box[0]
 
 
@@ -171,9 +169,7 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> No
         errors = [error]
     else:
         dist.all_gather_object(errors, _portable(error), group)
-    for found in errors:
-        if found is not None:
-            raise found
+    _raise(next((found for found in errors if found is not None), None))
 
 
 def together(function: Callable[[], Value]) -> Value:
@@ -202,6 +198,14 @@ def _broadcast(box: list[Any], group: dist.ProcessGroup | None) -> Exception | N
         box[1] = _portable(box[1])
         dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[1]
+
+
+def _raise(error: Exception | None) -> None:
+    """Raise what every process raises."""
+    if isinstance(error, UserError):
+        error.everywhere = True
+    if error is not None:
+        raise error
 
 
 def _portable(error: Exception | None) -> Exception | None:
