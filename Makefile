@@ -13,6 +13,7 @@ DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+ROOM        ?= cache data encoding training
 TORCH_INDEX ?=
 
 # Waiting threads sleep instead of spinning: on a busy two-core machine a spinning pair was 12 times slower.
@@ -23,11 +24,11 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test slow dist fault fault-long gpu lint types format bench check clean
+.PHONY: help install demo test slow dist fault fault-long mutants gpu lint types format bench check clean
 
 help:
 	@sed -n '2,5p' Makefile | sed 's/^# *//'
-	@echo 'Targets: install demo test slow dist fault fault-long gpu lint types format bench check clean'
+	@echo 'Targets: install demo test slow dist fault fault-long mutants gpu lint types format bench check clean'
 
 install: $(STAMP)
 
@@ -57,6 +58,11 @@ fault: $(STAMP)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
+
+# Which edits of the code no test notices; hours for a room.
+mutants: $(STAMP)
+	$(PIP) install -c constraints.txt -e '.[mutants]'
+	$(BIN)/python -m tests.mutants $(ROOM)
 
 gpu: $(STAMP)
 	$(PYTEST) -m gpu --timeout 600 $(PYTEST_ARGS)

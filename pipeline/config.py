@@ -284,7 +284,8 @@ class BucketConfig(_Section):
 
 class MirrorConfig(_Section):
     """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
-    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them; shared by all processes of the machine.
+    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them and no more than its disk has space for;
+    shared by all processes of the machine.
     """
 
     path: str | None = None
@@ -424,7 +425,7 @@ class ParallelConfig(_Section):
     null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
     offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
     on the CPU; a block's parameters come to the device when it is their turn.
-    timeout_s: bounds every wait for another process.
+    timeout_s: bounds every wait for another process; one that waits for its data has `patience_s` more.
     """
 
     dp_replicate: Annotated[int, Field(ge=-1)] = 1
@@ -792,7 +793,7 @@ def load(
         tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -824,6 +825,10 @@ def written(config: Config) -> dict[str, Any]:
 def dump(config: Config) -> str:
     """YAML of `written`: what a run directory keeps."""
     return yaml.safe_dump(written(config), sort_keys=False)
+
+
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What PyYAML raises: a number may have too many digits, a date a thirteenth month, a list too many lists in it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -860,7 +865,7 @@ def _override(tree: dict[str, Any], text: str) -> str:
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
         parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
     node = tree
     for key in keys[:-1]:
@@ -926,10 +931,11 @@ def _given(tree: Any, location: tuple[int | str, ...]) -> Any:
 def _explain(error: ValidationError, tree: dict[str, Any], source: Path, touched: list[str]) -> ConfigError:
     problems = []
     for item in error.errors():
-        tags = [p for p in item["loc"] if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
+        above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
+        tags = [p for p in above if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
         if tags and tags[0].startswith("list[") != isinstance(_given(tree, item["loc"]), list):
             continue  # the member of the union that was not meant
-        location = tuple(p for p in item["loc"] if p not in tags)
+        location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
         where = "--set" if any(name == key or name.startswith(key + ".") for key in touched) else str(source)
         if item["type"] == "extra_forbidden":

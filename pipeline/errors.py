@@ -81,13 +81,18 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),
-    5: ("more items were rejected than encode.max_reject_rate allows, or all of them", ("encode",)),
+    5: (
+        "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more samples stood in "
+        "for unreadable ones than train.max_quarantine_rate allows (train, which saved)",
+        ("encode", "train"),
+    ),
     6: ("there is no space for what is to be written", tuple(name for name in _CACHE if name != "forget")),
     7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
     8: ("the process that decodes pictures failed", ("sample",)),
     9: ("the loss or the gradient is not a finite number", ("train",)),
     10: ("another training has the run directory", ("train",)),
     74: ("the work is done, but its last lines could not be written to stdout", ()),
+    75: ("a store did not answer for patience_s (train saved); the same command may succeed later", _CACHE),
     130: ("interrupted by Ctrl-C", ()),
 }
 """What the exit code of a command means, and which commands can end with it (none named: all). `demo` ends with the

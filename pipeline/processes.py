@@ -1,4 +1,4 @@
-"""How a sana-pipe process starts another, how it ends, and whether another one has ended.
+"""How a sana-pipe process starts another, and how it ends.
 
 Decoding runs apart from sampling so that the VAE and the transformer never share a process, and the demo runs the
 commands that a person would type. Both must reach this very package, installed or not, from any directory. The price:
@@ -9,23 +9,18 @@ that they were started for. One that asks for the interpreter while the interpre
 with SIGABRT, after all work is done and printed. So the interpreter is not torn down: what Python does at its end
 (joining threads, exit functions, flushing) is done, then the operating system ends the process. `multiprocessing` ends
 its children in the same way.
-
-A process is known by its machine, its number and when it was started: numbers are used again, and mean something on one
-boot of one machine only. Without /proc no process is ever said to have ended.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import platform
 import resource
 import shlex
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,49 +75,3 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         os._exit(int(code or 0) & 0xFF)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """One process. `machine` is "" where it cannot be known; `started` counts ticks of that machine's clock."""
-
-    host: str
-    machine: str
-    process: int
-    started: str
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host}"
-
-
-def this_process() -> Identity:
-    host, number = platform.node(), os.getpid()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.readlink("/proc/self/ns/pid")  # process ids mean something inside one namespace only
-    except OSError:
-        return Identity(host, "", number, "")
-    return Identity(host, f"{host} {boot} {numbers}", number, _started(number) or "")
-
-
-def has_ended(process: Identity) -> bool:
-    """True if it was a process of this very machine and is no more; False if it lives or cannot be seen from here."""
-    if not process.machine or process.machine != this_process().machine:
-        return False
-    now = _started(process.process)
-    return now is not None and now != process.started
-
-
-def _started(process: int) -> str | None:
-    """A process's start in clock ticks; "" if there is none (or a zombie), None if it is hidden from this user."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return ""
-        except OSError:
-            pass
-        return None
-    return "" if fields[0] in "ZX" else fields[19]

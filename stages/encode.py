@@ -95,7 +95,7 @@ def dry_run(
         as_json: print one JSON object, and everything else on stderr.
 
     Returns:
-        0, or `NoSpaceError.exit_code` if the space does not suffice.
+        0, `RejectRateError.exit_code` if nothing is usable, or `NoSpaceError.exit_code` if the space does not suffice.
 
     Raises:
         UserError: see the messages; no cache can be made there, a source or a model cannot be read.
@@ -123,6 +123,8 @@ def dry_run(
             click.echo(line)
     if as_json:
         click.echo(json.dumps(told))
+    if told["items"] and not told["usable"]:
+        return RejectRateError.exit_code
     return 0 if told["enough_space"] else NoSpaceError.exit_code
 
 

@@ -271,18 +271,10 @@ def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
 
 
 def _shown(config: Config) -> dict[str, Any]:
-    """The options that an export depends on, without places on this machine."""
+    """The options that an export depends on, by name, without places on this machine."""
     tree = written(config)
-    found: dict[str, Any] = {}
-    for name in READS["export"]:
-        section, _, key = name.partition(".")
-        if name != "train.output":
-            found.setdefault(section, {})[key] = _at(tree, name)
-    return {
-        **found,
-        "vae": {**found["vae"], "id": _name(config.vae)},
-        "text": {**found["text"], "id": _name(config.text)},
-    }
+    ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
+    return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 
 def _name(weights: Weights) -> str:

@@ -31,8 +31,8 @@ NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num
     "sana15_4800m_1024": ("SANA1.5 4.8B, CAME in 8 bits", 2e-5, 2, 2000),
 }
 NAMES = (
-    r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|fp32|bf16|fp16|\d+ px"
-    r"|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`"
+    r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`|"
+    r"fp32|bf16|fp16|\d+ px"
 )
 """What has digits and is a name."""
 SOURCED = {

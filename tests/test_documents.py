@@ -222,6 +222,32 @@ def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, enc
     assert stages.verify.run(config) == 0
 
 
+@pytest.mark.parametrize("how", ["lost", "flipped"])
+@pytest.mark.parametrize("of", ["plans/latent-*/*.json", "plans/text-*/*.json", "sources/*/*.json"])
+def test_a_table_that_is_lost_is_made_again(
+    config: Config, photos: Path, encoded: list[str], how: str, of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = Cache.of(config)
+    name = next(iter(sorted(cache.root.glob(of)))).relative_to(cache.root).as_posix()
+    table = Paths.table(cache.files.document(name)["table"], "parquet")
+    HARM[how](cache.root / table)
+    capsys.readouterr()
+    assert stages.verify.run(config, as_json=True) == 4
+    found = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
+    scan = of.startswith("sources")
+    assert found[table] == (audit.ENCODE if scan else layout.REPAIR)
+    assert stages.verify.run(config, mend=True) == (4 if scan else 0)
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    assert stages.verify.run(config) == 0 and not encoded
+    if not scan:
+        rebuilt = cache.plans(name.split("/")[1])[0]
+        assert cache.table(rebuilt.table).num_rows == sum(unit.count for unit in rebuilt.units) == 12 + ("text" in of)
+        assert cache.table(rebuilt.table).column(1).null_count == ("text" in of), (
+            "pictures and captions are known again"
+        )
+
+
 def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     make_config: Callable[..., Config],
     photos: Path,
@@ -294,7 +320,7 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
     assert [finding.path for finding in audit.contradictions(Cache.of(config))] == [name]
     assert len(Cache.of(config).open_snapshot()) == 12
-    stages.bucket.run(config, name="two")
+    stages.bucket.run(config)  # it has another parent now, and says the same
     assert (root / name).read_bytes() == good == (root / Paths.copy(name)).read_bytes()
     assert stages.verify.run(config) == 0
 

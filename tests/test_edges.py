@@ -202,6 +202,11 @@ def work(keys: list[int]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=planning.IMAGES)
 
 
+def large(keys: list[int], height: int, width: int) -> pa.Table:
+    sides = [pa.array([side] * len(keys), pa.int32()) for side in (height, width)]
+    return work(keys).set_column(4, "height", sides[0]).set_column(5, "width", sides[1])
+
+
 def planned(cache: Cache, keys: list[int], **options: Any) -> list[Plan]:
     return planning.plan_images(cache, LATENT, work(keys), EncodeConfig(**options))
 
@@ -234,6 +239,10 @@ def test_a_unit_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     assert [unit.count for unit in plans[0].units] == [7]
     plans = planned(Cache(tmp_path / "c", create=True), keys, unit_images=100, window=6)
     assert [unit.count for unit in plans[0].units] == [6, 1]
+    for number, (height, counts) in enumerate(((4096, [1, 1, 1]), (2048, [2, 1]), (2040, [2, 1]), (8192, [1, 1, 1]))):
+        cache = Cache(tmp_path / f"large{number}", create=True)  # 1 MiB a latent of 4096 x 2048
+        plans = planning.plan_images(cache, LATENT, large([1, 2, 3], height, 2048), EncodeConfig(unit_mib=1))
+        assert [unit.count for unit in plans[0].units] == counts
 
 
 def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:

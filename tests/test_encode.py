@@ -73,7 +73,7 @@ def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: 
     assert stages.encode.run(start, data=str(source), rehash=True)["images"] == 0
     after = files(Path(start.cache))
     new = set(after) - set(before)
-    assert {p.split("/")[0] for p in new} <= {"sources", "tables"}
+    assert {p.split("/")[0] for p in new} <= {"copies", "sources", "tables"}
     assert all(after[name] == data for name, data in before.items())
 
 
@@ -423,6 +423,7 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
         path.unlink()
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
+    assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1

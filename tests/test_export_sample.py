@@ -318,7 +318,7 @@ def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Traine
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
     }
     assert mark["state"]["step"] == 3
-    assert mark["config"]["text"]["instruction"] == "Draw this: "
+    assert mark["config"]["text.instruction"] == "Draw this: "
 
 
 def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pipeline.cache import adopt, audit, index, layout, objects, owner, shard, u
 from pipeline.cache.files import STALE_TMP_S, Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
-from pipeline.config import Config, MirrorConfig
+from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests import tiny_cache
 
@@ -100,22 +100,22 @@ def collect(cache: Cache) -> list[str]:
 # ---------------------------------------------------------------- absence is no proof
 
 
-def test_a_lost_document_is_no_permission(
-    small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(small_cache_copy.parent)
-    stages.gc.run(config, yes=True, older_than_hours=0)
-    for lost in [*small_cache_copy.glob("segments/*/*.json"), *small_cache_copy.glob("recipes/*.json")]:
-        data = lost.read_bytes()
-        lost.unlink()
-        before = sorted(small_cache_copy.rglob("*"))
+def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load("tiny", [f"cache={cache.root}"])
+    for lost in [*cache.root.glob("segments/*/*.json"), *cache.root.glob("recipes/*.json")]:
+        both = [lost, cache.root / "copies" / lost.relative_to(cache.root)]
+        data = [path.read_bytes() for path in both]
+        for path in both:
+            path.unlink()
+        before = sorted(path for path in cache.root.rglob("*") if path.is_file())
         with pytest.raises(IntegrityError) as error:
             stages.gc.run(config, yes=True, older_than_hours=0)
         assert "verify --repair" in str(error.value) and "encode" in str(error.value)
-        assert sorted(small_cache_copy.rglob("*")) == before
-        lost.write_bytes(data)
+        assert sorted(path for path in cache.root.rglob("*") if path.is_file()) == before
+        for path, content in zip(both, data, strict=True):
+            path.write_bytes(content)
     assert stages.gc.run(config, yes=True, older_than_hours=0) == 0
-    assert not list(audit.verify(Cache.of(config)))
+    assert not list(audit.verify(cache))
 
 
 # ---------------------------------------------------------------- used again at the same moment
@@ -562,17 +562,18 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         )
 
 
-def test_a_lost_record_table_is_read_out_of_its_shard(small_cache_copy: Path, make_config: MakeConfig) -> None:
-    cache = Cache(small_cache_copy)
+def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     recipe = cache.recipes("latent")[0].name
     before = cache.index(recipe)
     segment = cache.files.document(Paths.segment(recipe, 0))
     names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
-    found = cache.index(recipe)
-    assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
-    assert cache.files.exists(Paths.table(names[0], "arrow"))
+    for mends in (False, True):
+        cache.files.mends = mends
+        found = cache.index(recipe)
+        assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
+        assert cache.files.exists(Paths.table(names[0], "arrow")) == mends
 
 
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:

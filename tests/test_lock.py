@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from pipeline.cache import owner as processes
 from pipeline.launch import Launch, scheduled_attempt
-from pipeline.processes import Identity, has_ended, this_process
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.trainer import Report, fit
 from tests.workers import tiny_run
@@ -30,12 +30,14 @@ def train(run: Path, *, steps: int = 1, resume: str | None = None, touch: Any = 
     return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=lambda line: None)
 
 
-def plant(run: Path, identity: Identity, *, untouched_s: float = 0.0, job: str | None = None, attempt: int = 0) -> Path:
+ELSEWHERE = lock.Owner("07e4", "node7", 4711, {"machine": "node7", "process": "4711", "started": "1"}, 0, None, 0)
+
+
+def plant(run: Path, owner: lock.Owner, *, untouched_s: float = 0.0, job: str | None = None, attempt: int = 0) -> Path:
     """A lock in a run directory, as its owner would have written it."""
     run.mkdir(exist_ok=True)
     path = run / lock.NAME
-    since = time.time() - 7300
-    path.write_text(json.dumps(asdict(lock.Owner("07e4", identity, since, job, attempt))))
+    path.write_text(json.dumps(asdict(replace(owner, since=time.time() - 7300, job=job, attempt=attempt))))
     os.utime(path, (time.time() - untouched_s,) * 2)
     return path
 
@@ -61,16 +63,14 @@ def beats() -> Iterator[Callable[[Path], None]]:
 
 
 @pytest.fixture
-def process() -> Iterator[tuple[Identity, subprocess.Popen[bytes]]]:
+def process() -> Iterator[tuple[lock.Owner, subprocess.Popen[bytes]]]:
     """Another process of this machine."""
     child = subprocess.Popen(["sleep", "600"])
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    yield replace(this_process(), process=child.pid, started=started), child
+    place = {**processes.place(), "process": str(child.pid), "started": started}
+    yield replace(ELSEWHERE, host="here", process=child.pid, place=place), child
     child.kill()
     child.wait()
-
-
-ELSEWHERE = Identity("node7", "node7 another-boot pid:[1]", 4711, "1")
 
 
 # ------------------------------------------------------------------------------------------------------ who may begin
@@ -80,15 +80,15 @@ ELSEWHERE = Identity("node7", "node7 another-boot pid:[1]", 4711, "1")
 def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
     tmp_path: Path, process: Any, beats: Callable[[Path], None], here: bool
 ) -> None:
-    identity = process[0] if here else ELSEWHERE
-    path = plant(tmp_path / "run", identity)
+    owner = process[0] if here else ELSEWHERE
+    path = plant(tmp_path / "run", owner)
     before = path.read_bytes()
     beats(path)
     with pytest.raises(lock.RunTaken) as caught:
         train(tmp_path / "run")
     said = str(caught.value)
     assert caught.value.exit_code == 10
-    assert f"process {identity.process} on {identity.host}, for 2 h" in said
+    assert f"process {owner.process} on {owner.host}, for 2 h" in said
     assert "train.output" in said
     assert path.read_bytes() == before
     assert list((tmp_path / "run").iterdir()) == [path]
@@ -97,49 +97,37 @@ def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
 def test_the_successor_of_a_process_that_ended_here_does_not_wait(
     tmp_path: Path, process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity, child = process
-    assert not has_ended(identity)
-    plant(tmp_path / "run", identity)
+    owner, child = process
+    assert not owner.has_ended()
+    plant(tmp_path / "run", owner)
     child.kill()
     child.wait()
-    assert has_ended(identity)
+    assert owner.has_ended()
     monkeypatch.setattr(lock, "STALE_S", NEVER)
     assert train(tmp_path / "run").step == 1
 
 
 def test_a_number_that_is_used_again_is_another_process(process: Any) -> None:
-    identity, _ = process
-    assert has_ended(replace(identity, started="1"))
-    assert not has_ended(replace(identity, started="1", machine=ELSEWHERE.machine))
-
-
-def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch, process: Any) -> None:
-    """/proc mounted with hidepid shows a user only the processes that are the user's."""
-    read_text = Path.read_text
-
-    def hidden(path: Path, *rest: Any, **more: Any) -> str:
-        if path.name == "stat":
-            raise FileNotFoundError(path)
-        return read_text(path, *rest, **more)
-
-    monkeypatch.setattr(Path, "read_text", hidden)
-    assert not has_ended(process[0])
+    owner, _ = process
+    assert replace(owner, place={**owner.place, "started": "1"}).has_ended()
+    assert not replace(owner, place={**owner.place, "started": "1", "machine": "another"}).has_ended()
+    assert not replace(owner, place={}).has_ended()
 
 
 def test_the_successor_of_a_lost_host_waits_for_a_sign_by_the_file_systems_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    monkeypatch.setattr(lock, "STALE_S", 3.0)
     monkeypatch.setattr(lock, "POLL_S", 0.05)
-    plant(tmp_path / "fresh", ELSEWHERE)
-    plant(tmp_path / "stale", ELSEWHERE, untouched_s=30)
-    skewed = time.time() + 1e6
-    monkeypatch.setattr(time, "time", lambda: skewed)  # a clock of this machine that is wrong by days
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 1e6)  # a clock of this machine that is wrong by days
     waits: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: (waits.append(s), sleep(s))[1])
+    plant(tmp_path / "stale", ELSEWHERE, untouched_s=30 + 1e6)
     assert train(tmp_path / "stale").step == 1
     assert lock.POLL_S not in waits
+    plant(tmp_path / "fresh", ELSEWHERE, untouched_s=1e6)
     assert train(tmp_path / "fresh").step == 1
     assert lock.POLL_S in waits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import stages.status
 import stages.verify
 from pipeline import retrying
 from pipeline.cache import copies, layout
+from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
 from pipeline.cache.shard import ShardWriter
@@ -30,7 +32,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.data.loader import Loader
 from pipeline.encoding.claims import Claims
-from pipeline.errors import AwayError, CacheError, IntegrityError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.processes import command
 from tests.test_cache import LATENT
 
@@ -254,6 +256,49 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
     finally:
         del files.fs.get_file
     assert list(folder.glob("tmp/*")) == []
+
+
+class Disk:
+    """The mirror's disk: `capacity` bytes, of which `shown` says what it may."""
+
+    def __init__(self, files: ObjectFiles, capacity: int, honest: bool, patch: pytest.MonkeyPatch):
+        self.files, self.capacity, self.fetches = files, capacity, 0
+        real = files.fs.get_file
+
+        def get_file(remote: str, local: str) -> None:
+            self.fetches += 1
+            Path(local).write_bytes(b"part")
+            if self.free() < files.fs.info(remote)["size"]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(remote, local)
+
+        patch.setattr(files.fs, "get_file", get_file)
+        patch.setattr(mirrors, "free_at", lambda root: self.free() if honest else 2**40)
+        patch.setattr(mirrors, "SPARE", 2_000)
+
+    def free(self) -> int:
+        return self.capacity - sum(path.stat().st_size for path in self.files.mirror.root.glob("??/*"))
+
+
+@pytest.mark.parametrize("honest", [True, False], ids=["free space is known", "a quota"])
+def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
+    objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch, honest: bool
+) -> None:
+    names = [layout.Paths.table(objects.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy") for n in range(5)]
+    disk = Disk(objects, 36_000, honest, monkeypatch)
+    for turn in range(2):
+        for n, name in enumerate(names):
+            assert bytes(objects.open(name).map()) == bytes([n]) * 10_000
+        left = [path.name for path in objects.mirror.root.glob("??/*")]
+        assert len(left) == 3 and {Path(name).name for name in names[2:]} == set(left), f"turn {turn}"
+    assert objects.mirror.room == (17_000 if honest else objects.mirror.limit)
+    objects.let_go()
+    disk.capacity, disk.fetches = 9_000, 0
+    with pytest.raises(NoSpaceError, match="mirror's disk is full") as caught:
+        objects.open(names[0])
+    assert caught.value.exit_code == 6 and "mirror.path" in (caught.value.fix or "")
+    assert disk.fetches <= 4, "nothing is fetched again and again"
+    assert not list(objects.mirror.root.glob("tmp/*"))
 
 
 def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:

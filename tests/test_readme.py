@@ -52,8 +52,15 @@ def test_the_commands_of_the_real_run_are_real() -> None:
 
     lines = [line.removeprefix("$ ").split("#")[0].strip() for line in "\n".join(blocks("console")).splitlines()]
     commands = [line[line.index("sana-pipe ") :] for line in lines if "sana-pipe " in line]
-    named = {"check", "encode", "bucket", "snapshots", "train", "sample", "export"}
-    assert {shlex.split(c)[1] for c in commands} == named
+    assert {shlex.split(c)[1] for c in commands} == {
+        "check",
+        "encode",
+        "bucket",
+        "snapshots",
+        "train",
+        "sample",
+        "export",
+    }
     for command in commands:
         _, name, *arguments = shlex.split(command)
         options = [argument for argument in arguments if argument.startswith("--")]

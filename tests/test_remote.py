@@ -385,7 +385,7 @@ def test_missing_things_are_told(ranged_server: Server) -> None:
 
 @pytest.mark.parametrize("how", ["error", "reset"])
 def test_a_listing_that_is_not_whole_is_an_error(
-    ranged_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    ranged_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
     source = open_source(ranged_server.url, DataConfig(), format="folder", patience_s=PATIENCE_S)
@@ -393,7 +393,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
-    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(data / "mirror")), PATIENCE_S)
+    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too

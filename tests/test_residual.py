@@ -15,6 +15,7 @@ from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
+from pipeline.parallel.blocks import find_blocks
 from pipeline.parallel.spread import spread
 from pipeline.training import checkpoint, trainer
 from pipeline.training.trainer import fit
@@ -28,11 +29,11 @@ DEEP = SanaConfig(
 )  # fmt: skip
 
 
-def gradients(settings: Any, seen: list[torch.dtype] | None = None) -> dict[str, Tensor]:
+def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
     """Of one step, spread as the settings say; `seen` gets the dtype of what each block returns."""
     with mesh.started(Launch(), settings.train.parallel, CPU) as group:
         held = spread(tiny_run.model(settings), group, settings.train)
-        for block in held.module.blocks if seen is not None else ():
+        for block in find_blocks(held.module):
             block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         return tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])[2]
 
@@ -70,7 +71,7 @@ def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
 
 
 def test_in_fp32_there_is_nothing_to_choose() -> None:
-    found = [gradients(tiny_run.config(residual=residual)) for residual in ("fp32", "compute")]
+    found = [gradients(tiny_run.config(residual=residual), []) for residual in ("fp32", "compute")]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -86,8 +87,8 @@ def test_in_fp32_there_is_nothing_to_choose() -> None:
 )  # fmt: skip
 def test_fp32_tokens_go_with_every_way_to_keep_activations(options: dict[str, Any]) -> None:
     seen: list[torch.dtype] = []
-    base = {"precision": "bf16", "residual": "fp32", "layers": 2}
-    expected = gradients(tiny_run.config(**base))
+    base: dict[str, Any] = {"precision": "bf16", "residual": "fp32", "layers": 2}
+    expected = gradients(tiny_run.config(**base), [])
     found = gradients(tiny_run.config(**base, **options), seen)
     assert set(seen) == {torch.float32}
     limit = 2e-2 if "activation_compression" in options else 2e-3 if "compile" in options else 0.0
@@ -120,7 +121,12 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
-    monkeypatch.setattr(trainer, "numerics", lambda train: used.append(train.residual) or Numerics())
+
+    def noted(train: Any) -> Numerics:
+        used.append(train.residual)
+        return Numerics()
+
+    monkeypatch.setattr(trainer, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
     _fit(tmp_path / "compute", 2, resume="auto")

@@ -233,7 +233,7 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
         with pytest.raises(IntegrityError):
             own.decode(wrong, np.empty((3, 6), np.uint16), "record")
     # without the recipe's document nothing is guessed
-    cache.files.path(layout.Paths.recipe(recipe.name)).unlink()
+    cache.files.remove(layout.Paths.recipe(recipe.name))
     with pytest.raises(IntegrityError, match="not stored as plain"):
         shard.Reader(cache.files, recipe.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
 

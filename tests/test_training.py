@@ -369,7 +369,7 @@ def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_directory_tells_the_run(finished: Path) -> None:
-    settings = tiny_run.config(finished, steps=6, save_every=2)
+    settings = trainer.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000002", "step-00000004", "step-00000006",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import stages.status
 from pipeline.cache.drivers import refuse_credentials
 from pipeline.errors import UserError
 from pipeline.urls import strip_credentials
+from tests import synthetic
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,17 @@ def test_credentials_are_taken_out(url: str, clean: str) -> None:
 def test_what_is_no_secret_stays(url: str) -> None:
     assert strip_credentials(url) == url
     refuse_credentials(url)
+
+
+def test_roots_of_earlier_scans_are_shown_without_credentials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    body = cache.last_scan("one") or {}
+    kept = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
+    cache.add_scan("one", {**kept, "root": "http://user:secret@host/x"})
+    for as_json in (False, True):
+        stages.status.run(of, as_json=as_json)
+        said = capsys.readouterr().out
+        assert "http://host/x" in said and "secret" not in said

@@ -2,7 +2,8 @@
 
 What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record.
 Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
-Price: `verify` reads every byte once; `status` reads documents only.
+Price: `verify` reads every byte once; `status` reads documents and scans, and asks for the sizes of the files that named
+snapshots need. A document is read on its own, one request after the other.
 """
 
 from __future__ import annotations
@@ -240,7 +241,9 @@ def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
 
 def _fix_of(table: str, wanted: dict[str, str]) -> str:
     """What mends a table: one that no plan, commit or scan refers to is a snapshot's, or holds channel scales."""
-    return REPAIR if table in wanted else BACKUP if table.endswith(".npy") else BUCKET
+    if table in wanted:
+        return ENCODE if wanted[table].startswith("sources/") else REPAIR
+    return BACKUP if table.endswith(".npy") else BUCKET
 
 
 def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
@@ -515,14 +518,15 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
 def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
     """Commits, shards and scales of a recipe without the document that they follow from."""
     files = cache.files
-    written = [entry.name for entry in files.walk(f"shards/{owner}")]  # first: what is written meanwhile has a commit
+    # Against the order in which they are written: what appears meanwhile is then no contradiction.
+    written = [entry.name for entry in files.walk(f"shards/{owner}")]
     planned: dict[str, int] = {}
     try:
-        for plan in cache.plans(owner):
-            planned.update((unit.unit, plan.number) for unit in plan.units)
         listed = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
         listed |= set(files.folders(f"units/{owner}"))
         commits = [(int(name), commit) for name in sorted(listed) for commit in index.commits(files, owner, int(name))]
+        for plan in cache.plans(owner):
+            planned.update((unit.unit, plan.number) for unit in plan.units)
     except CacheError:
         return  # the damaged document has been named already
     plans = set(planned.values())

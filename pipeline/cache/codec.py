@@ -249,9 +249,10 @@ def load_scale(files: Files, digest: str) -> np.ndarray:
         IntegrityError: missing, damaged or no such table.
     """
     name = layout.Paths.table(digest, "npy")
+    data = io.BytesIO(files.content(name, digest))
     try:
-        values = np.load(io.BytesIO(files.content(name, digest)), allow_pickle=False)
-    except ValueError as error:
+        values = np.lib.format.read_array(data, allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python
         raise IntegrityError(f"{files.where(name)}: is no table of channel scales: {error}") from None
     if values.dtype != np.float32 or values.ndim != 1 or not (np.isfinite(values) & (values > 0)).all():
         raise IntegrityError(f"{files.where(name)}: is no table of channel scales")
@@ -360,11 +361,13 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
     if unpacker is None:
         unpacker = _own.unpacker = zstandard.ZstdDecompressor()
     try:
-        exponents = unpacker.decompress(data[count:], max_output_size=count) if len(data) > count else b""
+        # zstandard allocates what the frame says, whatever it is asked for.
+        size = zstandard.get_frame_parameters(data[count:]).content_size if len(data) > count else 0
+        exponents = unpacker.decompress(data[count:], max_output_size=count) if size == count and count else b""
     except zstandard.ZstdError as error:
         raise IntegrityError(f"{where}: its exponents cannot be decompressed: {error}") from None
-    if len(exponents) != count:
-        raise IntegrityError(f"{where}: holds another number of exponents", expected=count, found=len(exponents))
+    if size != count or len(exponents) != count:
+        raise IntegrityError(f"{where}: holds another number of exponents", expected=count, found=size)
     found = np.frombuffer(exponents, np.uint8).astype(np.uint16)
     found <<= 7
     mantissas = np.frombuffer(data, np.uint8, count).astype(np.uint16)

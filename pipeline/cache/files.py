@@ -123,6 +123,11 @@ class Files:
             OSError: as `read`.
         """
         try:
+            return read()
+        except OSError as error:
+            if not retrying.away_disk(error):
+                raise
+        try:
             return retrying.tried(read, self.where(""), self.patience_s, retrying.away_disk)
         except retrying.NoAnswer as error:
             raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
@@ -353,7 +358,7 @@ class Files:
         self._remove(name)
 
     def set_aside(self, name: str) -> None:
-        """Move a document that cannot be read, and its copy, to `damaged/`: its name is free again."""
+        """Move a file that cannot be read, and a document's copy, to `damaged/`: its name is free again."""
         for one in (name, Paths.copy(name)):
             if self.holds(one):
                 self._move(one, f"damaged/{one}-{uuid.uuid4().hex[:8]}")

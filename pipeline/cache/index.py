@@ -11,9 +11,8 @@ that were adopted from another cache come before all others, the first of them l
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 ADOPTED = "adopted"
 """Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
@@ -122,8 +121,8 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
 
 
 def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
-    """A record table; one that is missing or damaged is made again (and published, where that is possible) if its bytes
-    come out the same.
+    """A record table; one that is missing or damaged is made again, if its bytes come out the same, and published if
+    `files.mends`.
 
     Raises:
         IntegrityError: it does not.
@@ -139,7 +138,7 @@ def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> p
         data = b"" if table is None else to_ipc(table)
         if layout.content_digest(data) != digest:
             raise
-        with suppress(CacheError):  # the cache can only be read
+        if files.mends:
             files.put_content(data, "tables", "arrow")
         return from_ipc(data, files.where(name))
 
@@ -198,7 +197,7 @@ class RecordIndex:
                     self.bytes.append(commit.bytes)
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
-                tables.append(_record_table(files, digest, lambda done=done: whole_table(files, recipe, done)))
+                tables.append(_record_table(files, digest, partial(whole_table, files, recipe, done)))
             else:
                 tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
@@ -230,35 +229,33 @@ class RecordIndex:
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
         """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts,
-        but a record whose shard is lost gives way to every other.
+        but the last of all are records of the first whose shard is lost.
 
         `origin` says for each of its `shards` which of the indexes it is from.
         """
         if len(indexes) == 1:
             return indexes[0]
-        whole = cls.__new__(cls)
-        whole.recipe, whole.kind = indexes[0].recipe, indexes[0].kind
+        whole, here = cls.__new__(cls), indexes[0]
+        whole.recipe, whole.kind = here.recipe, here.kind
         whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
+        others = [(at, one, np.ones(len(one.shards), bool)) for at, one in enumerate(indexes[1:], start=1)]
+        ranks = [(0, here, ~here.lost), *others, (0, here, here.lost)]
         first: dict[str, int] = {}
-        for lost in (False, True):  # of a shard that two caches know, the one that has it
-            for at, one in enumerate(indexes):
-                for i in np.flatnonzero(one.lost == lost).tolist():
-                    if one.shards[i] not in first:
-                        first[one.shards[i]] = len(whole.shards)
-                        whole.shards.append(one.shards[i])
-                        whole.bytes.append(one.bytes[i])
-                        whole.origin.append(at)
-        numbers = [np.array([first[name] for name in one.shards], np.uint32) for one in indexes]
+        for at, one, counts in ranks:
+            for i in np.flatnonzero(counts).tolist():
+                if one.shards[i] not in first:
+                    first[one.shards[i]] = len(whole.shards)
+                    whole.shards.append(one.shards[i])
+                    whole.bytes.append(one.bytes[i])
+                    whole.origin.append(at)
         whole.rejects = [reject for one in indexes for reject in one.rejects]
-        # The last of equals is kept: what is lost first, then the indexes from the last to the first.
-        parts = [
-            (one, number, one.lost[one.columns["shard"]] == lost)
-            for lost in (True, False)
-            for one, number in zip(indexes[::-1], numbers[::-1], strict=True)
-        ]
+        parts = []  # the last of equals is kept
+        for _, one, counts in ranks[::-1]:
+            number = np.array([first[name] for name in one.shards], np.uint32)
+            parts.append((one, number, counts[one.columns["shard"]]))
         columns = {
             name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
-            for name in indexes[0].columns if name != "shard"
+            for name in here.columns if name != "shard"
         }  # fmt: skip
         shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
         whole._fill({"shard": shards, **columns})

@@ -292,7 +292,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
             raise ValueError("not an object")
         found = body.pop("digest")
         expected = content_digest(canonical(body))
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a document of this cache: {error}", fix=REPAIR) from None
     if found != expected:
         raise IntegrityError(

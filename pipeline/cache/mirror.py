@@ -4,6 +4,8 @@ What: `Mirror.open` gives an object's bytes as an open file. A copy is fetched o
 asks first; its digest is compared with its name at every opening; a damaged copy is fetched again.
 Why: records are then read with preadv exactly as from a local cache, an object store sees few large sequential reads
 instead of many small ones, and a broken disk heals itself from the origin.
+It takes no space that the disk does not have: the copies that were opened longest ago go when the bound is reached or
+less than `SPARE` bytes of the disk stay free, and only then is it an error.
 Price: a random order over far more shards than the mirror holds fetches shards again and again: give it the room
 (`mirror.gib`), or train from a packed snapshot, which is read in the order in which it lies there. Copies being fetched
 come on top of the bound, one per thread; so do those that were removed and are still open.
@@ -20,8 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from pipeline.cache.files import Handle, digest_of, explained, sweep_in, temporary_in
-from pipeline.errors import CacheError
+from pipeline.cache.files import Handle, digest_of, explained, free_at, sweep_in, temporary_in
+from pipeline.errors import CacheError, NoSpaceError
+
+SPARE = 256 << 20
+"""Bytes of the disk that copies leave free, as long as there is another copy to remove."""
 
 
 class Mirror:
@@ -48,7 +53,8 @@ class Mirror:
             record of it checks that record.
 
         Raises:
-            CacheError: there is no room for it. And whatever `size` and `fetch` raise.
+            CacheError: it is larger than the bound.
+            NoSpaceError: the disk is full, though no other copy is left. And whatever `size` and `fetch` raise.
         """
         last = PurePosixPath(name)
         copy = self.root / last.stem[:2] / last.name
@@ -64,9 +70,11 @@ class Mirror:
                     f"{name}: is larger than the whole mirror {self.root}", expected=f"at most {self.limit:,} bytes",
                     found=f"{needed:,} bytes", fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
                 )  # fmt: skip
+            with self._locked("room"):
+                self._make_room(needed, disk=True)
             with self.temporary() as path:
+                self._fetched(fetch, path, needed)
                 with explained(path):
-                    fetch(path)
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +82,29 @@ class Mirror:
                             self._make_room(needed, spared=copy)
                             os.replace(path, copy)
             return handle
+
+    def _fetched(self, fetch: Callable[[Path], None], path: Path, needed: int) -> None:
+        """Fetch into a file. If others filled the disk meanwhile, copies are removed for it, as long as there are any.
+
+        Raises:
+            NoSpaceError: nothing is left to remove.
+        """
+        while True:
+            try:
+                with explained(path):
+                    return fetch(path)
+            except NoSpaceError:
+                path.unlink(missing_ok=True)
+                with self._locked("room"):
+                    if not self._remove_oldest(needed):
+                        raise self._full(needed) from None
+
+    def _full(self, needed: int) -> NoSpaceError:
+        return NoSpaceError(
+            f"{self.root}: the mirror's disk is full", expected=f"{needed:,} bytes free",
+            found=f"{free_at(self.root):,} bytes, and no copy that could be removed",
+            fix=f"free space on the disk of {self.root}, or set mirror.path to a folder on another one",
+        )  # fmt: skip
 
     def drop(self, name: str) -> None:
         """Forget the copy of an object."""
@@ -88,19 +119,51 @@ class Mirror:
         """Remove unfinished files that no living process can own. Returns how many."""
         return sweep_in(self.root / "tmp")
 
-    def _make_room(self, needed: int, spared: Path) -> None:
+    @property
+    def room(self) -> int:
+        """Bytes of copies that can be here at a time: `limit`, or half of what the disk has for them, since those that
+        were removed and are still open take up space, too."""
+        available = sum(size for _, size, _ in self._copies()) + free_at(self.root) - SPARE
+        return max(0, min(self.limit, available // 2))
+
+    def _copies(self) -> list[tuple[float, int, Path]]:
+        """(when it was opened last, bytes, path) of every copy, oldest first."""
         copies = []
         for path in self.root.glob("??/*"):
             with suppress(FileNotFoundError):
                 found = path.stat()
                 copies.append((found.st_mtime, found.st_size, path))
+        return sorted(copies)
+
+    def _make_room(self, needed: int, *, spared: Path | None = None, disk: bool = False) -> None:
+        """Remove the oldest copies until `needed` more bytes stay within the bound.
+
+        Args:
+            spared: a copy that is about to be replaced.
+            disk: the bytes are still to be written, so they have to fit onto the disk, too.
+
+        Raises:
+            NoSpaceError: they do not, though no copy is left.
+        """
+        copies = self._copies()
         total = sum(size for _, size, _ in copies)
-        for _, size, path in sorted(copies):
-            if total + needed <= self.limit:
-                break
+        for _, size, path in copies:
+            if total + needed <= self.limit and not (disk and free_at(self.root) < needed + SPARE):
+                return
             if path != spared:
                 path.unlink(missing_ok=True)
             total -= size
+        if disk and free_at(self.root) < needed:
+            raise self._full(needed)
+
+    def _remove_oldest(self, needed: int) -> bool:
+        """Remove copies of `needed` bytes together, or all; returns whether there were any."""
+        removed = 0
+        for _, size, path in self._copies():
+            if removed < needed:
+                path.unlink(missing_ok=True)
+                removed += size
+        return removed > 0
 
     @contextmanager
     def _locked(self, digest: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
@@ -100,7 +100,10 @@ class ObjectFiles(Files):
         self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
-        self.room = self.mirror.limit
+
+    @cached_property
+    def room(self) -> int:  # type: ignore[override]
+        return self.mirror.room
 
     def path(self, name: str) -> Path:
         raise TypeError(f"{self.where(name)} is not on a disk")

@@ -78,8 +78,10 @@ def to_ipc(table: pa.Table) -> bytes:
 
 def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
     try:
-        return ipc_table(data)
-    except (pa.ArrowInvalid, OSError) as error:
+        table = ipc_table(data)
+        table.validate(full=True)  # Arrow itself trusts the offsets
+        return table
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
 
 
@@ -539,7 +541,7 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
         got = files.ranged(name).read_into(memoryview(data), 0)
         member = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "strict")
         head = json.loads(data[BLOCK : min(got, BLOCK + member.size)])
-    except (tarfile.TarError, OSError, ValueError) as error:
+    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{files.where(name)}: not a shard: {error}") from None
     if member.name != f"{layout.META}/head.json" or not isinstance(head, dict) or "unit" not in head:
         raise IntegrityError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
@@ -565,4 +567,8 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
         raise IntegrityError(f"{where}: not a shard: {error}") from None
     if head is None or table is None:
         raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
-    return json.loads(head), from_ipc(table, f"{where}!{layout.META}/records.arrow")
+    try:
+        said = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where}: not a shard: its head is no JSON: {error}") from None
+    return said, from_ipc(table, f"{where}!{layout.META}/records.arrow")

@@ -184,7 +184,7 @@ def check_files(files: Files, head: dict[str, Any]) -> None:
     scans = {Paths.table(table, "parquet") for table in head["sources"].values()}
     found = files.sizes([*shards, *sorted(chunks | scans)])
     for name in [*shards, *sorted(chunks | scans)]:
-        fix = maker(head) if name in chunks else layout.REPAIR
+        fix = maker(head) if name in chunks else "sana-pipe encode --data DIR" if name in scans else layout.REPAIR
         if not found.get(name):
             raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
         if name in shards and found[name] != shards[name]:

@@ -180,8 +180,12 @@ class Cache:
         """A Parquet table by its digest. The last one is kept: the units of a plan ask for the same table in turn."""
         last = self._last_table
         if last is None or last[0] != digest:
-            data = self.files.content(Paths.table(digest, "parquet"), digest)
-            last = self._last_table = (digest, parquet_table(data))
+            name = Paths.table(digest, "parquet")
+            data = self.files.content(name, digest)
+            try:
+                last = self._last_table = (digest, parquet_table(data))
+            except (pa.ArrowException, OSError) as error:
+                raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
         return last[1]
 
     # ------------------------------------------------------------ sources

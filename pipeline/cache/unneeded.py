@@ -55,7 +55,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
     if found is not None:
         raise IntegrityError(
             f"{cache.files.where(found.path)}: {found.problem}", expected="a whole cache",
-            fix="sana-pipe verify --repair, or sana-pipe encode again if it was stopped before its end",
+            fix=f"{found.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
         )  # fmt: skip
     before = (cache.files.now() if now is None else now) - older_than_s
     needed = _Needed(cache, before)

@@ -674,6 +674,9 @@ def _csv_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, dict
             continue
         if header is None:
             header = fields
+            if any(map(broken, header)):
+                yield reader.line_num, "the header is not UTF-8"
+                return
             columns.update(dict.fromkeys(header))
             twice = sorted({shown(name) for name in header if header.count(name) > 1})
             if twice:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from pipeline.data.names import hostile, said, shown
 from pipeline.errors import UserError
@@ -209,11 +209,25 @@ class Disk(Store):
             if not stat_module.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
                 raise Unreadable(f"{shown(name)}: is not a regular file")
-            return os.fdopen(handle, "rb")
+            return BoundedReader(io.FileIO(handle))
         except Unreadable:
             raise
         except (OSError, ValueError) as error:
             raise Unreadable(f"{shown(name)}: {said(error)}") from None
+
+
+class BoundedReader(io.BufferedReader):
+    """Allocates no more than the file has: the sizes that are asked for come from headers that anybody wrote."""
+
+    def __init__(self, raw: Any, buffer_size: int = io.DEFAULT_BUFFER_SIZE):
+        self._size = raw.seek(0, os.SEEK_END)
+        raw.seek(0)
+        super().__init__(raw, buffer_size)
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > io.DEFAULT_BUFFER_SIZE:
+            size = min(size, max(0, self._size - self.tell()))
+        return super().read(size)
 
 
 class RangeFile(io.RawIOBase):

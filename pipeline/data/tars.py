@@ -36,7 +36,7 @@ from pipeline.data.ahead import Ahead, Place
 from pipeline.data.candidates import Candidate, CaptionRule
 from pipeline.data.names import EXTENSIONS, hostile, said, shown
 from pipeline.data.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, Told, parse_json, sidecar
-from pipeline.data.store import Store, Unreadable
+from pipeline.data.store import BoundedReader, Store, Unreadable
 from pipeline.errors import UserError
 
 RULE = "tar-1"
@@ -151,7 +151,7 @@ class TarSource(Source):
             rejects.append(Reject(shown(part), reason))
             return
         stream.seek(0)
-        buffered = io.BufferedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
+        buffered = BoundedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
         end = 0
         before: str | None = None
         try:

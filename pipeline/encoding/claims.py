@@ -155,6 +155,6 @@ def sweep(cache: Cache, plans: list[Plan]) -> int:
 def _parsed(content: bytes) -> dict[str, object]:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -94,8 +94,10 @@ def _plans(cache: Cache, recipe: str) -> None:
     """Make the plans again that are lost, or whose table is, of the commits of their units."""
     files, folder = cache.files, Paths.plans(recipe)
     for number in _numbers(cache, folder):
-        if not _readable(cache, cache.plan(recipe, number).table):
+        table = cache.plan(recipe, number).table
+        if not _readable(cache, table):
             files.set_aside(Paths.numbered(folder, number))
+            files.set_aside(Paths.table(table, "parquet"))
     listed = {int(name.removesuffix(".json")) for name in files.names(f"segments/{recipe}")}
     listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.names(f"units/{recipe}/{name}")}
     found = _numbers(cache, folder)

@@ -176,7 +176,7 @@ def read_config(folder: Path) -> SanaConfig:
             expected=f"a folder written by {CLASS_NAME}.save_pretrained",
             fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a JSON object", found=type(data).__name__)

@@ -316,7 +316,7 @@ def read_document(folder: Path) -> Document:
             expected=f"{DOCUMENT} in it",
             fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
         ) from None
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise CheckpointError(

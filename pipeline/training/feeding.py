@@ -73,8 +73,8 @@ class Feed:
                 self._error = error
             waited = time.perf_counter() - began
             samples = 0 if found is None else sum(len(batch.sample_ids) for batch in found[0])
-            failed, samples, replaced = self._sum(float(self._error is not None), samples, self._replaced())
-            if failed or not self._bearable(int(samples), int(replaced)):
+            failed, taken, replaced = self._sum(float(self._error is not None), samples, self._replaced())
+            if failed or not self._bearable(int(taken), int(replaced)):
                 self.broken = True
                 return
             if found is None:

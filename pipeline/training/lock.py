@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 import time
 import uuid
@@ -26,10 +27,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pipeline.cache import owner as processes
 from pipeline.errors import UserError
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.mesh import on_main
-from pipeline.processes import Identity, has_ended, this_process
 
 NAME = "lock.json"
 BEAT_S = 2.0
@@ -46,14 +47,25 @@ class RunTaken(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """What `lock.json` says. `since`: when it was taken, seconds of the file system's clock. `job`, `attempt`:
-    SLURM's, where there is one."""
+    """What `lock.json` says. `place`: see `pipeline.cache.owner`. `since`: when it was taken, in seconds of the file
+    system's clock. `job`, `attempt`: those of SLURM, where there is one."""
 
     token: str
-    identity: Identity
+    host: str
+    process: int
+    place: dict[str, str]
     since: float
     job: str | None
     attempt: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    def has_ended(self) -> bool:
+        """True of a process of this machine that is no more; of another machine's nothing is known."""
+        here, there = processes.place(), self.place
+        same = bool(here) and there.get("machine") == here["machine"]
+        return same and processes.ended(there.get("process", ""), there.get("started", ""))
 
     def follows(self, other: Owner) -> bool:
         """Whether the scheduler says that this attempt replaces the other."""
@@ -88,7 +100,7 @@ class Lock:
             raise RunTaken(
                 f"{self._path.parent}: another training has taken over this run directory",
                 expected=f"the token of this attempt, {self.token}, in {self._path}",
-                found="no lock" if owner is None else f"{owner.token}, of {owner.identity}",
+                found="no lock" if owner is None else f"{owner.token}, of {owner}",
                 fix="let the other one go on; it started from the last checkpoint that was published",
             )
 
@@ -160,13 +172,13 @@ class _Newcomer:
         try:
             now = _clock(self.path.with_name(f"{NAME}.{self.token}"))
             job, number = scheduled_attempt() or (None, 0)
-            ours = Owner(self.token, this_process(), now, job, number)
+            ours = Owner(self.token, platform.node(), os.getpid(), processes.place(), now, job, number)
             if not self.path.exists() and _create(self.path, ours):
                 return None
             with self.path.open(encoding="utf-8") as file:
                 owner, touched = _parsed(file.read()), os.fstat(file.fileno()).st_mtime
-            described = "somebody" if owner is None else f"{owner.identity}, for {_span(now - owner.since)}"
-            ended = owner is not None and (has_ended(owner.identity) or ours.follows(owner))
+            described = "somebody" if owner is None else f"{owner}, for {_span(now - owner.since)}"
+            ended = owner is not None and (owner.has_ended() or ours.follows(owner))
             if ended or now - touched >= STALE_S:
                 _replace(self.path, ours)
                 return None if _owner(self.path) == ours else ""
@@ -246,9 +258,8 @@ def _owner(path: Path) -> Owner | None:
 
 def _parsed(text: str) -> Owner | None:
     try:
-        values = json.loads(text)
-        return Owner(**{**values, "identity": Identity(**values["identity"])})
-    except (ValueError, TypeError, KeyError):
+        return Owner(**json.loads(text))
+    except (ValueError, TypeError):
         return None
 
 

@@ -128,7 +128,7 @@ def fit(
     with (
         memory_errors(train),
         started(launch, train.parallel, device) as mesh,
-        _signals(launch) as wanted,
+        _signals(launch.is_main, os.getppid() if launch.kind in ("torchrun", "accelerate") else None) as wanted,
         taken(run, quiet) as lock,
     ):
         found, notes = on_main(lambda: _choose(run, resume))
@@ -398,19 +398,21 @@ class _Wanted:
 
 
 @contextmanager
-def _signals(launch: Launch) -> Iterator[_Wanted]:
+def _signals(speaks: bool, launcher: int | None = None) -> Iterator[_Wanted]:
     """SIGTERM, SIGUSR1 and SIGINT ask for a clean end; SIGINT ends at once before the first step, and when it is the
     second signal. Elsewhere than in the main thread signals cannot be caught; a SIGINT that is ignored stays so.
 
-    The first process says on stderr what becomes of the signal.
+    Args:
+        speaks: whether this process says on stderr what becomes of the signal.
+        launcher: see `_Wanted`.
     """
-    wanted = _Wanted(launcher=os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
+    wanted = _Wanted(launcher=launcher)
     if threading.current_thread() is not threading.main_thread():
         yield wanted
         return
 
     def tell(line: str) -> None:
-        if launch.is_main:
+        if speaks:
             os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -93,15 +93,18 @@ def start(settings: Config) -> SanaTransformer:
 
 def reference(folder: Path) -> None:
     """One process without any wrapping, the whole global batch at once: (loss, norm, gradients) of two shapes, how far
-    a plain bf16 model's gradients are from them, and the losses of all steps."""
+    a plain bf16 model's gradients are from them by `train.residual`, and the losses of all steps."""
     for norm in (False, True):
-        full, half = (settings_of({"microbatch": 8, "norm": norm, "precision": p}) for p in ("fp32", "bf16"))
+        full = settings_of({"microbatch": 8, "norm": norm, "precision": "fp32"})
         steps = [tiny_run.gradients(start(full), full, [batch(step)]) for step in (0, 1)]
-        plain = [tiny_run.gradients(start(full).bfloat16(), half, [batch(step)])[2] for step in (0, 1)]
-        distances = [
-            tiny_run.distance({name: value.float() for name, value in found.items()}, exact[2])
-            for found, exact in zip(plain, steps, strict=True)
-        ]
+        distances = {}
+        for residual in ("fp32", "compute"):
+            half = settings_of({"microbatch": 8, "norm": norm, "precision": "bf16", "residual": residual})
+            plain = [tiny_run.gradients(start(half).bfloat16(), half, [batch(step)])[2] for step in (0, 1)]
+            distances[residual] = [
+                tiny_run.distance({name: value.float() for name, value in found.items()}, exact[2])
+                for found, exact in zip(plain, steps, strict=True)
+            ]
         losses = tiny_run.train_losses(start(full), full, STEPS)
         torch.save({"steps": steps, "losses": losses, "bf16": distances}, folder / f"alone-{norm}.pt")
 
@@ -110,7 +113,12 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
     settings = settings_of(case)
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
-    found: dict[str, Any] = {"loss": [], "norm": [], "gradient": [], "plain bf16": expected["bf16"]}
+    found: dict[str, Any] = {
+        "loss": [],
+        "norm": [],
+        "gradient": [],
+        "plain bf16": expected["bf16"][settings.train.residual or "compute"],
+    }
     with mesh.started(launch, settings.train.parallel, CPU) as group:
         held = spread(start(settings), group, settings.train)
         tokens = strategies.tokens_of(held)
