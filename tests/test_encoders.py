@@ -225,16 +225,20 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
     whole = AutoencoderDC.from_pretrained(folder / "vae").eval()
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 255 * 2 - 1
     with torch.no_grad():
-        want = (whole.encode(x).latent * whole.config.scaling_factor).to(torch.bfloat16)
+        want = whole.encode(x).latent * whole.config.scaling_factor
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
     bits = encoder.encode(images)
     assert bits.dtype == np.uint16 and bits.shape == (3, tiny.LATENT_CHANNELS, 6, 10)
-    assert torch.equal(encoders.from_bits(bits), want)
+    got = encoders.from_bits(bits)
+    # The same module on weights that lie elsewhere in memory differs in the last bits of fp32, so now and then a
+    # value at a tie is rounded the other way.
+    assert torch.all(((want - 1e-5).to(torch.bfloat16) <= got) & (got <= (want + 1e-5).to(torch.bfloat16)))
+    assert (got != want.to(torch.bfloat16)).float().mean() < 0.01
     assert np.array_equal(bits, encoder.encode(images))
     assert (encoder.compression, encoder.channels) == (8, tiny.LATENT_CHANNELS)
     doubled = VaeConfig(id=str(folder), scaling_factor=2 * whole.config.scaling_factor)
     twice = encoders.from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
-    assert torch.equal(twice.float(), 2 * want.float())
+    assert torch.equal(twice.float(), 2 * got.float())
 
 
 def test_each_half_holds_no_part_of_the_other(folder: Path) -> None:

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -343,8 +342,10 @@ def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
     for path in paths:
         for position, _ in flips(path, count):
             tally.judge(f"bit {position} of {path.name}", reading, [path.name])
+            assert not bits or bits % 10 or any(path.stem in f.path for f in audit.verify(Cache(copy)))
             bits += 1
-    tally.check(noticed=bits)
+    # A damaged table does no harm while its shard says the same; `verify` names it all the same.
+    tally.check(noticed=bits if of == "segments" else bits - tally.harmless)
     assert reading() == tally.truth
 
 
@@ -424,8 +425,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head["chunks"][0]["samples"]
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
-        blind = SimpleNamespace(xxh3_128_hexdigest=lambda data: name)
-        monkeypatch.setattr("pipeline.cache.snapshot.xxhash", blind)
+        monkeypatch.setattr("pipeline.cache.snapshot.digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the document's digest":
         path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 3'

@@ -287,8 +287,9 @@ def test_missing_short_and_swapped_shards_are_named(small_cache: Path, tmp_path:
         load(copy)
 
     copy, _ = fresh("head")
-    head = next((copy / "snapshots").iterdir())
-    head.write_bytes(head.read_bytes().replace(b'"batch": 12', b'"batch": 13', 1))
+    for place in ("snapshots", "copies/snapshots"):
+        head = next((copy / place).iterdir())
+        head.write_bytes(head.read_bytes().replace(b'"batch": 12', b'"batch": 13', 1))
     with pytest.raises(IntegrityError, match="digest"):
         load(copy)
 
