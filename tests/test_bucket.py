@@ -940,6 +940,9 @@ def test_growth_keeps_its_pictures_when_copies_come_from_elsewhere(root: Path) -
     assert not items(first) <= items(made(config(root, "bucket.dedup=image", "bucket.subset=30"), "again"))
     grown = made(config(root, "bucket.dedup=image", "bucket.subset=30", "bucket.grow=first"), "grown")
     assert items(first) <= items(grown)
+    # Not even where those copies come first by their source's place.
+    options = ("bucket.dedup=image", "bucket.subset=30", "bucket.grow=first", "bucket.sources={a: {}}")
+    assert items(first) <= items(made(config(root, *options), "preferred"))
 
 
 def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
