@@ -57,6 +57,12 @@ def content(root: Path, suffix: str, data: bytes) -> tuple[Files, str]:
     return files, digest
 
 
+def test_columns_that_disagree_about_their_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes((Path(__file__).parent / "data" / "rows-disagree.parquet").read_bytes())
+    kinds = [type(one).__name__ for one in opened(tmp_path).items()]
+    assert "Reject" in kinds
+
+
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1 no PAR1", b"\x00" * 100])
 def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
     cache = Cache(tmp_path, create=True)

@@ -168,6 +168,8 @@ class ParquetSource(Source):
                 with self._lock:
                     rows = _rows(table.read_row_group(group, columns=wanted))
                 pictures = self._group(name, group)
+                if len(pictures) != count or len(rows or pictures) != count:
+                    raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
             except (pa.ArrowException, OSError) as error:
                 yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
                 first += count
