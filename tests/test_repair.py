@@ -16,6 +16,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import load
 from pipeline.encoding import worker
+from pipeline.errors import IntegrityError
 from tests import tiny_cache
 
 
@@ -161,3 +162,32 @@ def test_a_rotten_shard_of_a_unit_that_is_not_committed_is_set_aside(
 def test_a_stray_file_among_the_snapshots_stops_no_repair(cache: Cache, verified: Callable[..., Any]) -> None:
     (cache.root / "snapshots" / ".nfs01").write_bytes(b"x")
     assert verified(encoder(cache, 0)) == (0, [])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_segments_that_changed_places_are_damage(cache: Cache, verified: Callable[..., Any], older: bool) -> None:
+    """Those of earlier versions do not say of which recipe they are; their record tables do."""
+    same, whole = encoder(cache, 0), {kind: index_keys(cache, kind) for kind in ("latent", "text")}
+    names = [Paths.segment(cache.recipes(kind)[0].name, 0) for kind in ("latent", "text")]
+    bodies = [cache.files.document(name) for name in names]
+    for name, body in zip(names, bodies, strict=True):
+        if older:
+            del body["recipe"]
+            cache.files.replace(Paths.copy(name), layout.seal(body))
+    for name, body in zip(names, bodies[::-1], strict=True):
+        cache.files.replace(name, layout.seal(body))
+    for kind, keys in whole.items():
+        if older:
+            with pytest.raises(IntegrityError):
+                index_keys(cache, kind)
+        else:
+            assert index_keys(cache, kind) == keys, "the copy is read"
+    assert verified()[0] == 4
+    verified(same)
+    assert {kind: index_keys(cache, kind) for kind in whole} == whole
+    assert verified() == (0, [])
+
+
+def index_keys(cache: Cache, kind: str) -> bytes:
+    cache = Cache(cache.root)
+    return cache.index(cache.recipes(kind)[0].name).keys.tobytes()

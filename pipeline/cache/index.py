@@ -103,8 +103,8 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
         return False
     done = commits(files, recipe, plan)
     digest, rows = merged(files, recipe, done)
-    body = {"plan": plan, "table": digest, "records": rows, "commits": [commit.body() for commit in done]}
-    files.put(Paths.segment(recipe, plan), layout.seal(body))
+    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
+    files.put(Paths.segment(recipe, plan), layout.seal({**body, "commits": [commit.body() for commit in done]}))
     return True
 
 
@@ -198,6 +198,12 @@ class RecordIndex:
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
                 tables.append(_record_table(files, digest, partial(whole_table, files, recipe, done)))
+                if missing := {*RECORDS[self.kind].names, "shard"} - set(tables[-1].column_names):
+                    raise IntegrityError(
+                        f"{files.where(Paths.segment(recipe, plan))}: is not of {self.kind} records",
+                        expected=", ".join(sorted(missing)), found=", ".join(tables[-1].column_names),
+                        fix=layout.REPAIR,
+                    )  # fmt: skip
             else:
                 tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
