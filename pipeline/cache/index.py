@@ -287,10 +287,16 @@ class RecordIndex:
             rows[on] += 1
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
+    def there(self, keys: np.ndarray) -> np.ndarray:
+        """(n,) bool: which records are there and their shards, too. keys: as in `find`."""
+        rows = self.find(keys)
+        there = rows >= 0
+        there[there] = ~self.lost[self.columns["shard"][rows[there]]]
+        return there
+
     def has(self, key: bytes) -> bool:
         """Whether a record is there and its shard, too."""
-        row = int(self.find(as_keys([key]))[0])
-        return row >= 0 and not self.lost[self.columns["shard"][row]]
+        return bool(self.there(as_keys([key]))[0])
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
