@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -305,15 +308,31 @@ def test_a_released_pth_says_its_own_shape(tmp_path: Path) -> None:
         load_weights(tmp_path / "narrow.pth")
 
 
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_a_pth_of_their_trainer_holds_the_state_of_every_generator(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As their `save_checkpoint` writes it, with numpy 1 or numpy 2."""
+    monkeypatch.setattr(np.zeros(0).__reduce__()[0], "__module__", module)
+    monkeypatch.setitem(sys.modules, module, np._core.multiarray)
+    state = {name: torch.zeros(shape) for name, shape in of_nvlabs(1, 1152, False).items()}
+    generators = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    whole = {"state_dict": state | {"pos_embed": torch.zeros(1, 256, 1152)}, "epoch": 1, "step": 7}
+    torch.save(whole | {"rng_state": generators}, tmp_path / "sana.pth")
+    assert f"{module}\n".encode() in zipfile.ZipFile(tmp_path / "sana.pth").read("sana/data.pkl")
+    assert load_weights(tmp_path / "sana.pth")[0].num_cross_attention_heads == 16
+
+
 def test_a_pth_that_is_more_than_tensors_is_not_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "was run",))
 
     torch.save({"state_dict": {"x": Evil()}}, tmp_path / "evil.pth")
+    torch.save({"state_dict": {}, "rng_state": {"numpy": np.array([Evil()])}}, tmp_path / "array.pth")
     (tmp_path / "cut.pth").write_bytes((tmp_path / "evil.pth").read_bytes()[:50])
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    for name in ("evil.pth", "cut.pth", "other.safetensors"):
+    for name in ("evil.pth", "array.pth", "cut.pth", "other.safetensors"):
         with pytest.raises(UserError) as caught:
             load_weights(tmp_path / name)
         assert name in str(caught.value)

@@ -5,7 +5,7 @@ file, and `renamed` gives it our names.
 Why: released checkpoints and those of people who train with NVlabs' code come in this form. The names are those that
 NVlabs' `tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are one tensor there, one
 below the other, and GLUMBConv's channels are in diffusers' order.
-Why no pickle: torch reads such a file with `weights_only`, which runs no code of it.
+Why no pickle: torch reads such a file with `weights_only`, which runs no code of it but what builds arrays of numbers.
 Price: a file says neither how many heads cross attention has (known for the released widths) nor, without its
 `pos_embed`, the base of a position embedding; `config.json` beside the file goes before what the shapes say.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,6 +34,13 @@ CROSS_HEADS = {1152: 16, 2240: 20}
 """Width -> heads of cross attention, of NVlabs' registered models. Those of self attention are `_HEAD` wide."""
 
 _HEAD = 32
+
+_rebuild = np.zeros(0).__reduce__()[0]
+_ARRAYS: list[Any] = [
+    *((_rebuild, "numpy.core.multiarray._reconstruct"), (_rebuild, "numpy._core.multiarray._reconstruct")),
+    *(np.ndarray, np.dtype, type(np.dtype("uint32"))),
+]
+"""What builds an array of numpy 1 or 2: their trainer saves the state of numpy's generator beside the weights."""
 
 _ENDS = {
     "patch_embed.proj": "x_embedder.proj",
@@ -152,13 +160,14 @@ def _open(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             file = safe_open(path, framework="pt")
             return {name: file.get_slice(name) for name in file.keys()}
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(_ARRAYS):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(
             f"{path} cannot be read as weights",
             expected="a .pth file of tensors (of torch 1.6 or newer) or a safetensors file",
             found=next(iter(str(error).splitlines()), type(error).__name__),
-            fix="fetch it again; a file with other objects than tensors is not loaded, since reading it runs code",
+            fix="fetch it again; a file with other objects than tensors and numbers is not loaded, since reading it runs code",
         ) from None
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
     tensors = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
