@@ -2,7 +2,7 @@
 #   make demo            photographs -> encode -> bucket -> train -> export -> sample, in ./demo
 #   make test            the default tests
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
-#   JOBS=8   how many processes share the default tests (about 1.5 GB each)
+#   JOBS=8   how many processes share the default and the slow tests (about 1.5 GB each)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   where torch alone is taken from (default: pip's own index)
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -50,13 +50,13 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 slow: $(STAMP)
-	$(PYTEST) -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)
 
 dist: $(STAMP)
 	$(PYTEST) -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
 
 fault: $(STAMP)
-	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 5 $(PYTEST_ARGS)
+	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 3 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
