@@ -2,6 +2,7 @@
 #   make demo            photographs -> encode -> bucket -> train -> export -> sample, in ./demo
 #   make test            the default tests
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
+#   JOBS=8   how many processes share the default tests (about 1.5 GB each)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   where torch alone is taken from (default: pip's own index)
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,7 @@ PYTHON      ?= python3
 DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
+JOBS        ?= 2
 BENCH_ARGS  ?=
 ROOM        ?= cache data encoding training
 TORCH_INDEX ?=
@@ -45,7 +47,7 @@ demo: $(STAMP)
 	$(BIN)/sana-pipe demo --out '$(DEMO_DIR)' $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 slow: $(STAMP)
 	$(PYTEST) -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)

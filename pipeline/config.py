@@ -701,7 +701,7 @@ class Config(_Section):
 _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = (
     *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
-    *("data.image_field", "data.image_root", "data.max_pixels"),
+    *("data.image_field", "data.image_root", "data.max_pixels", "data.max_picture_mib"),
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (

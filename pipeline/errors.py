@@ -74,7 +74,7 @@ class RejectRateError(UserError):
     exit_code = 5
 
 
-_CACHE = ("encode", "bucket", "snapshots", "diff", "train", "sample", "status", "verify", "gc", "forget")
+_CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("the work is done; a signal that asks for a clean end was obeyed (SIGTERM, SIGUSR1; in train also Ctrl-C)", ()),
     1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with its traceback", ()),
@@ -86,7 +86,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
         "for unreadable ones than train.max_quarantine_rate allows (train, which saved)",
         ("encode", "train"),
     ),
-    6: ("there is no space for what is to be written", tuple(name for name in _CACHE if name != "forget")),
+    6: ("there is no space for what is to be written", _CACHE),
     7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
     8: ("the process that decodes pictures failed", ("sample",)),
     9: ("the loss or the gradient is not a finite number", ("train",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.cache.store import Cache
 from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config
@@ -40,8 +41,8 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None) 
     try:
         now = list(unneeded(cache, older_than_s=0))
     except IntegrityError as error:
-        click.echo(f"gc removes nothing yet: {error.what} (sana-pipe verify --repair)")
+        click.echo(f"gc removes nothing yet: {error.what} ({error.fix})")
         return 0
     size = sum(entry[1] for entry in now)
-    click.echo(f"sana-pipe gc --yes may remove {len(now)} files, {size / 1e9:.3f} GB, once they are old enough")
+    click.echo(f"sana-pipe gc --yes may remove {len(now)} files, {amount(size)}, once they are old enough")
     return 0

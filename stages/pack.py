@@ -14,7 +14,7 @@ import click
 from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, index
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, check_snapshot_name, name_taken
 from pipeline.config import Config
 from pipeline.data import packing
 from pipeline.encoding import claims, engine
@@ -46,7 +46,13 @@ def run(
     cache = Cache.of(config)
     copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
+    of = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
+    name = name or f"{of[:93]}.packed"
+    check_snapshot_name(name)
     plan = packing.planned(cache, source, config.bucket.pack_mib)
+    taken = cache.snapshot_of(name)  # asked before the work; `add_snapshot` asks again
+    if taken is not None and not move and cache.open_snapshot(taken).head.get("folder") != plan.recipe:
+        raise name_taken(name, taken, f"a pack of {source.id}")
     packer = packing.Packer(cache, source, plan)
     commits = index.commits(cache.files, plan.recipe, plan.number)
     done = {commit.unit for commit in commits}
@@ -66,8 +72,6 @@ def run(
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
-        of = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
-        name = name or f"{of}.packed"
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
     told |= {"snapshot": packed, "name": name}

@@ -12,6 +12,7 @@ import click
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.index import Commit
+from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.data import packing
@@ -66,15 +67,21 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         documents = shown(audit.verify_documents(cache, count))
         if mend:
             _documents_again(cache, documents, became)
-        contents = shown(audit.verify_contents(cache, count))
+        again: dict[str, set[bytes]] = {}
+        contents = shown(audit.verify_contents(cache, count, again))
+        late: list[audit.Finding] = []
         if mend:
-            _contents_again(Repairs(config, cache, data), contents, became)
-            shown(audit.verify_replaced(cache, [f for f in contents if outcomes[f.path] == "replaced"]))
-    left = [f for f in findings if outcomes.get(f.path) not in ("restored", "replaced")]
+            _contents_again(Repairs(config, cache, data), contents, again, became)
+            late = _snapshots_again(cache, contents, again, became)
+            shown(finding for finding in late if finding not in contents)
+    later = {finding.path for finding in late}
+    left = [f for f in findings if f.path not in later and outcomes.get(f.path) not in ("restored", "replaced")] + late
     if as_json:
         told: dict[str, Any] = {
             "files": bar.done, "bytes": size, "ok": not left,
-            "findings": [{**vars(f), "outcome": outcomes.get(f.path)} for f in findings],
+            "findings": [
+                {**vars(f), "outcome": f"failed: {f.fix}" if f in late else outcomes.get(f.path)} for f in findings
+            ],
         }  # fmt: skip
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
@@ -110,8 +117,10 @@ def _documents_again(cache: Cache, findings: list[audit.Finding], became: Became
             became(finding.path, f"moved to damaged/; to make again what it was for: {audit.maker(finding.path)}")
 
 
-def _contents_again(repairs: Repairs, findings: list[audit.Finding], became: Became) -> None:
-    """Tables first: repairing a shard reads them. Snapshots last: they need both."""
+def _contents_again(
+    repairs: Repairs, findings: list[audit.Finding], again: dict[str, set[bytes]], became: Became
+) -> None:
+    """Tables first: repairing a shard reads them. again: damaged records that other shards have; kept true."""
     cache = repairs.cache
     done = set()
     for finding in findings:
@@ -122,18 +131,28 @@ def _contents_again(repairs: Repairs, findings: list[audit.Finding], became: Bec
     for finding in findings:
         if finding.unit:
             try:
-                became(finding.path, repairs.unit(finding))
+                became(finding.path, repairs.unit(finding, again))
             except IntegrityError as error:
                 became(finding.path, f"failed: {error.what} (once that is mended, repair again)")
         elif finding.path.startswith(f"shards/{layout.PACKED}"):
             became(finding.path, _packed_again(cache, finding.path))
         elif not finding.path.startswith("snapshots/") and finding.path not in done:
             became(finding.path, f"failed: {finding.fix}")
-    for finding in findings:
-        if finding.path.startswith("snapshots/"):
-            again = list(audit.verify_snapshot(cache, finding.path, {}))
-            stays = again or [finding] * ("made again" in finding.problem)
-            became(finding.path, f"failed: {stays[0].fix}" if stays else "restored")
+
+
+def _snapshots_again(
+    cache: Cache, findings: list[audit.Finding], again: dict[str, set[bytes]], became: Became
+) -> list[audit.Finding]:
+    """What is wrong now with named snapshots, and with those of the findings."""
+    pointed = audit.named_snapshots(cache)
+    damaged = {finding.path for finding in findings if finding.path.startswith("snapshots/")}
+    left = []
+    for name in sorted(damaged | set(map(Paths.snapshot, pointed))):
+        still = list(audit.verify_snapshot(cache, name, again, pointed))
+        left += still
+        if name in damaged:
+            became(name, f"failed: {still[0].fix}" if still else "restored")
+    return left
 
 
 def _table_again(cache: Cache, digest: str) -> str:
@@ -163,9 +182,9 @@ class Repairs:
         self.given = dict(_pair(text) for text in data)
         self.runner = Runner(config, cache, {}, check=True)
 
-    def unit(self, finding: audit.Finding) -> str:
+    def unit(self, finding: audit.Finding, again: dict[str, set[bytes]]) -> str:
         """Restore the shard of a finding; see `repair.repair_unit`."""
-        return repair.repair_unit(self.cache, self.cache.recipe(finding.recipe), finding, self._encode)
+        return repair.repair_unit(self.cache, self.cache.recipe(finding.recipe), finding, self._encode, again)
 
     def _encode(self, plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
         rows = self.cache.table(plan.table).slice(unit.start, unit.count)

@@ -450,6 +450,16 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     assert "1 gone" in capsys.readouterr().out
 
 
+def test_records_of_a_lost_shard_are_new_to_a_run(start: Config, source: Path) -> None:
+    cache = Cache(start.cache)
+    shard = next(cache.files.path("shards").glob("latent-*/*/*.tar"))
+    found = index.commits(cache.files, shard.parts[-3], 0)
+    [records] = [commit.records for commit in found if commit.shard == shard.stem]
+    shard.unlink()
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["new"]["images"], done["reused"]["images"]) == (records, records, 12 - records)
+
+
 def test_a_list_of_rejects_holds_no_formula(start: Config, source: Path) -> None:
     (source / "=cmd|calc.png").write_bytes(b"no picture")
     stages.encode.run(start, data=str(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -462,6 +463,51 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
     cache.add_scan("s", {"source": "s", "root": "/", "table": cache.put_table(pa.table({"item": ["2"]})),
                          "latent": latent, "text": text, "buckets": []})  # fmt: skip
     assert cache.last_scan("s") is not None and not list(audit.verify(cache))
+
+
+def test_a_source_is_forgotten_though_its_table_is_damaged(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
+    latent, text = (recipe.name for recipe in tiny_cache.recipes())
+    cache.add_scan("s", {"source": "s", "root": "/", "table": table, "latent": latent, "text": text, "buckets": []})
+    cache.files.path(Paths.table(table, "parquet")).write_bytes(b"PAR1")
+    cache = Cache(tmp_path / "cache")
+    cache.forget_source("s")
+    assert cache.last_scan("s") is None and "s" not in audit.status(cache)["sources"]
+
+
+def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, calls = Files(tmp_path), []
+    (tmp_path / "a").write_bytes(b"data")
+    before = (tmp_path / "a").stat().st_ino
+
+    def denied(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "not yours")
+
+    real = os.replace
+    monkeypatch.setattr(os, "utime", denied)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("replace"), real(*names)))
+    assert files.freshen("a")
+    assert calls[-3:] == ["sync", "replace", "sync"], "the file before it is renamed, the folder behind it"
+    assert (tmp_path / "a").stat().st_ino != before and (tmp_path / "a").read_bytes() == b"data"
+    monkeypatch.setattr(shutil, "copyfile", lambda source, target: Path(target).write_bytes(b"dat"))
+    with pytest.raises(IntegrityError):
+        files.freshen("a")
+    assert (tmp_path / "a").read_bytes() == b"data"
+
+
+def test_a_pack_whose_name_cannot_be_given_is_refused_before_it_is_made(
+    small_cache_copy: Path, make_config: MakeConfig
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    stages.bucket.run(config, name="taken")
+    for name in ("my pack", "taken"):
+        with pytest.raises(UserError):
+            stages.pack.run(config, name=name)
+        assert not list(small_cache_copy.glob("shards/packed-*/*/*.tar"))
 
 
 # ---------------------------------------------------------------- trainers

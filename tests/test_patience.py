@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 
 from pipeline import retrying
+from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
@@ -209,6 +210,31 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     reader = Reader(cache.files, cache.open_snapshot().latent_recipe.name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
+
+
+def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path, patience_s=30)
+    (tmp_path / "a").write_bytes(b"1")
+    gone: list[int] = []
+
+    def away(real: Any) -> Any:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            if gone:
+                raise OSError(gone.pop(), "away")
+            return real(*args, **kwargs)
+
+        return ask
+
+    for name in ("stat", "scandir"):
+        monkeypatch.setattr(os, name, away(getattr(os, name)))
+    for look in (lambda: files.holds("a"), lambda: files.names(""), lambda: files.sizes(["a"])):
+        expected = look()
+        gone.append(errno.ESTALE)
+        assert look() == expected and not gone
+    files.patience_s = 0
+    gone += [errno.EIO] * 3
+    with pytest.raises(CacheError):
+        files.holds("a")
 
 
 def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ need. A document is read on its own, one request after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import codec, copies, index, shard
-from pipeline.cache.layout import PACKED, REPAIR, Paths
-from pipeline.cache.snapshot import Caption, Snapshot, check_files
+from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.snapshot import Caption, Snapshot, check_files, shard_files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.urls import strip_credentials
@@ -170,11 +170,14 @@ def verify_documents(cache: Cache, progress: Callable[[int], None] = lambda size
     yield from (finding for finding in contradictions(cache) if finding.path not in named)
 
 
-def verify_contents(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
+def verify_contents(
+    cache: Cache, progress: Callable[[int], None] = lambda size: None, again: dict[str, set[bytes]] | None = None
+) -> Iterator[Finding]:
     """Tables, shards, records and snapshots that are damaged or missing. Documents that cannot be read are passed over.
 
     Args:
         progress: called with the bytes of each file that was read.
+        again: of each shard the keys of damaged records that another shard has; added to.
     """
     files = cache.files
     wanted: dict[str, str] = {}  # table -> the document that refers to it
@@ -197,21 +200,23 @@ def verify_contents(cache: Cache, progress: Callable[[int], None] = lambda size:
         progress(entry.size)
     for name in sorted(set(wanted) - there):
         yield Finding(name, f"is missing, and {wanted[name]} refers to it", fix=_fix_of(name, wanted))
-    again: dict[str, set[bytes]] = {}
+    again = {} if again is None else again
+    pointed, needed = named_snapshots(cache), set[str]()
+    for snapshot in pointed:
+        with suppress(CacheError):
+            needed |= set(shard_files(files.document(Paths.snapshot(snapshot))))
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
         for plan, commit in _commits(cache, name):
             try:
-                yield from _verify_unit(cache, name, plan, commit, again, progress)
+                yield from _verify_unit(cache, name, plan, commit, needed, again, progress)
             except (CacheError, OSError) as error:
                 where = Paths.shard(name, str(commit.shard))
                 what = f"is damaged, and which records cannot be told: {_problem(error)}"
                 yield Finding(where, what, recipe=name, plan=plan, unit=commit.unit)
     read: set[str] = set()
-    pointed = named_snapshots(cache)
-    for head in files.names("snapshots"):
-        name = f"snapshots/{head}"
-        yield from verify_snapshot(cache, name, again if head.removesuffix(".json") in pointed else {})
+    for name in filter(is_document, (f"snapshots/{head}" for head in files.names("snapshots"))):
+        yield from verify_snapshot(cache, name, again, pointed)
         yield from _verify_packed(cache, name, read, progress)
 
 
@@ -330,10 +335,11 @@ def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
 
 
 def _verify_unit(
-    cache: Cache, recipe: str, plan: int, commit: index.Commit, again: dict[str, set[bytes]],
+    cache: Cache, recipe: str, plan: int, commit: index.Commit, needed: set[str], again: dict[str, set[bytes]],
     progress: Callable[[int], None],
 ) -> Iterator[Finding]:  # fmt: skip
-    """What is wrong with the shard of a commit. again: of each shard the damaged records that another has; added to."""
+    """What is wrong with the shard of a commit. needed: shards of named snapshots, which are missed even where other
+    shards have their records. again: of each shard the damaged records that another has; added to."""
     if commit.shard is None:
         return
     name = Paths.shard(recipe, commit.shard)
@@ -343,8 +349,9 @@ def _verify_unit(
         progress(commit.bytes)
     except FileNotFoundError:
         keys = _keys(cache, commit)
-        lost = _not_replaced(cache, recipe, commit, keys)
+        lost = not_replaced(cache, recipe, commit, keys)
         again[commit.shard] = set(keys) - set(map(bytes.fromhex, lost))
+        lost = tuple(key.hex() for key in keys) if name in needed else lost
         if lost or not keys:
             yield Finding(name, f"the shard is missing with {len(lost) or commit.records} records", records=lost, **own)
         return
@@ -353,7 +360,7 @@ def _verify_unit(
         return
     if not intact:
         damaged = bad_records(cache, recipe, commit)
-        bad = _not_replaced(cache, recipe, commit, damaged)
+        bad = not_replaced(cache, recipe, commit, damaged)
         again[commit.shard] = set(damaged) - set(map(bytes.fromhex, bad))
         if damaged and not bad:
             return  # a repair made every damaged record again, or another cache's copy counts
@@ -361,7 +368,7 @@ def _verify_unit(
         yield Finding(name, what, records=bad, **own)
 
 
-def _not_replaced(cache: Cache, recipe: str, commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
+def not_replaced(cache: Cache, recipe: str, commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
     """Hex of those keys whose record that counts stands in no other shard than this commit's."""
     if not keys:
         return ()
@@ -390,10 +397,12 @@ def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
 
 
 def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
-    """Keys of the records of a shard whose payload or caption is not what was written."""
+    """Keys of the records of a shard whose payload or caption is not what was written; all if it is missing."""
     reader = shard.Reader(cache.files, recipe)
     bad = []
     assert commit.shard is not None
+    if not cache.files.exists(Paths.shard(recipe, commit.shard)):
+        return [row["key"] for row in record_rows(cache, commit)]
     for row in record_rows(cache, commit):
         try:
             payload(reader, recipe, commit.shard, row)
@@ -415,29 +424,31 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
     return into
 
 
-def verify_snapshot(cache: Cache, name: str, again: dict[str, set[bytes]]) -> Iterator[Finding]:
-    """What is wrong with one snapshot (its head's file), but for its head: its chunks, shards missing or of another
-    size, and records of it that are damaged. again: shard -> keys of damaged records that were made again elsewhere."""
+def verify_snapshot(
+    cache: Cache, name: str, again: dict[str, set[bytes]], pointed: Container[str]
+) -> Iterator[Finding]:
+    """What is wrong with one snapshot (its head's file), but for its head: records of it that are damaged, its chunks,
+    shards missing or of another size.
+
+    Args:
+        again: shard -> keys of damaged records that were made again elsewhere. A snapshot that refers to one of them
+            has to be made again, if anybody needs it.
+        pointed: ids of the snapshots that names point to.
+    """
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
     except CacheError:
         return  # the damaged head has been named already
     try:
+        if bad := sum(refers_to(snapshot, again)) if any(again.values()) else 0:
+            if snapshot.id in pointed:
+                yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
+            return
         check_files(cache.files, snapshot.head)
         for number in range(len(snapshot.head["chunks"])):
             snapshot.check_chunk(number)
     except CacheError as error:
         yield Finding(name, error.what, fix=error.fix or REPAIR)
-        return
-    if bad := sum(refers_to(snapshot, again)) if again else 0:
-        yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
-
-
-def verify_replaced(cache: Cache, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Named snapshots that still refer to the records of these findings, which were made again in other shards."""
-    again = {PurePosixPath(f.path).stem: set(map(bytes.fromhex, f.records)) for f in findings if f.unit}
-    for snapshot in sorted(named_snapshots(cache)):
-        yield from verify_snapshot(cache, Paths.snapshot(snapshot), again)
 
 
 def maker(name: str) -> str:

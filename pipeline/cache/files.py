@@ -149,7 +149,10 @@ class Files:
 
     def holds(self, name: str) -> bool:
         """Whether there is a file of exactly this name."""
-        return self.path(name).exists()
+        try:
+            return self.waited(self.path(name).exists)
+        except OSError as error:
+            raise CacheError(f"{self.where(name)}: cannot be looked for: {error.strerror}") from None
 
     def read(self, name: str) -> bytes:
         try:
@@ -175,7 +178,9 @@ class Files:
     def _list(self, folder: str) -> list[tuple[str, str]]:
         """(name, `file` or `directory`) of what lies in a folder."""
         try:
-            return [(e.name, "directory" if e.is_dir() else "file") for e in os.scandir(self.path(folder))]
+            return self.waited(
+                lambda: [(e.name, "directory" if e.is_dir() else "file") for e in os.scandir(self.path(folder))]
+            )
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -203,7 +208,7 @@ class Files:
         found = {}
         for name in names:
             try:
-                found[name] = self.path(name).stat().st_size
+                found[name] = self.waited(self.path(name).stat).st_size
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -390,7 +395,14 @@ class Files:
             except PermissionError:  # another user's file: a copy takes its place
                 with self.temporary() as copy:
                     shutil.copyfile(path, copy)
+                    with open(copy, "rb+") as file:
+                        _sync(file)
+                    if file_digest(copy) != file_digest(path):
+                        raise IntegrityError(
+                            f"{copy}: reads back other bytes than were written", fix="check the disk"
+                        ) from None
                     os.replace(copy, path)
+                    _sync_folder(path.parent)
         return True
 
     def discard(self, name: str, before: float) -> bool:

@@ -103,8 +103,8 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
         return False
     done = commits(files, recipe, plan)
     digest, rows = merged(files, recipe, done)
-    body = {"plan": plan, "table": digest, "records": rows, "commits": [commit.body() for commit in done]}
-    files.put(Paths.segment(recipe, plan), layout.seal(body))
+    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
+    files.put(Paths.segment(recipe, plan), layout.seal({**body, "commits": [commit.body() for commit in done]}))
     return True
 
 
@@ -198,6 +198,12 @@ class RecordIndex:
             if files.exists(Paths.segment(recipe, plan)):
                 digest = files.document(Paths.segment(recipe, plan))["table"]
                 tables.append(_record_table(files, digest, partial(whole_table, files, recipe, done)))
+                if missing := {*RECORDS[self.kind].names, "shard"} - set(tables[-1].column_names):
+                    raise IntegrityError(
+                        f"{files.where(Paths.segment(recipe, plan))}: is not of {self.kind} records",
+                        expected=", ".join(sorted(missing)), found=", ".join(tables[-1].column_names),
+                        fix=layout.REPAIR,
+                    )  # fmt: skip
             else:
                 tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
@@ -281,10 +287,16 @@ class RecordIndex:
             rows[on] += 1
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
+    def there(self, keys: np.ndarray) -> np.ndarray:
+        """(n,) bool: which records are there and their shards, too. keys: as in `find`."""
+        rows = self.find(keys)
+        there = rows >= 0
+        there[there] = ~self.lost[self.columns["shard"][rows[there]]]
+        return there
+
     def has(self, key: bytes) -> bool:
         """Whether a record is there and its shard, too."""
-        row = int(self.find(as_keys([key]))[0])
-        return row >= 0 and not self.lost[self.columns["shard"][row]]
+        return bool(self.there(as_keys([key]))[0])
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:

@@ -516,9 +516,7 @@ class Reader:
             self.files.let_go()
             return self._open_file(name)
         except FileNotFoundError:
-            raise IntegrityError(
-                f"{self.files.where(name)}: the shard is missing", fix="restore it from a copy of the cache"
-            ) from None
+            raise IntegrityError(f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR) from None
 
     def _anew(self, shard: str) -> Handle:
         """The shard, opened after what was read from it before was wrong."""

@@ -45,6 +45,14 @@ def check_source_name(name: str) -> None:
         )  # fmt: skip
 
 
+def name_taken(name: str, found: str, wanted: str) -> UserError:
+    """The refusal to move a snapshot's name from `found` to `wanted`."""
+    return UserError(
+        f"the name {name!r} points to another snapshot already", expected=wanted, found=found,
+        fix="another name, or --move: what no name points to any more is removed by gc",
+    )  # fmt: skip
+
+
 def check_snapshot_name(name: str) -> None:
     """UserError unless a snapshot may be called this."""
     if not _NAME.fullmatch(name):
@@ -223,7 +231,11 @@ class Cache:
                 f"{self.location}: holds no source {source!r}", expected=", ".join(known) or "(none)",
                 fix="sana-pipe status",
             )  # fmt: skip
-        self.add_scan(source, {**last, "table": self.put_table(self.table(last["table"]).slice(0, 0)), FORGOTTEN: True})
+        try:
+            empty = self.table(last["table"]).slice(0, 0)
+        except IntegrityError:  # a damaged table is no reason to stay
+            empty = pa.table({name: pa.array([], pa.string()) for name in ("item", "reject")})
+        self.add_scan(source, {**last, "table": self.put_table(empty), FORGOTTEN: True})
 
     def forgotten_scans(self) -> set[str]:
         """Files of the scans after which their source was forgotten: what they refer to is not needed."""
@@ -319,10 +331,7 @@ class Cache:
         """
         while (found := self.snapshot_of(name)) != snapshot_id:
             if found is not None and not move and name not in MOVING:
-                raise UserError(
-                    f"the name {name!r} points to another snapshot already", expected=snapshot_id, found=found,
-                    fix="another name, or --move: what no name points to any more is removed by gc",
-                )  # fmt: skip
+                raise name_taken(name, found, snapshot_id)
             # Freshened first: a gc that does not see the name yet finds the head young.
             where = Paths.snapshot(snapshot_id)
             if not self.files.freshen(where) and not copies.put_right(self.files, where):

@@ -37,8 +37,8 @@ def rebuilt(cache: Cache) -> None:
         if not copies.put_right(files, name) and name != Paths.FORMAT:
             files.set_aside(name)
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    for name in files.names("snapshots"):
-        for kind, values in files.document(f"snapshots/{name}")["recipes"].items():
+    for name in filter(layout.is_document, (f"snapshots/{name}" for name in files.names("snapshots"))):
+        for kind, values in files.document(name)["recipes"].items():
             if (recipe := layout.RECIPES[kind].from_values(values)).name in owners:
                 cache.add_recipe(recipe)
     _unreadable_scans(cache)
@@ -173,6 +173,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
             if digest in shards or (named := shard.read_head(files, entry.name)["unit"]) in units:
                 continue
             if files.digest(entry.name) != digest:
+                files.set_aside(entry.name)  # nobody committed it: its records are still to be made
                 continue
             adopted = index.adopted_unit(owner, digest)
             unit = named if named in planned else adopted

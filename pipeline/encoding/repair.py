@@ -34,26 +34,48 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
     return False
 
 
-def repair_unit(cache: Cache, recipe: layout.Recipe, finding: audit.Finding, encode: Encode) -> str:
+def repair_unit(
+    cache: Cache, recipe: layout.Recipe, finding: audit.Finding, encode: Encode, again: dict[str, set[bytes]]
+) -> str:
     """Restore the shard of one finding.
 
+    Args:
+        again: of each shard the keys of damaged records that another shard has; kept true.
+
     Returns:
-        `restored` (byte for byte), `replaced` (the damaged records are in a new plan) or `failed: <reason>`.
+        `restored` (byte for byte), `replaced` (the damaged records are in later plans) or `failed: <reason>`.
     """
     plan, unit = audit.unit_of(cache, recipe.name, finding.plan, finding.unit)
     commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
     assert commit.shard is not None
-    bad = {bytes.fromhex(key) for key in finding.records}
+    damaged = set(audit.bad_records(cache, recipe.name, commit))
+    bad = set(map(bytes.fromhex, audit.not_replaced(cache, recipe.name, commit, sorted(damaged))))
     made: dict[bytes, worker.Record] = {}
-    for records, rejects in encode(plan, unit, commit, bad):
+    for records, rejects in encode(plan, unit, commit, damaged):
         made.update((record.key, record) for record in records)
         lost = [reject for reject in rejects if bytes.fromhex(reject.key) in bad]
         if lost:
             return f"failed: {lost[0].item}: {lost[0].reason}"
+    if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
+        again.pop(commit.shard, None)
+        return "restored"
+    if not damaged:
+        return "failed: the shard's own description is damaged and cannot be made again as it was"
+    if bad:  # the others are in a later plan already
+        _replace(cache, recipe, plan, unit, commit, bad, made)
+    again[commit.shard] = damaged
+    return "replaced"
+
+
+def _restored(
+    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, worker.Record]
+) -> bool:
+    """Write a shard anew from its intact records and those that were made again; whether its bytes are the old ones."""
+    assert commit.shard is not None
     reader = shard.Reader(cache.files, recipe.name)
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
         for row in audit.record_rows(cache, commit):
-            if row["key"] in bad:
+            if row["key"] in made:
                 record = made[row["key"]]
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
                 continue
@@ -66,12 +88,7 @@ def repair_unit(cache: Cache, recipe: layout.Recipe, finding: audit.Finding, enc
             stored = bytes(reader.stored(*where_stored))  # as it is: encoding a lossy record anew would change it
             writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
         digest, _, _ = writer.finish(only=commit.shard)
-    if digest == commit.shard:
-        return "restored"
-    if not bad:
-        return "failed: the shard's own description is damaged and cannot be made again as it was"
-    _replace(cache, recipe, plan, unit, commit, bad, made)
-    return "replaced"
+    return digest == commit.shard
 
 
 def _replace(

@@ -1,0 +1,193 @@
+"""`verify --repair` of damage that comes in several steps: what it leaves, and which command it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stages.verify
+from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.layout import Paths
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.config import load
+from pipeline.encoding import worker
+from pipeline.errors import IntegrityError
+from tests import tiny_cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return tiny_cache.build(tmp_path / "cache")
+
+
+@pytest.fixture
+def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`verified(encode)`: exit code of `verify` and its findings as (path's folder, fix, outcome)."""
+    config = load("tiny", [f"cache={cache.root}"])
+
+    def verify(encode: Callable[..., Iterable[worker.Made]] | None = None) -> tuple[int, list[tuple[str, str, str]]]:
+        if encode is not None:
+            monkeypatch.setattr(stages.verify.Repairs, "_encode", encode)
+        capsys.readouterr()
+        code = stages.verify.run(config, mend=encode is not None, as_json=True)
+        found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        return code, [(f["path"].partition("/")[0], f["fix"], f["outcome"]) for f in found["findings"]]
+
+    return verify
+
+
+def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[worker.Made]]:
+    """Makes the latents again that the cache holds now, with some bits flipped (0: as they were)."""
+    recipe = cache.recipes("latent")[0].name
+    reader = shard.Reader(cache.files, recipe)
+    arrays = {}
+    for commit in index.commits(cache.files, recipe, 0):
+        for row in audit.record_rows(cache, commit):
+            arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
+
+    def encode(_: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]) -> list[worker.Made]:
+        keys = cache.table(plan.table).slice(unit.start, unit.count).column("key").to_pylist()
+        return [([worker.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
+
+    return encode
+
+
+def latents(cache: Cache, number: int = 0) -> tuple[Path, list[dict[str, Any]], index.Commit]:
+    """The shard of a latent commit, its records, and the commit."""
+    recipe = cache.recipes("latent")[0].name
+    commit = index.commits(cache.files, recipe, 0)[number]
+    return cache.root / Paths.shard(recipe, str(commit.shard)), audit.record_rows(cache, commit), commit
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+def healed(cache: Cache, unit: index.Commit) -> None:
+    """Delete a latent shard, and make its records again in a later plan, as `encode` does."""
+    recipe = cache.recipes("latent")[0]
+    made = encoder(cache, 1)
+    plan = cache.plans(recipe.name)[0]
+    [own] = [u for u in plan.units if u.unit == unit.unit]
+    rows = cache.table(plan.table).slice(own.start, own.count)
+    (cache.root / Paths.shard(recipe.name, str(unit.shard))).unlink()
+    again = Unit("a" * 32, 0, own.count, 1)
+    assert cache.add_plan(recipe.name, 1, [again], rows)
+    keys = set(rows.column("key").to_pylist())
+    worker.encode(
+        cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, own, unit, keys), lambda a, b: None
+    )
+    assert index.merge(cache.files, recipe.name, 1, [again.unit])
+
+
+def test_a_shard_that_a_named_snapshot_needs_is_restored_though_encode_healed_it(
+    cache: Cache, verified: Callable[..., Any]
+) -> None:
+    same, (path, _, commit) = encoder(cache, 0), latents(cache)
+    whole = path.read_bytes()
+    healed(cache, commit)
+    code, found = verified()
+    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, audit.BUCKET}
+    assert verified(same)[0] == 0
+    assert path.read_bytes() == whole
+    assert verified() == (0, [])
+
+
+def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
+    other, (_, _, commit) = encoder(cache, 2), latents(cache)
+    healed(cache, commit)
+    for _ in range(2):
+        code, found = verified(other)
+        assert code == 4
+        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}")]
+    assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
+    for name in (cache.root / "names").rglob("*.json"):
+        name.unlink()
+        (cache.root / Paths.copy(name.relative_to(cache.root).as_posix())).unlink()
+    assert not list(audit.verify_contents(Cache(cache.root))), "nobody needs the snapshot or its shard"
+
+
+def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, verified: Callable[..., Any]) -> None:
+    same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
+    whole = path.read_bytes()
+    plans = lambda: len(cache.plans(cache.recipes("latent")[0].name))  # noqa: E731
+    for number in (0, 1):
+        flip(path, rows[number]["offset"])
+        code, found = verified(other)
+        assert code == 4 and ("shards", layout.REPAIR, "replaced") in found
+        assert plans() == 2 + number
+    flip(path, rows[2]["offset"])
+    assert verified(same)[0] == 0
+    assert path.read_bytes() == whole and plans() == 3
+    assert verified() == (0, [])
+
+
+def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, verified: Callable[..., Any]) -> None:
+    other, (path, rows, _) = encoder(cache, 1), latents(cache)
+    flip(path, rows[0]["offset"])
+    [head] = (cache.root / "snapshots").glob("*.json")
+    flip(head, 40)
+    code, found = verified(other)
+    assert code == 4
+    assert found == [
+        ("snapshots", layout.REPAIR, "restored"), ("shards", layout.REPAIR, "replaced"),
+        ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}"),
+    ]  # fmt: skip
+    assert verified()[0] == 4
+
+
+def test_a_rotten_shard_of_a_unit_that_is_not_committed_is_set_aside(
+    cache: Cache, verified: Callable[..., Any]
+) -> None:
+    """Until then it looks like a lost commit, and nothing may be removed."""
+    recipe = cache.recipes("latent")[0].name
+    path, rows, commit = latents(cache)
+    for name in (Paths.segment(recipe, 0), Paths.unit(recipe, 0, commit.unit)):
+        for place in (name, Paths.copy(name)):
+            (cache.root / place).unlink()
+    flip(path, rows[0]["offset"])
+    assert [finding.path for finding in audit.contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
+    verified(encoder(tiny_cache.build(cache.root.with_name("other")), 0))
+    assert not list(audit.contradictions(Cache(cache.root)))
+    assert len(list((cache.root / "damaged").glob("shards/**/*.tar-*"))) == 1, "nothing damaged is thrown away"
+
+
+def test_a_stray_file_among_the_snapshots_stops_no_repair(cache: Cache, verified: Callable[..., Any]) -> None:
+    (cache.root / "snapshots" / ".nfs01").write_bytes(b"x")
+    assert verified(encoder(cache, 0)) == (0, [])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_segments_that_changed_places_are_damage(cache: Cache, verified: Callable[..., Any], older: bool) -> None:
+    """Those of earlier versions do not say of which recipe they are; their record tables do."""
+    same, whole = encoder(cache, 0), {kind: index_keys(cache, kind) for kind in ("latent", "text")}
+    names = [Paths.segment(cache.recipes(kind)[0].name, 0) for kind in ("latent", "text")]
+    bodies = [cache.files.document(name) for name in names]
+    for name, body in zip(names, bodies, strict=True):
+        if older:
+            del body["recipe"]
+            cache.files.replace(Paths.copy(name), layout.seal(body))
+    for name, body in zip(names, bodies[::-1], strict=True):
+        cache.files.replace(name, layout.seal(body))
+    for kind, keys in whole.items():
+        if older:
+            with pytest.raises(IntegrityError):
+                index_keys(cache, kind)
+        else:
+            assert index_keys(cache, kind) == keys, "the copy is read"
+    assert verified()[0] == 4
+    verified(same)
+    assert {kind: index_keys(cache, kind) for kind in whole} == whole
+    assert verified() == (0, [])
+
+
+def index_keys(cache: Cache, kind: str) -> bytes:
+    cache = Cache(cache.root)
+    return cache.index(cache.recipes(kind)[0].name).keys.tobytes()
