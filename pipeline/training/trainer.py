@@ -418,8 +418,8 @@ def _signals(speaks: bool, launcher: int | None = None) -> Iterator[_Wanted]:
             signal.default_int_handler(number, frame)
         if wanted.name is None:
             wanted.name, wanted.since = signal.Signals(number).name, time.monotonic()
-            end = "a checkpoint will be written after this step" if wanted.begun else "the run ends once it has started"
-            tell(f"{wanted.name}: {end}; Ctrl-C then ends at once, without one")
+            end = "a checkpoint will be written after this step; Ctrl-C then ends at once, without one"
+            tell(f"{wanted.name}: {end if wanted.begun else 'the run ends as soon as it has started'}")
         elif number == signal.SIGINT and time.monotonic() - wanted.since > AGAIN_S:
             tell("ended without a checkpoint of the last steps; continue with --resume auto")
             signal.signal(number, signal.SIG_DFL)
