@@ -69,7 +69,7 @@ class StartWeights(Weights):
     runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
 
     def bears(self, precision: str) -> bool:
-        """Whether the weights are known to fail in a precision of `train.precision`, or not."""
+        """False: the weights are known to fail in this precision of `train.precision`."""
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
 
@@ -319,9 +319,15 @@ class ArchConfig(_Section):
         return self
 
 
+def _model_at(place: str) -> dict[str, Any]:
+    direct = (Path(place).expanduser() / "config.json").is_file()
+    return {"id": place, "subfolder": None if direct else "transformer"}
+
+
 class ModelConfig(_Section):
     """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch.
-    `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline."""
+    `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline; `--set model.weights=ID`
+    leaves `runs_in` as the file has it."""
 
     weights: StartWeights | None = None
     arch: ArchConfig | None = None
@@ -331,8 +337,7 @@ class ModelConfig(_Section):
     def _alone(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
             return data
-        direct = (Path(data["weights"]).expanduser() / "config.json").is_file()
-        return {**data, "weights": {"id": data["weights"], "subfolder": None if direct else "transformer"}}
+        return {**data, "weights": _model_at(data["weights"])}
 
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
@@ -482,7 +487,7 @@ class TrainConfig(_Section):
     """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
 
     Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
-    (null: any number; 0: no threads). A read that takes longer than `patience_s` stops the run.
+    (null: any number; 0: no threads). A read that takes longer than about `patience_s` ends the run, which saves first.
     text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
     there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
     them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
@@ -675,8 +680,10 @@ class Config(_Section):
         train = data.get("train") if isinstance(data, dict) else None
         if not isinstance(train, dict) or "loader_timeout_s" not in train:
             return data
+        if "patience_s" in data:
+            raise ValueError("patience_s and train.loader_timeout_s, its name in older files: give patience_s alone")
         rest = {name: value for name, value in train.items() if name != "loader_timeout_s"}
-        return {"patience_s": train["loader_timeout_s"], **data, "train": rest}
+        return {**data, "patience_s": train["loader_timeout_s"], "train": rest}
 
     @model_validator(mode="after")
     def _precision(self) -> Config:
@@ -875,6 +882,10 @@ def _override(tree: dict[str, Any], text: str) -> str:
         if not isinstance(below, dict):
             raise ConfigError(f"--set {text!r}: {key!r} is a value, not a section", found=repr(below))
         node = below
+    if keys == ["model", "weights"] and isinstance(parsed, str):
+        before = node.get("weights")
+        kept = {"runs_in": before["runs_in"]} if isinstance(before, dict) and "runs_in" in before else {}
+        parsed = {**_model_at(parsed), **kept}
     node[keys[-1]] = parsed
     return ".".join(keys)
 

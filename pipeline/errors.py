@@ -76,7 +76,7 @@ class RejectRateError(UserError):
 
 _CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
-    0: ("the work is done; a signal that asks for a clean end (SIGTERM, SIGUSR1) was obeyed", ()),
+    0: ("the work is done; a signal that asks for a clean end was obeyed (SIGTERM, SIGUSR1; in train also Ctrl-C)", ()),
     1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with its traceback", ()),
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from pipeline.amounts import amount
 from pipeline.config import Config, Weights
 from pipeline.data import buckets
 from pipeline.errors import ConfigError, UserError
@@ -66,12 +67,12 @@ def run(config: Config, as_json: bool = False) -> int:
     else:
         for part in parts:
             place = f"{part.weights.id}{f'/{part.weights.subfolder}' if part.weights.subfolder else ''}"
-            state = f"{', '.join(part.files)}: {part.size / 1e9:.2f} GB" if part.problem is None else "see below"
-            later = f", {part.to_fetch / 1e9:.2f} GB of them to be fetched by {part.stage}" if part.to_fetch else ""
+            state = f"{', '.join(part.files)}: {amount(part.size)}" if part.problem is None else "see below"
+            later = f", {amount(part.to_fetch)} of them to be fetched by {part.stage}" if part.to_fetch else ""
             click.echo(f"{part.name:12}  {place}: {state}{later}")
         for problem in problems:
             click.echo(f"{problem}", err=True)
-        click.echo(f"{len(problems)} problems" if problems else f"all is there; {to_fetch / 1e9:.2f} GB to be fetched")
+        click.echo(f"{len(problems)} problems" if problems else f"all is there; {amount(to_fetch)} to be fetched")
     return UserError.exit_code if problems else 0
 
 
@@ -94,12 +95,11 @@ def _tokenizer(config: Config) -> _Part:
     place = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
     part = _Part("tokenizer", place, "encode")
     try:
-        if not hub.is_local(place):
-            hub.resolve(place, ("tokenizer_config.json",))  # a gated repository shows its list to everybody
-        there = None if hub.is_local(place) else hub.sizes(place)
-        if there is None:
-            folder = hub.resolve(place, encoders.TOKENIZER_FILES)
-            there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        listing = None if hub.is_local(place) else hub.sizes(place)
+        # a gated repository shows its list to everybody, its files to none
+        folder = hub.resolve(place, encoders.TOKENIZER_FILES if listing is None else ("tokenizer_config.json",))
+        here = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        there = here if listing is None else listing
         found = {name: size for name, size in there.items() if name in encoders.TOKENIZER_FILES}
         if not {"tokenizer.json", "tokenizer.model"} & set(found):
             raise hub.ModelError(
@@ -108,6 +108,7 @@ def _tokenizer(config: Config) -> _Part:
                 fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
             )  # fmt: skip
         part.files, part.size = tuple(found), sum(found.values())
+        part.to_fetch = sum(size for name, size in found.items() if here.get(name) != size)
     except UserError as error:
         part.problem = error
     return part

@@ -88,7 +88,7 @@ def run(
         UserError: no checkpoint, another configuration than the checkpoint's, `out` holds something else, encoders
             that do not fit the model, a precision that the weights cannot bear or whose range they leave.
     """
-    out = Path(out)
+    out = Path(out).absolute()
     _check_dtype(config, dtype)
     folder = runs.find(config, checkpoint)
     document = checkpoints.read_document(folder)

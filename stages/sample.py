@@ -212,6 +212,9 @@ class _Photos:
             )  # fmt: skip
         except (Unreadable, image.ImageReject):  # moved or changed since; the sheet says so
             return None
+        except UserError:  # the source is away or refuses: its other pictures would be waited for in vain
+            self.sources[one.source] = None
+            return None
         return Image.fromarray(pixels)
 
     def _open(self, name: str) -> Source | None:

@@ -294,6 +294,11 @@ def test_a_precision_that_the_weights_cannot_bear_is_refused_with_the_reason(tmp
         assert "#109" in str(caught.value)
         assert load(name, [f"train.precision={precision}", "model.weights.runs_in=null"]).train.precision == precision
         load(name, [f"train.precision={precision}", "model.weights=null", "model.arch={}"])  # other weights
+        moved = [f"train.precision={precision}", f"model.weights={tmp_path}"]  # a copy, or an export after training
+        with pytest.raises(ConfigError, match="runs_in"):
+            load(name, moved)
+        free = load(name, [*moved, "model.weights.runs_in=null"]).model.weights
+        assert free is not None and (free.id, free.runs_in) == (str(tmp_path), None)
     assert load("sana_600m_512", ["train.precision=fp16"]).train.precision == "fp16"
     assert load("sana_1600m_1024", ["train.precision=bf16_pure"]).train.precision == "bf16_pure"
     wrong = "model: {weights: {id: a/b, runs_in: []}}\n"

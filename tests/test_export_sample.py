@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from PIL import Image
 from pipeline import cli, processes
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump, load
-from pipeline.errors import ConfigError, UserError
+from pipeline.data import image
+from pipeline.data.source import Unreadable
+from pipeline.errors import AwayError, ConfigError, UserError
 from pipeline.models import tiny
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import drawing
@@ -269,6 +272,15 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
 
 
+def test_the_folder_that_one_stands_in_may_be_exported_to(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "export").mkdir()
+    monkeypatch.chdir(tmp_path / "export")
+    assert export.run(trained.config, "auto", Path(".")) == tmp_path / "export"
+    assert (tmp_path / "export" / "model_index.json").is_file()
+
+
 def test_only_an_older_export_of_the_same_run_is_overwritten(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +439,22 @@ def test_a_missing_source_leaves_a_gap_on_the_sheet(
         hidden.rename(trained.root / "photos")
     with_photo = sample.run(trained.config, "auto", None, tmp_path / "again", 1)
     assert result.sheet.read_bytes() != with_photo.sheet.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"), [(AwayError("s3://photos: no answer"), 1), (UserError("s3://photos: refused"), 1),
+                         (Unreadable("moved"), 2), (image.ImageReject("no picture"), 2)], ids=repr,
+)  # fmt: skip
+def test_a_picture_that_cannot_be_had_leaves_a_gap(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, error: Exception, asked: int
+) -> None:
+    """A source that does not answer is asked once, not for every picture."""
+    source = Mock(**{"read.side_effect": error})
+    monkeypatch.setattr(sample, "reopen", lambda *_: source)
+    photos = sample._Photos(trained.config, Mock())
+    one = Mock(source="photos", item="a.png", bucket=(48, 80))
+    assert [photos.of(one), photos.of(one)] == [None, None]
+    assert source.read.call_count == asked
 
 
 def test_a_failing_decoder_is_told(trained: Trained, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 import stages.train
-from pipeline import retrying
+from pipeline import cli, retrying
 from pipeline.cache.store import Cache
+from pipeline.config import load
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch
 from pipeline.training import checkpoint, feeding, metrics
@@ -126,6 +128,10 @@ def test_a_run_on_a_few_samples_ends(
     assert 1 <= len(rows) < 10
     assert rows[-1]["quarantine_rate"] == pytest.approx(rows[-1]["quarantined"] / (12 * len(rows)))
     assert checkpoint.newest(Path(config.train.output) / "checkpoints") is not None
+    _, *mend = shlex.split(str(caught.value.fix).partition(";")[0])
+    assert mend[:2] == ["verify", "--repair"]
+    given = cli.cli.commands["verify"].make_context("verify", mend[1:]).params
+    assert given["repair"] and load(given["config_path"]).cache == str(small_cache_copy)
     assert [line for line in said if line.startswith("warning:") and "max_quarantine_rate" in line]
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_quarantine_rate": 1.0, "output": str(tmp_path / "b")})}

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from pipeline.cache import files
 from pipeline.cache import owner as processes
+from pipeline.errors import UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.trainer import Report, fit
@@ -164,6 +166,24 @@ def test_a_torn_lock_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = plant(tmp_path / "run", ELSEWHERE)
     path.write_text(text)
     assert train(tmp_path / "run").step == 1
+
+
+def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "_sync_folder", synced.append)
+    train(tmp_path / "runs" / "a")
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> float:
+        with files.explained(folder):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lock, "now_in", full)
+    with pytest.raises(UserError, match="No space left") as caught:
+        train(tmp_path / "run")
+    assert caught.value.exit_code == 2 and "train.output" in str(caught.value)
 
 
 def test_the_lock_is_touched_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

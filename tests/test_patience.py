@@ -21,7 +21,7 @@ from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig, load
 from pipeline.encoding.stopping import Stop, Stopped
-from pipeline.errors import AwayError, CacheError
+from pipeline.errors import AwayError, CacheError, ConfigError
 from tests import tiny_cache
 from tests.consumed import loader, sequence
 
@@ -257,4 +257,6 @@ def test_a_store_that_is_merely_slow_is_named_less_and_less_often(said: list[str
 
 def test_the_setting_of_older_files_counts() -> None:
     assert load("tiny", ["train.loader_timeout_s=17.0"]).patience_s == 17.0
-    assert load("tiny", ["train.loader_timeout_s=17.0", "patience_s=5.0"]).patience_s == 5.0
+    for both in (["train.loader_timeout_s=17.0", "patience_s=5.0"], ["patience_s=5.0", "train.loader_timeout_s=17.0"]):
+        with pytest.raises(ConfigError, match=r"patience_s and train\.loader_timeout_s"):
+            load("tiny", both)

@@ -124,6 +124,27 @@ def test_every_name_that_the_libraries_gave_to_shards_of_a_variant(
     assert files[1].name in str(caught.value)
 
 
+def test_what_may_be_taken_in_place_of_half_a_set_is_said(tmp_path: Path) -> None:
+    """A variant is named; the files without one are not named by any setting: the index has to go."""
+    index = tmp_path / "model.safetensors.index.fp32.json"
+    shards = {str(i): f"model.fp32-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    index.write_text(json.dumps({"metadata": {"total_size": 1 << 20}, "weight_map": shards}))
+    for name in (shards["1"], "model.safetensors"):
+        save_file({"x": torch.zeros(4)}, tmp_path / name)
+
+    def fix() -> str:
+        with pytest.raises(UserError, match="not there") as caught:
+            hub.choose(tmp_path, widest=True)
+        return str(caught.value.fix)
+
+    assert f"remove {index.name}" in fix() and "variant:" not in fix()
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.bf16.safetensors")
+    assert "`variant: bf16`" in fix() and hub.choose(tmp_path, "bf16").files == ("model.bf16.safetensors",)
+    (tmp_path / "model.bf16.safetensors").rename(tmp_path / "model.safetensors")
+    index.unlink()
+    assert hub.choose(tmp_path, widest=True).files == ("model.safetensors",)
+
+
 def test_start_weights_are_the_widest_that_are_there(repositories: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(repositories(BIG) / "transformer", tmp_path / "transformer"))
     widest = WeightFiles(folder)
@@ -316,7 +337,8 @@ def test_a_pth_of_their_trainer_holds_the_state_of_every_generator(
     monkeypatch.setattr(np.zeros(0).__reduce__()[0], "__module__", module)
     monkeypatch.setitem(sys.modules, module, np._core.multiarray)
     state = {name: torch.zeros(shape) for name, shape in of_nvlabs(1, 1152, False).items()}
-    generators = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    numbers = np.random.get_state()  # noqa: NPY002
+    generators = {"torch": torch.get_rng_state(), "numpy": numbers, "python": random.getstate()}
     whole = {"state_dict": state | {"pos_embed": torch.zeros(1, 256, 1152)}, "epoch": 1, "step": 7}
     torch.save(whole | {"rng_state": generators}, tmp_path / "sana.pth")
     assert f"{module}\n".encode() in zipfile.ZipFile(tmp_path / "sana.pth").read("sana/data.pkl")
@@ -479,7 +501,10 @@ def test_check_says_beforehand_what_is_missing(
         }  # fmt: skip
         assert not any(name.endswith(".safetensors") for name in server.fetched), "weights were fetched"
         sizes = {p["part"]: p["bytes"] for p in told["parts"]}
-        assert told["to_fetch"] == sizes["VAE"] + sizes["text encoder"] + sizes["transformer"] > 0
+        later = {p["part"]: p["to_fetch"] for p in told["parts"]}
+        assert told["to_fetch"] == sum(later.values())
+        assert 0 < later.pop("tokenizer") < sizes.pop("tokenizer"), "its tokenizer_config.json is here"
+        assert later == sizes
         hub.resolve(VaeConfig(id=BIG))
         assert checked()[1]["to_fetch"] == told["to_fetch"] - sizes["VAE"]
         code, told = checked("vae.id=a/broken", "text.id=a/closed", "model.weights.subfolder=text_encoder")

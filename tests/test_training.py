@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from pipeline.cache.store import Cache
-from pipeline.config import BucketConfig, Config, OptimConfig
+from pipeline.config import BucketConfig, Config, OptimConfig, written
 from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
@@ -506,6 +506,11 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     _fit(new, resume="auto", say=said.append)
     assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in said
     assert not [line for line in said if "bucket.batch" in line], "training does not read it"
+    older = written(new)
+    older["train"]["loader_timeout_s"] = older.pop("patience_s")
+    del older["train"]["compile"], older["train"]["optim"]["clip"]
+    older["train"]["ema"] = {"decay": 0.5}
+    assert trainer._changes(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optim.build(model, new.train.optim, CPU)
@@ -624,6 +629,14 @@ def test_a_signal_saves_and_ends_the_run(
     assert f"{number.name}: a checkpoint will be written" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert _fit(settings, resume="auto").step == 6
+
+
+def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
+    with trainer._signals(True) as wanted:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert wanted.name == "SIGTERM"
+    said = capfd.readouterr().err
+    assert "SIGTERM: the run ends" in said and "after this step" not in said
 
 
 def _interrupted_twice(between_s: float) -> int:

@@ -371,11 +371,15 @@ def choose(
         )  # fmt: skip
     best = sets[0]
     if best.missing:
-        whole = [one.variant for one in sets if not one.missing]
+        other = ""
+        if (whole := next((one for one in sets if not one.missing), None)) is not None:
+            named = whole.variant not in (None, best.variant)
+            how = f"set `variant: {whole.variant}`" if named else f"remove {best.index}"
+            other = f", or {how}: {whole.files[0]} is whole"
         raise ModelError(
             f"{folder / (best.index or '')} names weight files that are not there",
             found="missing: " + ", ".join(best.missing[:8]) + (" .." if len(best.missing) > 8 else ""),
-            fix="fetch or copy them too" + (f", or set `variant: {whole[0]}`, which is whole" if whole else ""),
+            fix=f"fetch or copy them too{other}",
         )
     return best
 

@@ -167,7 +167,7 @@ def _open(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as weights",
             expected="a .pth file of tensors (of torch 1.6 or newer) or a safetensors file",
             found=next(iter(str(error).splitlines()), type(error).__name__),
-            fix="fetch it again; a file with other objects than tensors and numbers is not loaded, since reading it runs code",
+            fix="fetch it again; a file with more than tensors and numbers is not loaded: reading it runs code",
         ) from None
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
     tensors = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from pipeline.cache.files import make_folder
 from pipeline.config import Config, written
 from pipeline.data.loader import State
 from pipeline.errors import ConfigError
@@ -179,7 +180,7 @@ class Saver:
         if final.exists():
             raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            make_folder(self._root)
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
         except OSError as error:

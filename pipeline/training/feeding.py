@@ -11,10 +11,12 @@ in the step itself.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,7 @@ class Feed:
     def __init__(self, steps: Steps, replaced: Callable[[], int], config: Config, say: Callable[[str], None]):
         self._steps, self._replaced, self._say = steps, replaced, say
         self._most = config.train.max_quarantine_rate
+        self._settings = shlex.quote(str(Path(config.train.output) / "config.yaml"))
         self.broken, self.share = False, 0.0
         self._error: Exception | None = None
         self._warned = False
@@ -103,7 +106,7 @@ class Feed:
         self.share = bad / max(seen, 1)
         allowed = self._most * max(seen, LEAST)
         what = f"{bad} of the last {seen} samples stood in for others whose records cannot be read"
-        mend = "sana-pipe verify --repair, with this run's --config and --set"
+        mend = f"sana-pipe verify --repair --config {self._settings}"
         if bad > WARNED_AT * allowed and not self._warned:
             self._warned = True
             self._say(f"warning: {what}; the run ends at {self._most:.1%} (train.max_quarantine_rate). Mend: {mend}")

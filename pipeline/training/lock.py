@@ -28,7 +28,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.cache import owner as processes
-from pipeline.errors import UserError
+from pipeline.cache.files import make_folder, now_in
+from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.mesh import on_main
 
@@ -170,7 +171,7 @@ class _Newcomer:
             RunTaken: the owner lives.
         """
         try:
-            now = _clock(self.path.with_name(f"{NAME}.{self.token}"))
+            now = now_in(self.path.parent)
             job, number = scheduled_attempt() or (None, 0)
             ours = Owner(self.token, platform.node(), os.getpid(), processes.place(), now, job, number)
             if not self.path.exists() and _create(self.path, ours):
@@ -184,8 +185,8 @@ class _Newcomer:
                 return None if _owner(self.path) == ours else ""
         except FileNotFoundError:  # it was released while we looked
             return ""
-        except OSError as error:
-            raise _unwritable(self.path.parent, error) from None
+        except (OSError, CacheError) as error:
+            raise _unwritable(self.path.parent, error.__cause__ or error) from None
         if self._seen not in (None, touched):
             raise RunTaken(
                 f"another training has the run directory {self.path.parent}",
@@ -200,25 +201,14 @@ class _Newcomer:
 def _make(run: Path) -> bool:
     try:
         there = run.exists()
-        run.mkdir(parents=True, exist_ok=True)
+        make_folder(run)
     except OSError as error:
         raise _unwritable(run, error) from None
     return not there
 
 
-def _unwritable(run: Path, error: OSError) -> UserError:
+def _unwritable(run: Path, error: BaseException) -> UserError:
     return UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output")
-
-
-def _clock(path: Path) -> float:
-    """The time of the file system: of a file just written there."""
-    with path.open("w") as file:
-        file.write("now")
-        file.flush()
-        os.fsync(file.fileno())
-        now = os.fstat(file.fileno()).st_mtime
-    path.unlink()
-    return now
 
 
 def _create(path: Path, owner: Owner) -> bool:

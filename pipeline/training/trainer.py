@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.cache.files import make_folder
 from pipeline.config import Config, TrainConfig, dump, reads, written
 from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
@@ -339,7 +340,7 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
     """Make the run directory, keep an earlier configuration that differs under its own name, open the journal."""
     text, path = dump(config), run / "config.yaml"
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        make_folder(run)
         if path.exists() and (earlier := path.read_text(encoding="utf-8")) != text:
             (run / f"config-until-step-{done:08d}.yaml").write_text(earlier, encoding="utf-8")
         fresh = path.with_suffix(".yaml.tmp")
@@ -354,19 +355,16 @@ def _open_run(run: Path, config: Config, done: int, say: Say, facts: dict[str, A
 
 
 def _changes(before: dict[str, Any], config: Config) -> list[str]:
-    """`train.optim.lr: 0.0001 -> 2e-05` for every option of training that differs."""
+    """`train.optim.lr: 0.0001 -> 2e-05` for every option of training that both versions have and that differs."""
 
-    def flat(tree: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(tree, dict):
-            return {prefix: tree}
-        return {k: v for name, below in tree.items() for k, v in flat(below, f"{prefix}.{name}").items()}
+    def differing(old: Any, new: Any, name: str) -> Iterator[str]:
+        if isinstance(old, dict) and isinstance(new, dict):
+            for below in sorted(old.keys() & new.keys()):
+                yield from differing(old[below], new[below], f"{name}.{below}")
+        elif old != new and reads("train", name[1:]):
+            yield f"{name[1:]}: {old} -> {new}"
 
-    old, new = flat(before, ""), flat(written(config), "")
-    return [
-        f"{name[1:]}: {old.get(name)} -> {new.get(name)}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and reads("train", name[1:])
-    ]
+    return list(differing(before, written(config), ""))
 
 
 AGAIN_S = 1.0
@@ -420,7 +418,8 @@ def _signals(speaks: bool, launcher: int | None = None) -> Iterator[_Wanted]:
             signal.default_int_handler(number, frame)
         if wanted.name is None:
             wanted.name, wanted.since = signal.Signals(number).name, time.monotonic()
-            tell(f"{wanted.name}: a checkpoint will be written after this step; Ctrl-C then ends at once, without one")
+            end = "a checkpoint will be written after this step; Ctrl-C then ends at once, without one"
+            tell(f"{wanted.name}: {end if wanted.begun else 'the run ends as soon as it has started'}")
         elif number == signal.SIGINT and time.monotonic() - wanted.since > AGAIN_S:
             tell("ended without a checkpoint of the last steps; continue with --resume auto")
             signal.signal(number, signal.SIG_DFL)
