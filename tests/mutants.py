@@ -2,7 +2,8 @@
 
 mutmut edits every expression of the files in turn, in a clone of the last commit, and runs the tests that reach it.
 Prints the share of mutants that some test kills, and the survivors; exit code 1 below `WANTED`. Hours for a room: for
-the night; `--sample 100` estimates the share. Messages of errors are not mutated: tests hold their types and exit codes, not their words.
+the night. `--sample 100` estimates the share. Messages of errors are not mutated: tests hold their types and exit
+codes, not their words.
 """
 
 from __future__ import annotations
