@@ -1,0 +1,107 @@
+"""Caches and checkpoints of earlier versions: same identities, same batches, same losses.
+
+`data/golden-fc02fdf.tar.xz` was written by commit fc02fdf: a cache of two sources (`synthetic.add`) with three plain
+snapshots and a packed one, and the checkpoint of four training steps. `figures.json` holds what that commit made of
+them: snapshot ids, a digest of every batch of 40 steps, the losses of steps 5 to 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stages.bucket
+import stages.pack
+from pipeline.cache.store import Cache
+from pipeline.config import Config
+from pipeline.data.loader import Loader
+from pipeline.launch import Launch
+from pipeline.training.trainer import fit
+from tests import synthetic
+from tests.workers import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GOLDEN = Path(__file__).resolve().parent / "data" / "golden-fc02fdf.tar.xz"
+SETTINGS = {
+    "plain": [],
+    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
+    "windows": ["bucket.batch=2"],
+}
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.fixture
+def figures(golden: Path) -> dict[str, Any]:
+    return json.loads((golden / "figures.json").read_text())
+
+
+def config(golden: Path, *overrides: str) -> Config:
+    return synthetic.config(golden / "cache", *overrides)
+
+
+def batch_digests(cache: Path, snapshot: str) -> list[str]:
+    """A digest of the ids and tensors of each step's batch."""
+    loader = Loader(
+        Cache(cache).open_snapshot(snapshot),
+        seed=7,
+        phase=1,
+        rank=0,
+        world=1,
+        microbatch=64,
+        caption_drop=0.2,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=40,
+        length_window=3 if snapshot == "windows" else 1,
+    )
+    steps = []
+    for parts, _ in loader:
+        digest = hashlib.sha256()
+        for batch in parts:
+            digest.update(repr((batch.sample_ids, batch.bucket)).encode())
+            bits = (batch.latents.view(torch.int16), batch.captions.view(torch.int16))
+            for tensor in (*bits, batch.mask, batch.noise, batch.logit):
+                digest.update(tensor.numpy().tobytes())
+        steps.append(digest.hexdigest()[:16])
+    return steps
+
+
+@pytest.mark.parametrize("snapshot", [*SETTINGS, "packed"])
+def test_an_earlier_versions_snapshot_gives_the_same_batches(
+    golden: Path, figures: dict[str, Any], snapshot: str
+) -> None:
+    assert batch_digests(golden / "cache", snapshot) == figures["orders"][snapshot]
+
+
+def test_an_earlier_versions_cache_gives_the_same_snapshots(golden: Path, figures: dict[str, Any]) -> None:
+    snapshots = figures["snapshots"]
+    for name, overrides in SETTINGS.items():
+        assert stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
+    assert stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
+
+
+def test_an_earlier_versions_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:
+    settings = tiny_run.config(
+        golden / "run",
+        steps=8,
+        layers=2,
+        arch={"num_attention_heads": 2, "num_cross_attention_heads": 1},
+        ema={"decay": 0.9},
+    )
+    fit(settings, tiny_run.task(settings), Launch(), resume="auto", say=lambda line: None)
+    rows = [json.loads(line) for line in (golden / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert [losses[step] for step in (5, 6, 7, 8)] == pytest.approx(figures["losses"], rel=1e-5)
