@@ -20,7 +20,7 @@ import skimage.data
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.data import image
+from pipeline.images import decoding
 from pipeline.processes import run_and_exit
 
 SIZES = {"12mp": (4000, 3000), "2mp": (1632, 1224)}
@@ -31,7 +31,7 @@ PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket")
 def photograph(name: str, size: tuple[int, int]) -> bytes:
     """A JPEG of `size` (width, height) as a camera would write it."""
     small = Image.fromarray(getattr(skimage.data, name)()).convert("RGB")
-    box = image.cover_box(*small.size, (size[1], size[0]))
+    box = decoding.cover_box(*small.size, (size[1], size[0]))
     large = np.asarray(small.resize(size, Image.Resampling.LANCZOS, box)).astype(np.float32)
     large += np.random.default_rng(len(name)).normal(0, 4, large.shape).astype(np.float32)
     out = io.BytesIO()
@@ -42,7 +42,7 @@ def photograph(name: str, size: tuple[int, int]) -> bytes:
 def reference(data: bytes, size: tuple[int, int], kernel: Image.Resampling) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as opened:
         full = opened.convert("RGB")
-    box = image.cover_box(*full.size, size)
+    box = decoding.cover_box(*full.size, size)
     return np.asarray(full.resize((size[1], size[0]), kernel, box))
 
 
@@ -60,19 +60,19 @@ def cpu(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--decoder", choices=["auto", *image.DECODERS], default="auto")
+    parser.add_argument("--decoder", choices=["auto", *decoding.DECODERS], default="auto")
     options = parser.parse_args()
-    decoder = image.choose(options.decoder)
+    decoder = decoding.choose(options.decoder)
     names = PHOTOGRAPHS[:2] if options.quick else PHOTOGRAPHS
     rounds = 5 if options.quick else 15
-    lanczos, own = Image.Resampling.LANCZOS, image.resample_filter(OWN)
+    lanczos, own = Image.Resampling.LANCZOS, decoding.resample_filter(OWN)
 
     rows, figures, worst, worst_own = [], {}, 99.0, 99.0
     for label, size in SIZES.items():
         files = [photograph(name, size) for name in names]
         for shape in (OWN, CROPPED):
             for name, data in zip(names, files, strict=True):
-                ours = image.load(data, shape, decoder=decoder)
+                ours = decoding.load(data, shape, decoder=decoder)
                 against = [psnr(ours, reference(data, shape, kernel)) for kernel in (lanczos, own)]
                 worst, worst_own = min(worst, against[0]), min(worst_own, against[1])
                 rows.append([label, name, f"{shape[0]}x{shape[1]}", len(data) / 1e6, *against])
@@ -80,7 +80,7 @@ def main() -> None:
         for turn in range(rounds):
             data = files[turn % len(files)]
             times["theirs"].append(cpu(lambda data=data: reference(data, OWN, lanczos)))
-            times["ours"].append(cpu(lambda data=data: image.load(data, OWN, decoder=decoder)))
+            times["ours"].append(cpu(lambda data=data: decoding.load(data, OWN, decoder=decoder)))
         figures[label] = median(times["theirs"]), median(times["ours"])
 
     table(["source", "photograph", "bucket", "MB", "dB vs Lanczos", "dB vs same filter"], rows)

@@ -27,21 +27,22 @@ from pipeline.cache import layout
 from pipeline.cache.index import Commit
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
-from pipeline.data import image
-from pipeline.data.source import FolderSource
-from pipeline.encoding import engine, worker
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.claims import Claims
-from pipeline.encoding.progress import Progress
-from pipeline.encoding.stopping import Stop
+from pipeline.encoding import worker
+from pipeline.images import decoding
 from pipeline.processes import run_and_exit
+from pipeline.sources.source import FolderSource
+from pipeline.work import engine
+from pipeline.work.claims import Claims
+from pipeline.work.progress import Progress
+from pipeline.work.stop import Stop
 
 SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05
 """Pictures of a unit, and seconds that the sleeping encoder takes for one."""
 
-RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=image.choose("auto"))
+RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
 
 
 class Real:
@@ -53,12 +54,18 @@ class Real:
         torch.manual_seed(0)
         blocks = ("ResBlock",) * 4
         self.model = AutoencoderDC(
-            latent_channels=16, encoder_block_types=blocks, decoder_block_types=blocks,
-            encoder_block_out_channels=(48, 48, 96, 96), decoder_block_out_channels=(16, 16, 16, 16),
-            encoder_layers_per_block=(2, 2, 2, 2), decoder_layers_per_block=(1, 1, 1, 1),
-            encoder_qkv_multiscales=((), (), (), ()), decoder_qkv_multiscales=((), (), (), ()),
-            downsample_block_type="conv", upsample_block_type="interpolate",
-        ).eval()  # fmt: skip
+            latent_channels=16,
+            encoder_block_types=blocks,
+            decoder_block_types=blocks,
+            encoder_block_out_channels=(48, 48, 96, 96),
+            decoder_block_out_channels=(16, 16, 16, 16),
+            encoder_layers_per_block=(2, 2, 2, 2),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            encoder_qkv_multiscales=((), (), (), ()),
+            decoder_qkv_multiscales=((), (), (), ()),
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+        ).eval()
 
     @torch.inference_mode()
     def encode(self, images: np.ndarray) -> np.ndarray:
@@ -177,7 +184,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         source, longer = pictures(work / "pictures", count), pictures(work / "longer", many)
-        ready = [image.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
+        ready = [decoding.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
         encoder = Real()
         encoder.encode(np.stack(ready[:BATCH]))
         bare, piped = [], []
@@ -199,9 +206,13 @@ def main() -> None:
     scaling = median([a / b for a, b in zip(one, two, strict=True)])
     table(
         ["what", "images/s"],
-        [["bare encoder loop", median(bare)], ["worker", median(piped)],
-         ["1 process, sleeping encoder", many / median(one)], ["2 processes", many / median(two)]],
-    )  # fmt: skip
+        [
+            ["bare encoder loop", median(bare)],
+            ["worker", median(piped)],
+            ["1 process, sleeping encoder", many / median(one)],
+            ["2 processes", many / median(two)],
+        ],
+    )
     finish({"orchestration_efficiency": efficiency, "two_process_scaling": scaling})
     return None
 

@@ -40,15 +40,21 @@ PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", 
 def scan_table(count: int) -> pa.Table:
     return pa.table(
         {
-            "item": [f"{i:07d}.jpg" for i in range(count)], "size": [1] * count, "mtime_ns": [1] * count,
+            "item": [f"{i:07d}.jpg" for i in range(count)],
+            "size": [1] * count,
+            "mtime_ns": [1] * count,
             "digest": pa.array([layout.digest(str(i)) for i in range(count)], pa.binary(16)),
-            "width": [SIZES[i % 3][1] for i in range(count)], "height": [SIZES[i % 3][0] for i in range(count)],
-            "captions": [[{"text": "x", "weight": 1.0}]] * count, "meta": ["{}"] * count,
-            "reject": pa.nulls(count, pa.string()), "part": pa.nulls(count, pa.string()),
-            "stamp": pa.nulls(count, pa.string()), "where": pa.nulls(count, pa.string()),
+            "width": [SIZES[i % 3][1] for i in range(count)],
+            "height": [SIZES[i % 3][0] for i in range(count)],
+            "captions": [[{"text": "x", "weight": 1.0}]] * count,
+            "meta": ["{}"] * count,
+            "reject": pa.nulls(count, pa.string()),
+            "part": pa.nulls(count, pa.string()),
+            "stamp": pa.nulls(count, pa.string()),
+            "where": pa.nulls(count, pa.string()),
         },
         schema=SCAN,
-    )  # fmt: skip
+    )
 
 
 def measure(count: int) -> tuple[dict[str, float], float]:
@@ -93,8 +99,10 @@ def measure(count: int) -> tuple[dict[str, float], float]:
         timed("run with nothing to do", lambda: run_with_nothing_to_do(Path(folder), scan))
         told = subprocess.run(
             [sys.executable, "-m", "benchmarks.encode_scale", "--memory-of", folder, str(count)],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     return seconds, float(told.stdout)
 
 

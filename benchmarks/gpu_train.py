@@ -38,16 +38,16 @@ from torch import Tensor
 
 from benchmarks.report import finish, table
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch
 from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import started
-from pipeline.parallel.spread import spread
+from pipeline.parallel.parallelize import spread
 from pipeline.processes import run_and_exit
-from pipeline.training import optim
+from pipeline.training import optimizers
 from pipeline.training.step import Step
 from pipeline.training.trainer import numerics
 from pipeline.training.watch import peak_tflops
@@ -115,7 +115,7 @@ def ours(row: Row, config: SanaConfig, device: torch.device, ending: ExitStack) 
     held = spread(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
     _random(held.module)
     held.module.train()
-    step = Step(held, FlowMatching(train.flow), optim.build(held.module, train.optim, device), train, device)
+    step = Step(held, FlowMatching(train.flow), optimizers.build(held.module, train.optim, device), train, device)
     batch = batch_of(config, row.batch, train.text == "packed")
 
     def one() -> None:

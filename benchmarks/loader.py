@@ -42,10 +42,10 @@ import torch
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard, snapshot
 from pipeline.cache.store import Cache, Unit
-from pipeline.data import randomness
-from pipeline.data.join import Joined, assemble, join
-from pipeline.data.loader import Loader
+from pipeline.loader import randomness
+from pipeline.loader.loader import Loader
 from pipeline.processes import run_and_exit
+from pipeline.snapshots.join import Joined, assemble, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -56,9 +56,14 @@ WIDTH = 2304
 
 
 def build(
-    root: Path, count: int, *, buckets: list[tuple[int, int]] = BUCKETS, batch: int = BATCH,
-    latent: layout.LatentRecipe | None = None, text: layout.TextRecipe | None = None,
-) -> Cache:  # fmt: skip
+    root: Path,
+    count: int,
+    *,
+    buckets: list[tuple[int, int]] = BUCKETS,
+    batch: int = BATCH,
+    latent: layout.LatentRecipe | None = None,
+    text: layout.TextRecipe | None = None,
+) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
     between 1/8 and 1; recipes of Sana where none is given."""
     from pipeline.encoding.scan import SCAN
@@ -71,12 +76,18 @@ def build(
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
     rows = [
         {
-            "item": f"{i:06d}.jpg", "size": 1, "mtime_ns": 1, "digest": layout.digest(str(i)),
-            "width": buckets[i % len(buckets)][1], "height": buckets[i % len(buckets)][0],
-            "captions": [{"text": f"caption {i}", "weight": 1.0}], "meta": "{}", "reject": None,
+            "item": f"{i:06d}.jpg",
+            "size": 1,
+            "mtime_ns": 1,
+            "digest": layout.digest(str(i)),
+            "width": buckets[i % len(buckets)][1],
+            "height": buckets[i % len(buckets)][0],
+            "captions": [{"text": f"caption {i}", "weight": 1.0}],
+            "meta": "{}",
+            "reject": None,
         }
         for i in range(count)
-    ]  # fmt: skip
+    ]
     for recipe in (latent, text):
         plan, table_rows = [], []
         for start in range(0, count, 256):
@@ -107,9 +118,17 @@ def build(
     latents, texts = cache.index(latent.name), cache.index(text.name)
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), buckets, latent, text, latents, texts)
     head, samples, names, _ = assemble(
-        joined, buckets, batch=batch, small="carry", pad_text_multiple=1, latent=latent, text=text, latents=latents,
-        texts=texts, sources={},
-    )  # fmt: skip
+        joined,
+        buckets,
+        batch=batch,
+        small="carry",
+        pad_text_multiple=1,
+        latent=latent,
+        text=text,
+        latents=latents,
+        texts=texts,
+        sources={},
+    )
     cache.add_snapshot(snapshot.build(cache.files, head, samples, names), None)
     return cache
 
@@ -139,9 +158,20 @@ Side = Iterator[tuple[int, int]]
 
 def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Side:
     loader = Loader(
-        cache.open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=BATCH, caption_drop=0.0, null_mask="bos",
-        prefetch=None if threads else 0, threads=max(threads, 1), verify=verify, text=text, length_window=window,
-    )  # fmt: skip
+        cache.open_snapshot(),
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=BATCH,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=None if threads else 0,
+        threads=max(threads, 1),
+        verify=verify,
+        text=text,
+        length_window=window,
+    )
     for step, (batches, _) in enumerate(loader):
         for batch in batches if step >= AHEAD else ():
             rows = int(batch.mask.sum()) if batch.cu_seqlens is None else len(batch.captions)

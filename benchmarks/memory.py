@@ -1,7 +1,7 @@
 """Bytes that a forward pass leaves behind for the backward pass, by technique, and those of the optimizers' states.
 
 Sana 1.6B at 1024 px: 32 x 32 latent tokens, 300 text rows, one sample, 20 blocks. Counted is all memory that is made in
-the forward pass and outlives it, each storage once, parameters and inputs left out (`pipeline.parallel.kept`), on fake
+the forward pass and outlives it, each storage once, parameters and inputs left out (`benchmarks.saved_bytes`), on fake
 tensors of the real sizes, so nothing is computed; what the CPU's kernels keep is counted, as on a GPU with a
 memory-efficient attention kernel. A smaller model is counted both ways first, and the two must agree to the byte.
 `full`, `selective` and `int8` compare what one block keeps; what precedes and follows the blocks is kept under every
@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.report import finish, table
+from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
-from pipeline.parallel.activation import Kept, keep_activations
-from pipeline.parallel.kept import kept_bytes
+from pipeline.parallel.activation_checkpoint import Kept, apply_activation_checkpointing
 from pipeline.processes import run_and_exit
-from pipeline.training import optim
+from pipeline.training import optimizers
 
 LAYERS = 20
 WAYS = {
@@ -51,9 +51,12 @@ def way(name: str) -> TrainConfig:
 def shape(layers: int, heads: int = 70, cross: int = 20) -> SanaConfig:
     """Sana 1.6B, or a narrower one."""
     return SanaConfig(
-        num_layers=layers, num_attention_heads=heads, num_cross_attention_heads=cross,
-        cross_attention_head_dim=heads * 32 // cross, cross_attention_dim=heads * 32,
-    )  # fmt: skip
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_cross_attention_heads=cross,
+        cross_attention_head_dim=heads * 32 // cross,
+        cross_attention_dim=heads * 32,
+    )
 
 
 def fake_model(
@@ -64,13 +67,13 @@ def fake_model(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))
-    keep_activations(model.blocks, train)
+    apply_activation_checkpointing(model.blocks, train)
     return model
 
 
 def real_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> SanaTransformer:
     model = SanaTransformer.from_scratch(config, 0, dtype=dtype)
-    keep_activations(model.blocks, train)
+    apply_activation_checkpointing(model.blocks, train)
     return model
 
 
@@ -83,7 +86,7 @@ def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> i
         torch.ones(1, rows, dtype=torch.bool),
         torch.rand(1),
     ]
-    kept, _graph = kept_bytes(lambda: model(*given), [*model.parameters(), *given])
+    kept, _graph = saved_bytes(lambda: model(*given), [*model.parameters(), *given])
     keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
     return kept - sum(keeper.host_bytes() for keeper in keepers if keeper is not None)
 
@@ -115,7 +118,7 @@ def state_bytes(name: str) -> float:
     """Bytes of an optimizer's state per parameter, after one step. Each storage once, also inside of tensors."""
     config = OptimConfig.model_validate({"name": name, "betas": None, "eps": None})
     model = SanaTransformer.from_scratch(shape(1, heads=36, cross=16), 0)
-    optimizer = optim.build(model, config, torch.device("cpu"))
+    optimizer = optimizers.build(model, config, torch.device("cpu"))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()

@@ -30,17 +30,18 @@ from torch import Tensor
 
 from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch
 from pipeline.launch import detect
+from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel
-from pipeline.parallel.activation import Kept
+from pipeline.parallel.activation_checkpoint import Kept
 from pipeline.parallel.mesh import started
-from pipeline.parallel.spread import Spread, spread
+from pipeline.parallel.parallelize import Spread, spread
 from pipeline.processes import run_and_exit
-from pipeline.training import in_backward, optim
+from pipeline.training import optimizers
+from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
 
 PROCESSES = 4
@@ -65,18 +66,27 @@ def batch(step: int, rank: int, samples: int, side: int) -> Batch:
         return torch.randn(*shape, generator=generator)
 
     return Batch(
-        latents=normal(samples, 32, side, side).bfloat16(), captions=normal(samples, 32, 256).bfloat16(),
-        mask=torch.ones(samples, 32, dtype=torch.bool), noise=normal(samples, 32, side, side), logit=normal(samples),
-        sample_ids=tuple(rank * samples + i for i in range(samples)), bucket=(side * 32, side * 32),
-    )  # fmt: skip
+        latents=normal(samples, 32, side, side).bfloat16(),
+        captions=normal(samples, 32, 256).bfloat16(),
+        mask=torch.ones(samples, 32, dtype=torch.bool),
+        noise=normal(samples, 32, side, side),
+        logit=normal(samples),
+        sample_ids=tuple(rank * samples + i for i in range(samples)),
+        bucket=(side * 32, side * 32),
+    )
 
 
 def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, steps: int) -> dict[str, float]:
     """This process's figures of one rung, in bytes and seconds."""
     shape = SanaConfig(
-        num_layers=size.layers, num_attention_heads=size.heads, num_cross_attention_heads=size.heads // 2,
-        cross_attention_head_dim=64, cross_attention_dim=size.heads * 32, caption_channels=256, sample_size=size.side,
-    )  # fmt: skip
+        num_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_cross_attention_heads=size.heads // 2,
+        cross_attention_head_dim=64,
+        cross_attention_dim=size.heads * 32,
+        caption_channels=256,
+        sample_size=size.side,
+    )
     reset_peak()
     before = resident("VmRSS")
     model = SanaTransformer.from_scratch(shape, 0)
@@ -86,7 +96,7 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
         held = Spread(model, dist.get_world_size())
     else:
         held = spread(model, mesh, train)
-    optimizer = optim.build(held.module, train.optim, CPU)
+    optimizer = optimizers.build(held.module, train.optim, CPU)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, held)
     step, host, times = Step(held, FlowMatching(train.flow), optimizer, train, CPU), [0], []
@@ -144,11 +154,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found.json"
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES), "-m",
-             "benchmarks.memory_ladder", "--worker", str(result), *(["--quick"] if options.quick else [])],
-            check=True, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ,
-                             "MALLOC_MMAP_THRESHOLD_": "65536"},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(PROCESSES),
+                "-m",
+                "benchmarks.memory_ladder",
+                "--worker",
+                str(result),
+                *(["--quick"] if options.quick else []),
+            ],
+            check=True,
+            env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        )
         found = json.loads(result.read_text())
     first = next(iter(found.values()))
     rows = [

@@ -23,7 +23,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics
 from pipeline.parallel.mesh import started
-from pipeline.parallel.spread import spread
+from pipeline.parallel.parallelize import spread
 from pipeline.training.trainer import numerics
 
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ import pyarrow as pa
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard, snapshot
 from pipeline.cache.store import Cache
-from pipeline.data.loader import Loader
-from pipeline.data.schedule import Schedule
+from pipeline.loader.loader import Loader
+from pipeline.loader.schedule import Schedule
 from pipeline.processes import run_and_exit
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
@@ -65,13 +65,21 @@ def build(root: Path, count: int) -> None:
     head = {
         "recipes": {"latent": latent.values(), "text": text.values()},
         "policies": {"small": "carry", "pad_text_multiple": 16},
-        "buckets": buckets, "left_out": {}, "sources": {}, "shards": shards,
+        "buckets": buckets,
+        "left_out": {},
+        "sources": {},
+        "shards": shards,
         "null": {
-            "shard": shards["text"][0]["name"], "offset": null["offset"], "key": null["key"].hex(),
-            "checksum": null["checksum"].hex(), "rows": 300, "valid": 1, "length": null["length"],
+            "shard": shards["text"][0]["name"],
+            "offset": null["offset"],
+            "key": null["key"].hex(),
+            "checksum": null["checksum"].hex(),
+            "rows": 300,
+            "valid": 1,
+            "length": null["length"],
         },
         "chunks": chunks,
-    }  # fmt: skip
+    }
     assert latent.storage == text.storage == codec.PLAIN
     cache.add_snapshot(head, None)
 
@@ -91,11 +99,15 @@ def _rows(rows: np.ndarray, record: np.ndarray, tables: dict[str, pa.Table]) -> 
     identity = pa.array(rows.astype(np.uint64))
     samples = pa.table(
         [
-            identity, zero, column(latent, "offset"), column(latent, "key"), column(latent, "checksum"),
+            identity,
+            zero,
+            column(latent, "offset"),
+            column(latent, "key"),
+            column(latent, "checksum"),
             pa.ListArray.from_arrays(lists, caption),
         ],
         schema=snapshot.SAMPLES,
-    )  # fmt: skip
+    )
     written = pa.StructArray.from_arrays(
         [column(text, "caption_offset"), column(text, "caption_length"), column(text, "caption_checksum")],
         fields=list(snapshot.WRITTEN),
@@ -117,9 +129,18 @@ def measure(root: Path, start: int) -> dict[str, float]:
     """What one process sees. Prints nothing else."""
     began = time.perf_counter()
     loader = Loader(
-        Cache(root).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=BATCH, caption_drop=0.1,
-        null_mask="bos", prefetch=0, threads=1, start_step=start,
-    )  # fmt: skip
+        Cache(root).open_snapshot(),
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=BATCH,
+        caption_drop=0.1,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        start_step=start,
+    )
     opened, read = time.perf_counter() - began, _read()
     steps = iter(loader)
     next(steps)
@@ -127,8 +148,14 @@ def measure(root: Path, start: int) -> dict[str, float]:
     for _ in range(STEPS):
         next(steps)
     own, mapped = memory()
-    return {"open_s": opened, "first_batch_s": first - opened, "all_s": first, "mib": read / 2**20,
-            "rss_mb": own, "mapped_mb": mapped}  # fmt: skip
+    return {
+        "open_s": opened,
+        "first_batch_s": first - opened,
+        "all_s": first,
+        "mib": read / 2**20,
+        "rss_mb": own,
+        "mapped_mb": mapped,
+    }
 
 
 def _read() -> int:
@@ -165,12 +192,25 @@ def main() -> None:
             build(Path(folder) / "cache", 10**power)
             start, late = apart(Path(folder) / "cache", 0), apart(Path(folder) / "cache", 10**6)
         for name, value in (
-            ("open_s", start["open_s"]), ("first_batch_s", start["first_batch_s"]), ("rss_mb", start["rss_mb"]),
-            ("mapped_mb", start["mapped_mb"]), ("resume_1e6_s", late["all_s"]), ("resume_1e6_mib", late["mib"]),
-        ):  # fmt: skip
+            ("open_s", start["open_s"]),
+            ("first_batch_s", start["first_batch_s"]),
+            ("rss_mb", start["rss_mb"]),
+            ("mapped_mb", start["mapped_mb"]),
+            ("resume_1e6_s", late["all_s"]),
+            ("resume_1e6_mib", late["mib"]),
+        ):
             figures[f"{name}_1e{power}"] = value
-        rows.append([f"10^{power}", start["open_s"], start["first_batch_s"], late["all_s"], late["mib"],
-                     start["rss_mb"], start["mapped_mb"]])  # fmt: skip
+        rows.append(
+            [
+                f"10^{power}",
+                start["open_s"],
+                start["first_batch_s"],
+                late["all_s"],
+                late["mib"],
+                start["rss_mb"],
+                start["mapped_mb"],
+            ]
+        )
     alone = apart()
     table(["samples", "open s", "first batch s", "resume at 10^6 s", "MiB read", "own MB", "mapped MB"], rows)
     finish({**figures, "schedule_1e9_s": alone["s"], "schedule_1e9_mb": alone["mb"]})

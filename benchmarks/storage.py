@@ -94,12 +94,17 @@ def main() -> None:
         cpu = [f"{statistics.median(seconds[way, storage]) / gigabytes:.2f}" for way in ("write", "read")]
         rows.append([storage, both, both / PADDED, *errors, *cpu])
     rows.append(
-        ["latent bf16-zstd, text int8", mixed := sizes[codec.LOSSLESS, "latent"] + sizes[codec.INT8, "text"],
-         mixed / PADDED, "", "", "", ""]
-    )  # fmt: skip
-    table(
-        ["storage", "bytes/sample", "ratio", "error latent", "error text", "write CPU s/GB", "read CPU s/GB"], rows
-    )  # fmt: skip
+        [
+            "latent bf16-zstd, text int8",
+            mixed := sizes[codec.LOSSLESS, "latent"] + sizes[codec.INT8, "text"],
+            mixed / PADDED,
+            "",
+            "",
+            "",
+            "",
+        ]
+    )
+    table(["storage", "bytes/sample", "ratio", "error latent", "error text", "write CPU s/GB", "read CPU s/GB"], rows)
     ratios = {key: (sizes[storage, "latent"] + sizes[storage, "text"]) / PADDED for storage, key in KEYS.items()}
     finish(
         {

@@ -34,34 +34,42 @@ from typing import Any
 import torch
 
 from pipeline.config import TextConfig
-from pipeline.data.captions import INSTRUCTIONS, normalise
 from pipeline.models import tiny
 from pipeline.models.hub import quiet
 from pipeline.models.text import TextEncoder
 from pipeline.processes import run_and_exit
+from pipeline.sources.caption_rules import INSTRUCTIONS, normalise
 
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 INSTRUCTION = INSTRUCTIONS["diffusers"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _SHORT = (
-    "a red bicycle against a brick wall", "portrait of an old fisherman", "golden ratio", "two dogs run on the beach",
-    "a cup of coffee on a wooden table at sunrise", "snow", "an astronaut riding a horse on the moon, digital painting",
-    "the skyline of a city at night with its lights in the river", "three green apples beside a blue glass vase",
-    "a lighthouse in a storm", "watercolour of a mountain village", "a robot that waters flowers in a greenhouse",
-)  # fmt: skip
+    "a red bicycle against a brick wall",
+    "portrait of an old fisherman",
+    "golden ratio",
+    "two dogs run on the beach",
+    "a cup of coffee on a wooden table at sunrise",
+    "snow",
+    "an astronaut riding a horse on the moon, digital painting",
+    "the skyline of a city at night with its lights in the river",
+    "three green apples beside a blue glass vase",
+    "a lighthouse in a storm",
+    "watercolour of a mountain village",
+    "a robot that waters flowers in a greenhouse",
+)
 _SENTENCES = (
     "An eye-level outdoor photograph shows a narrow street between old stone houses with wooden shutters.",
     "The light comes from the left and draws long soft shadows over the wet pavement and the parked bicycles.",
     "In the middle ground a woman in a yellow raincoat holds an umbrella and looks at the window of a bakery.",
-    "Behind her hang several signs, one of which says \"open\" in large red letters that have begun to fade.",
+    'Behind her hang several signs, one of which says "open" in large red letters that have begun to fade.',
     "On the right stands a row of clay pots with herbs, lavender and a small lemon tree that leans to the wall.",
     "The far end of the street lies in fog, so that the church tower above the roofs is only a pale outline.",
     "A grey cat with white paws sits on the lowest step of a staircase and watches two pigeons near a puddle.",
     "The walls are rough, cracked in places, and coloured in shades of ochre, rose, cream and light blue.",
     "Above the door of the second house an iron lantern throws a warm circle on the painted number twelve.",
     "Thin clouds cover most of the sky, apart from one bright gap near the upper edge of the picture.",
-)  # fmt: skip
+)
 
 
 def built_in() -> tuple[list[str], list[str]]:

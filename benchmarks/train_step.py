@@ -31,13 +31,14 @@ from benchmarks.loader import build
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
 from pipeline.config import Config, FlowConfig, load
-from pipeline.data.loader import Batch
+from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.spread import Spread
+from pipeline.parallel.parallelize import Spread
 from pipeline.processes import run_and_exit
-from pipeline.training import metrics, optim
+from pipeline.training import metrics
+from pipeline.training import optimizers as optim
 from pipeline.training.step import Step
 
 CPU = torch.device("cpu")
@@ -52,9 +53,13 @@ def demo_model() -> SanaConfig:
 
 def blocks_of_600m(count: int) -> SanaConfig:
     return replace(
-        SanaConfig(), num_layers=count, num_attention_heads=36, num_cross_attention_heads=16,
-        cross_attention_head_dim=72, cross_attention_dim=1152,
-    )  # fmt: skip
+        SanaConfig(),
+        num_layers=count,
+        num_attention_heads=36,
+        num_cross_attention_heads=16,
+        cross_attention_head_dim=72,
+        cross_attention_dim=1152,
+    )
 
 
 def batch_of(config: SanaConfig, samples: int, side: int, rows: int) -> Batch:

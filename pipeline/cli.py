@@ -173,9 +173,15 @@ def encode(
     from stages import encode as stage
 
     options: dict[str, Any] = {
-        "data": data, "source_name": source_name, "rehash": rehash, "task_index": task_index,
-        "task_count": task_count, "format": format, "engine": engine, "as_json": as_json,
-    }  # fmt: skip
+        "data": data,
+        "source_name": source_name,
+        "rehash": rehash,
+        "task_index": task_index,
+        "task_count": task_count,
+        "format": format,
+        "engine": engine,
+        "as_json": as_json,
+    }
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
     return stage.run(config, reassign=reassign, **options)
@@ -187,9 +193,10 @@ def encode(
 @click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
 @click.option("--dry-run", is_flag=True, help="Report what would be in it, and write nothing.")
 @click.option(
-    "--pack", is_flag=True,
+    "--pack",
+    is_flag=True,
     help="Then copy its records into joint shards in a shuffled order, for training from object storage.",
-)  # fmt: skip
+)
 @click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; make no other one.")
 @click.option("--latest", is_flag=True, help="With --pack: the packed snapshot becomes the newest.")
 @click.option("--move", is_flag=True, help="Let NAME point to it though it points to another snapshot.")
@@ -297,9 +304,10 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
     help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
 )
 @click.option(
-    "--quarantine", metavar="FILE",
+    "--quarantine",
+    metavar="FILE",
     help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
-)  # fmt: skip
+)
 def train(
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -335,13 +343,20 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
 @click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
 @click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True,
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
     help="Of the transformer's files.",
-)  # fmt: skip
+)
 @click.option(
-    "--format", "form", type=click.Choice(["diffusers", "nvlabs"]), default="diffusers", show_default=True,
+    "--format",
+    "form",
+    type=click.Choice(["diffusers", "nvlabs"]),
+    default="diffusers",
+    show_default=True,
     help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
-)  # fmt: skip
+)
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
 def export(

@@ -106,7 +106,7 @@ class DataConfig(_Section):
     Captions: `caption_field` is the column that holds them. Several columns with their shares go into
     `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
     `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
-    `pipeline/data/candidates.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
+    `pipeline/sources/caption_columns.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
     caption: what a picture says that has no caption: `none` (nothing: the empty caption), `filename` (its name without
     the ending), `folder` (the name of its folder; underscores of both read as spaces), or any other text, such as
     `a photo of sks dog`; null: such pictures are rejected.
@@ -251,14 +251,14 @@ class BucketConfig(_Section):
 
     caches: other cache folders whose sources are used, too. The shards that a snapshot uses are linked (or copied) into
     the own cache. sources: settings by name of the source. filter: an expression that samples must satisfy, such as
-    `min(width, height) >= 512 and score > 5`; see pipeline/data/filters.py.
+    `min(width, height) >= 512 and score > 5`; see pipeline/snapshots/filters.py.
     dedup: `image` keeps one of the samples whose files are equal bytes: that of the source listed first in `sources`,
     then of the first source and item by name.
     heldout: share of the pictures, chosen by their digest, that goes to a snapshot of its own (NAME.heldout).
     subset: use so many pictures, those with the smallest sample ids: a larger number later keeps all of them, in the
     same order. grow: name of an earlier snapshot whose pictures are taken before all others.
     pack_mib, pack_window: `--pack` writes shards of about so many MiB; training from them shuffles the samples of so
-    many shards of a bucket together (pipeline/data/schedule.py), so the mirror has to hold four times as many of each.
+    many shards of a bucket together (pipeline/loader/schedule.py), so the mirror has to hold four times as many of each.
     resolutions: Sana's table at each of these, for caches that were encoded at several `data.resolution`; none: at
     `data.resolution` alone.
     """

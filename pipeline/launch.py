@@ -100,9 +100,10 @@ def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
         index, count = own, max(own, last) + 1
     if not 0 <= index < count:
         raise UserError(
-            "SLURM's array variables contradict each other", found=f"task {own} of {first}..{last}, {count} tasks",
+            "SLURM's array variables contradict each other",
+            found=f"task {own} of {first}..{last}, {count} tasks",
             fix="sana-pipe encode --task-index I --task-count N",
-        )  # fmt: skip
+        )
     return index * here.world + here.rank, count * here.world
 
 

@@ -45,25 +45,46 @@ _CREDENTIALS = (
 _REFUSALS = {
     "NoSuchBucket": "make the bucket, or correct its name",
     **dict.fromkeys(
-        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired",
-         "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "SSOTokenLoadError",
-         "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError"),
+        (
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "ExpiredToken",
+            "InvalidToken",
+            "TokenRefreshRequired",
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "ProfileNotFound",
+            "SSOTokenLoadError",
+            "UnauthorizedSSOTokenError",
+            "DefaultCredentialsError",
+            "RefreshError",
+        ),
         _CREDENTIALS,
     ),
     "RequestTimeTooSkewed": "set this machine's clock",
     **dict.fromkeys(("NoRegionError", "InvalidRegionError", "AuthorizationHeaderMalformed"), "set AWS_DEFAULT_REGION"),
     **dict.fromkeys(("InvalidBucketName", "ParamValidationError"), "correct the bucket's name"),
     **dict.fromkeys(("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"), _ADDRESS),
-}  # fmt: skip
+}
 """Error codes of S3 and names of drivers' exceptions that concern the store as a whole, and what mends them."""
 _TRANSFER = ("RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
 """Error codes of S3 that blame the request but come from a bad line."""
 _LASTING = (FileExistsError, IsADirectoryError, PermissionError, NotImplementedError, TypeError, AttributeError)
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _AWAY = (
-    errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.ECONNREFUSED,
-    errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO,
-)  # fmt: skip
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ECONNRESET,
+    errno.ECONNREFUSED,
+    errno.ECONNABORTED,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EREMOTEIO,
+)
 
 T = TypeVar("T")
 
@@ -100,9 +121,11 @@ def away_disk(error: BaseException) -> bool:
 
 
 def tried(
-    ask: Callable[[], T], store: str, patience_s: float = PATIENCE_S,
+    ask: Callable[[], T],
+    store: str,
+    patience_s: float = PATIENCE_S,
     passing: Callable[[BaseException], bool] | None = None,
-) -> T:  # fmt: skip
+) -> T:
     """What `ask` returns, when it does.
 
     Args:

@@ -26,11 +26,13 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import buckets, reasons, selection
-from pipeline.data.captions import instruction
-from pipeline.data.filters import Filter
-from pipeline.data.join import BucketReport, Frame, Joined, assemble, join, unjudged, usable
 from pipeline.errors import CacheError, UserError
+from pipeline.images import buckets
+from pipeline.snapshots import selection
+from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.join import BucketReport, Frame, Joined, assemble, join, unjudged, usable
+from pipeline.sources import reasons
+from pipeline.sources.caption_rules import instruction
 
 
 @dataclass
@@ -48,7 +50,7 @@ class _Made:
 
 def run(
     config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False, move: bool = False
-) -> str:  # fmt: skip
+) -> str:
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
@@ -92,9 +94,18 @@ def run(
         first = 0
         for variant, table in tables:
             join(
-                joined, source, scan, table, latent, text, latents, texts, first=first, variant=variant,
+                joined,
+                source,
+                scan,
+                table,
+                latent,
+                text,
+                latents,
+                texts,
+                first=first,
+                variant=variant,
                 policy=config.data if own.resolutions else None,
-            )  # fmt: skip
+            )
             first += len(table)
     frame = joined.frame()
     earlier = _sample_ids(cache.open_snapshot(own.grow)) if own.grow else np.empty(0, np.uint64)
@@ -111,11 +122,21 @@ def run(
                 frame, more = selection.reassigned(joined, frame, table, part, first, latent, latents)
                 moves, first = moves + more, first + len(table)
         head, samples, names, report = assemble(
-            joined, shapes, batch=batches, small=small, pad_text_multiple=own.pad_text_multiple, latent=latent,
-            text=text, latents=latents, texts=texts, frame=frame, before=selection.places(frame, earlier),
+            joined,
+            shapes,
+            batch=batches,
+            small=small,
+            pad_text_multiple=own.pad_text_multiple,
+            latent=latent,
+            text=text,
+            latents=latents,
+            texts=texts,
+            frame=frame,
+            before=selection.places(frame, earlier),
             sources={source: body["table"] for source, (_, body) in sorted(found.items()) if source in scans},
-            weights=_weights(config), policies=policies,
-        )  # fmt: skip
+            weights=_weights(config),
+            policies=policies,
+        )
         return _Made(head, samples, names, report, joined, frame, moves)
 
     told: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
@@ -191,8 +212,9 @@ def _selected(config: Config, joined: Joined, found: dict[str, tuple[Cache, dict
     common = Filter(own.filter, "bucket.filter") if own.filter else None
     by_source = {
         source: Filter(setting.filter, f"bucket.sources.{source}.filter")
-        for source, setting in own.sources.items() if setting.filter and source in scans
-    }  # fmt: skip
+        for source, setting in own.sources.items()
+        if setting.filter and source in scans
+    }
     return selection.filtered(joined, scans, common, by_source) if common or by_source else scans
 
 
@@ -208,9 +230,14 @@ def _sample_ids(opened: Snapshot) -> np.ndarray:
 
 
 def _publish(
-    made: _Made, caches: list[Cache], indexes: tuple[RecordIndex, RecordIndex], dry_run: bool, name: str | None,
-    move: bool, latest: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+    made: _Made,
+    caches: list[Cache],
+    indexes: tuple[RecordIndex, RecordIndex],
+    dry_run: bool,
+    name: str | None,
+    move: bool,
+    latest: bool = True,
+) -> dict[str, Any]:
     """Adopt what is of other caches and publish the snapshot; returns the report."""
     cache, head = caches[0], made.head
     brought = 0
@@ -232,19 +259,23 @@ def _publish(
     frame, sources = made.frame, made.joined.sources
     held = np.bincount(frame.source, minlength=len(sources)).tolist()
     return {
-        "snapshot": snapshot_id, "name": name, "samples": head["counts"]["samples"],
+        "snapshot": snapshot_id,
+        "name": name,
+        "samples": head["counts"]["samples"],
         "steps_per_epoch": sum(float(row.steps) for row in made.report),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in made.report],
         "sources": dict(zip(sources, held, strict=True)),
         "left_out": [
             {
-                "reason": reason, "samples": count, "keep": made.joined.keep.get(reason),
+                "reason": reason,
+                "samples": count,
+                "keep": made.joined.keep.get(reason),
                 **({"examples": some} if (some := made.joined.examples.get(reason)) else {}),
             }
             for reason, count in head["left_out"].items()
         ],
         "adopted_bytes": brought,
-    }  # fmt: skip
+    }
 
 
 def _reassign_lists(
@@ -349,7 +380,8 @@ def _recipes(
     wrong = [f"{key}: configuration {mine!r}, cache {theirs!r}" for key, mine, theirs in wanted if mine != theirs]
     if wrong:
         raise CacheError(
-            "the cache was encoded with other settings than this configuration asks for", found="; ".join(wrong),
+            "the cache was encoded with other settings than this configuration asks for",
+            found="; ".join(wrong),
             fix="run sana-pipe encode with this configuration, or use the configuration of the cache",
-        )  # fmt: skip
+        )
     return latent, text

@@ -18,8 +18,8 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.config import Config, Weights
-from pipeline.data import buckets
 from pipeline.errors import ConfigError, UserError
+from pipeline.images import buckets
 from pipeline.models import encoders, hub
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import architecture_at
@@ -58,10 +58,17 @@ def run(config: Config, as_json: bool = False) -> int:
     to_fetch = sum(part.to_fetch for part in parts)
     if as_json:
         listed = [
-            {"part": part.name, "stage": part.stage, "id": part.weights.id, "files": list(part.files),
-             "bytes": part.size, "to_fetch": part.to_fetch, "ok": part.problem is None}
+            {
+                "part": part.name,
+                "stage": part.stage,
+                "id": part.weights.id,
+                "files": list(part.files),
+                "bytes": part.size,
+                "to_fetch": part.to_fetch,
+                "ok": part.problem is None,
+            }
             for part in parts
-        ]  # fmt: skip
+        ]
         told = {"ok": not problems, "to_fetch": to_fetch, "parts": listed, "problems": [str(one) for one in problems]}
         click.echo(json.dumps(told))
     else:
@@ -103,10 +110,11 @@ def _tokenizer(config: Config) -> _Part:
         found = {name: size for name, size in there.items() if name in encoders.TOKENIZER_FILES}
         if not {"tokenizer.json", "tokenizer.model"} & set(found):
             raise hub.ModelError(
-                f"{place.id}/{place.subfolder or ''} holds no tokenizer", expected="tokenizer.json or tokenizer.model",
+                f"{place.id}/{place.subfolder or ''} holds no tokenizer",
+                expected="tokenizer.json or tokenizer.model",
                 found=", ".join(sorted(there)) or "no files",
                 fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
-            )  # fmt: skip
+            )
         part.files, part.size = tuple(found), sum(found.values())
         part.to_fetch = sum(size for name, size in found.items() if here.get(name) != size)
     except UserError as error:

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
-from pipeline.data import image
-from pipeline.data.candidates import CaptionRule
-from pipeline.data.captions import instruction
-from pipeline.data.source import FolderSource, Item, Unreadable
 from pipeline.errors import UserError
+from pipeline.images import decoding
 from pipeline.models import tiny
 from pipeline.processes import command, shown
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_rules import instruction
+from pipeline.sources.source import FolderSource, Item, Unreadable
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
@@ -162,11 +162,11 @@ def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
         try:
             content = source.read(item.key)
             limits = config.data.max_pixels, config.data.max_bytes
-            width, height = image.probe(content, *limits)
+            width, height = decoding.probe(content, *limits)
             scale = min(1.0, 4 * config.data.resolution / min(width, height))
             size = (max(1, round(height * scale)), max(1, round(width * scale)))
-            pictures.append(image.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
-        except (Unreadable, image.ImageReject) as error:
+            pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
+        except (Unreadable, decoding.ImageReject) as error:
             print(f"not used for the small VAE: {item.key}: {error}", flush=True)
     if not pictures:
         raise UserError(f"{data} holds no usable picture with a caption", fix="--data with another folder")

@@ -27,31 +27,40 @@ from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.store import Cache, Plan, Unit, check_source_name
 from pipeline.config import Config
-from pipeline.data import buckets, captions, image, reasons
-from pipeline.data.detect import open_source
-from pipeline.data.reasons import Kinds
-from pipeline.data.source import Source
-from pipeline.encoding import claims, estimate, on_ray, worker
-from pipeline.encoding import engine as engines
+from pipeline.encoding import estimate, worker
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
-from pipeline.encoding.progress import Meter, Progress
-from pipeline.encoding.room import Room
-from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
+from pipeline.images import buckets, decoding
 from pipeline.models import encoders
+from pipeline.sources import caption_rules, reasons
+from pipeline.sources.detect import open_source
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Source
+from pipeline.work import claims, ray_engine
+from pipeline.work import engine as engines
+from pipeline.work.disk_space import Room
+from pipeline.work.progress import Meter, Progress
+from pipeline.work.stop import Stop, Stopped
 
 
 def run(
-    config: Config, data: str, source_name: str | None = None, rehash: bool = False,
-    task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local", as_json: bool = False, reassign: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    config: Config,
+    data: str,
+    source_name: str | None = None,
+    rehash: bool = False,
+    task_index: int | None = None,
+    task_count: int | None = None,
+    format: str | None = None,
+    engine: str = "local",
+    as_json: bool = False,
+    reassign: str | None = None,
+) -> dict[str, Any]:
     """Encode a source into the cache.
 
     Args:
-        data: a folder, tars, tables or a listing; see `pipeline.data.detect`.
+        data: a folder, tars, tables or a listing; see `pipeline.sources.detect`.
         source_name: the source's name in the cache; default: the folder's name.
         format: what `data` is; default: seen from what is there.
         rehash: read every file again instead of trusting size and mtime.
@@ -84,10 +93,17 @@ def run(
 
 
 def dry_run(
-    config: Config, data: str, source_name: str | None = None, rehash: bool = False,
-    task_index: int | None = None, task_count: int | None = None, format: str | None = None,
-    engine: str = "local", probe: bool = True, as_json: bool = False,
-) -> int:  # fmt: skip
+    config: Config,
+    data: str,
+    source_name: str | None = None,
+    rehash: bool = False,
+    task_index: int | None = None,
+    task_count: int | None = None,
+    format: str | None = None,
+    engine: str = "local",
+    probe: bool = True,
+    as_json: bool = False,
+) -> int:
     """Say what `run` would do, and write nothing.
 
     Args:
@@ -139,24 +155,42 @@ def _people_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 
 def _scan(
-    config: Config, source: Source, cache: Cache | None, table: list[buckets.Shape], rehash: bool, look: scanning.Look,
+    config: Config,
+    source: Source,
+    cache: Cache | None,
+    table: list[buckets.Shape],
+    rehash: bool,
+    look: scanning.Look,
     fragments: Fragments | None = None,
-) -> pa.Table:  # fmt: skip
+) -> pa.Table:
     with Progress("scan", None) as bar:
         return scanning.scan(
-            source, source.name, cache, max_pixels=config.data.max_pixels, workers=max(1, config.encode.workers),
-            rehash=rehash, progress=bar.reach,
+            source,
+            source.name,
+            cache,
+            max_pixels=config.data.max_pixels,
+            workers=max(1, config.encode.workers),
+            rehash=rehash,
+            progress=bar.reach,
             refuse=lambda height, width: buckets.refusal(
                 height, width, buckets.nearest(table, height, width), config.data
             ),
-            look=look, fragments=fragments, max_bytes=config.data.max_bytes, max_shrink=config.encode.max_shrink,
-        )  # fmt: skip
+            look=look,
+            fragments=fragments,
+            max_bytes=config.data.max_bytes,
+            max_shrink=config.encode.max_shrink,
+        )
 
 
 def _run(
-    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop,
+    config: Config,
+    source: Source,
+    rehash: bool,
+    share: tuple[int, int],
+    engine: str,
+    stop: Stop,
     reassign: str | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
@@ -179,11 +213,15 @@ def _run(
     cache.add_scan(
         name,
         {
-            "source": name, "root": source.location, "table": cache.put_table(scan), "latent": latent.name,
-            "text": text.name, "buckets": [list(b) for b in table],
+            "source": name,
+            "root": source.location,
+            "table": cache.put_table(scan),
+            "latent": latent.name,
+            "text": text.name,
+            "buckets": [list(b) for b in table],
             **({"source_format": source.format} if source.format != "folder" else {}),
         },
-    )  # fmt: skip
+    )
     images = planning.image_work(scan, name, latent, table, targets)
     texts = planning.caption_work(scan, text)
     (new_images, old_images), (new_texts, old_texts) = (
@@ -228,11 +266,16 @@ def _run(
         click.echo(f"{left_text + left_images} units were in other workers' hands when this one ended")
     _check_rejects(config, cache, name, scan.num_rows, rejected, faults + len(failed))
     return {
-        "images": made_images, "captions": made_text, "rejects": len(rejected), "left": left_text + left_images,
-        "items": scan.num_rows, "new": {"images": new_images, "captions": new_texts},
-        "reused": {"images": old_images, "captions": old_texts}, "gone": gone,
+        "images": made_images,
+        "captions": made_text,
+        "rejects": len(rejected),
+        "left": left_text + left_images,
+        "items": scan.num_rows,
+        "new": {"images": new_images, "captions": new_texts},
+        "reused": {"images": old_images, "captions": old_texts},
+        "gone": gone,
         "speed": {"captions": text_speed, "images": image_speed},
-    }  # fmt: skip
+    }
 
 
 def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:
@@ -244,19 +287,24 @@ def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]
         raise UserError("--task-index must be between 0 and --task-count - 1", found=f"{index} of {count}")
     if engine == "ray" and count > 1:
         raise UserError(
-            "with --engine ray one process hands out all units", found=f"{count} processes or tasks",
+            "with --engine ray one process hands out all units",
+            found=f"{count} processes or tasks",
             fix="start sana-pipe once; Ray uses every node of its cluster",
-        )  # fmt: skip
+        )
     return index, count
 
 
 def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     vae = encoders.describe_vae(config.vae)
     latent = layout.LatentRecipe(
-        **vae, decoder=image.choose(config.data.decoder), resize=image.RESIZE_RULE,
-        crop=image.CROP_RULE, background=config.data.background, storage=config.encode.storage.latent,
-    )  # fmt: skip
-    text = encoders.describe_text(config.text, captions.instruction(config.text))
+        **vae,
+        decoder=decoding.choose(config.data.decoder),
+        resize=decoding.RESIZE_RULE,
+        crop=decoding.CROP_RULE,
+        background=config.data.background,
+        storage=config.encode.storage.latent,
+    )
+    text = encoders.describe_text(config.text, caption_rules.instruction(config.text))
     return latent, layout.TextRecipe(**text, storage=config.encode.storage.text)
 
 
@@ -273,7 +321,7 @@ def _known(
         there = [one for one in cache.recipes("latent") if isinstance(one, layout.LatentRecipe)]
         decoders = [one.decoder for one in there if replace(one, decoder=latent.decoder).same_values(latent)]
         if decoders and latent.decoder not in decoders:
-            image.require(decoders[0])
+            decoding.require(decoders[0])
             click.echo(f"pictures are decoded by {decoders[0]}, as those that are in the cache; see data.decoder")
             latent = replace(latent, decoder=decoders[0])
     return cache.known(latent), cache.known(text)
@@ -310,7 +358,7 @@ def _workers(
     @contextmanager
     def ray(share: tuple[int, int]) -> Iterator[Encode]:
         opened = partial(engines.reopened, config, source.name)
-        with on_ray.Cluster(config, {source.name: opened}, stop) as cluster:
+        with ray_engine.Cluster(config, {source.name: opened}, stop) as cluster:
 
             def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int, dict[str, Any]]:
                 with Progress(noun, 0, Meter(wall_s=0.0)) as bar:
@@ -387,6 +435,8 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
             fix = "put the caption of X.jpg into X.txt, say where it is (--set data.caption_field=COLUMN), or let all "
             fix += "say the same: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
     raise RejectRateError(
-        f"{len(rejects)} of {items} items of source {name!r} were rejected", expected=expected,
-        found="\n" + "\n".join(kinds.lines()), fix=fix,
-    )  # fmt: skip
+        f"{len(rejects)} of {items} items of source {name!r} were rejected",
+        expected=expected,
+        found="\n" + "\n".join(kinds.lines()),
+        fix=fix,
+    )

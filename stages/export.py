@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
-from pipeline.data.captions import INSTRUCTIONS, instruction
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
+from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
 from pipeline.urls import strip_credentials
@@ -68,9 +68,15 @@ class Parts:
 
 
 def run(
-    config: Config, checkpoint: str, out: Path, *, ema: bool = False, overwrite: bool = False, dtype: str = "fp32",
+    config: Config,
+    checkpoint: str,
+    out: Path,
+    *,
+    ema: bool = False,
+    overwrite: bool = False,
+    dtype: str = "fp32",
     form: str = "diffusers",
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the folder.
 
     Args:
@@ -166,8 +172,9 @@ def _check_dtype(config: Config, dtype: str) -> None:
     if weights is not None and not weights.bears(dtype) and dtype != "fp32":
         raise ConfigError(
             f"--dtype {dtype} breaks these weights, which run in {' and '.join(weights.runs_in or [])}",
-            expected="a precision of model.weights.runs_in, or fp32", fix="--dtype fp32",
-        )  # fmt: skip
+            expected="a precision of model.weights.runs_in, or fp32",
+            fix="--dtype fp32",
+        )
 
 
 def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:

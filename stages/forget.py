@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from pipeline.amounts import amount
+from pipeline.cache.garbage import unneeded
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 

@@ -7,8 +7,8 @@ import json
 import click
 
 from pipeline.amounts import amount
+from pipeline.cache.garbage import remove, unneeded
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import remove, unneeded
 from pipeline.config import Config
 
 

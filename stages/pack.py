@@ -16,16 +16,20 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, index
 from pipeline.cache.store import Cache, check_snapshot_name, name_taken
 from pipeline.config import Config
-from pipeline.data import packing
-from pipeline.encoding import claims, engine
-from pipeline.encoding.progress import Progress
-from pipeline.encoding.stopping import Stop, Stopped
+from pipeline.snapshots import packing
+from pipeline.work import claims, engine
+from pipeline.work.progress import Progress
+from pipeline.work.stop import Stop, Stopped
 
 
 def run(
-    config: Config, snapshot: str | None = None, name: str | None = None, as_json: bool = False, move: bool = False,
+    config: Config,
+    snapshot: str | None = None,
+    name: str | None = None,
+    as_json: bool = False,
+    move: bool = False,
     latest: bool = False,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Pack a snapshot.
 
     Args:

@@ -25,15 +25,15 @@ from safetensors.torch import save_file
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump
-from pipeline.data import image
-from pipeline.data.source import Source, Unreadable
 from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
+from pipeline.images import decoding
 from pipeline.launch import resolve_device
 from pipeline.models.sana_config import SanaConfig
 from pipeline.processes import command
 from pipeline.reporting import drawing
 from pipeline.reporting.drawing import Drawn
+from pipeline.sources.source import Source, Unreadable
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import runs
 
@@ -206,11 +206,14 @@ class _Photos:
         if source is None:
             return None
         try:
-            pixels = image.load(
-                source.read(one.item), one.bucket, self.config.data.background, self.config.data.max_pixels,
+            pixels = decoding.load(
+                source.read(one.item),
+                one.bucket,
+                self.config.data.background,
+                self.config.data.max_pixels,
                 max_bytes=self.config.data.max_bytes,
-            )  # fmt: skip
-        except (Unreadable, image.ImageReject):  # moved or changed since; the sheet says so
+            )
+        except (Unreadable, decoding.ImageReject):  # moved or changed since; the sheet says so
             return None
         except UserError:  # the source is away or refuses: its other pictures would be waited for in vain
             self.sources[one.source] = None

@@ -13,10 +13,10 @@ from pathlib import Path
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import fetching, shapes
-from pipeline.data.loader import Loader, State
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
+from pipeline.loader import compile_shapes, shard_prefetch
+from pipeline.loader.loader import Loader, State
 from pipeline.parallel.mesh import check_sizes
 from pipeline.retrying import TIMEOUT_S
 from pipeline.training.trainer import Report, Task, fit, snapshot_of
@@ -48,12 +48,16 @@ def run(
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
-        if (warning := fetching.advice(opened)) is not None:
+        if (warning := shard_prefetch.advice(opened)) is not None:
             speak(warning)
     return fit(
-        config, task(config, opened, launch, quarantine), launch, resume=resume, say=speak,
+        config,
+        task(config, opened, launch, quarantine),
+        launch,
+        resume=resume,
+        say=speak,
         accepted=lambda: cache.keep(opened.id),
-    )  # fmt: skip
+    )
 
 
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:
@@ -67,7 +71,7 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
             fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify --repair)",
         )
     if train.compile == "block":
-        shapes.check(snapshot, train, layout.data_world)
+        compile_shapes.check(snapshot, train, layout.data_world)
 
     def loader(start: int, stop: int) -> Loader:
         return Loader(

@@ -15,13 +15,13 @@ from pipeline.cache.index import Commit
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
-from pipeline.data import packing
-from pipeline.data.source import Source
 from pipeline.encoding import rebuild, repair, worker
-from pipeline.encoding.engine import Runner
-from pipeline.encoding.progress import Progress
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.snapshots import packing
+from pipeline.sources.source import Source
+from pipeline.work.engine import Runner
+from pipeline.work.progress import Progress
 
 
 def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
@@ -78,11 +78,13 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
     left = [f for f in findings if f.path not in later and outcomes.get(f.path) not in ("restored", "replaced")] + late
     if as_json:
         told: dict[str, Any] = {
-            "files": bar.done, "bytes": size, "ok": not left,
+            "files": bar.done,
+            "bytes": size,
+            "ok": not left,
             "findings": [
                 {**vars(f), "outcome": f"failed: {f.fix}" if f in late else outcomes.get(f.path)} for f in findings
             ],
-        }  # fmt: skip
+        }
         click.echo(json.dumps(told))
         return IntegrityError.exit_code if left else 0
     click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))

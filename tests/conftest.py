@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small unfitted real models: a folder with vae/, text_encoder/, tokenizer/, scheduler/."""
-    from tests import tiny_models
+    from tests.support import tiny_models
 
     return tiny_models.build(tmp_path_factory.mktemp("models") / "tiny")
 
@@ -82,10 +82,12 @@ def s3_bucket() -> Iterator[str]:
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
-            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
-            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+            ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
             ("AWS_EC2_METADATA_DISABLED", "true"),
-        ):  # fmt: skip
+        ):
             patch.setenv(name, value)
         fsspec.filesystem("s3").mkdir("bucket")
         yield "s3://bucket"

@@ -12,20 +12,27 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import activation
-from pipeline.parallel.activation import compressible, keep_activations
+from pipeline.parallel import activation_checkpoint
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing, compressible
 from pipeline.parallel.compression import BLOCK, quantise, restore
-from pipeline.parallel.kept import kept_bytes
-from pipeline.parallel.saved import SMALLEST, Keeper
-from tests.workers import tiny_run
+from pipeline.parallel.saved_tensors import SMALLEST, Keeper
+from tests.support.workers import tiny_run
 
 SHAPE = SanaConfig(
-    in_channels=4, out_channels=4, num_attention_heads=8, attention_head_dim=32, num_cross_attention_heads=4,
-    cross_attention_head_dim=64, cross_attention_dim=256, caption_channels=24, num_layers=4,
-)  # fmt: skip
+    in_channels=4,
+    out_channels=4,
+    num_attention_heads=8,
+    attention_head_dim=32,
+    num_cross_attention_heads=4,
+    cross_attention_head_dim=64,
+    cross_attention_dim=256,
+    caption_channels=24,
+    num_layers=4,
+)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -37,7 +44,7 @@ def settings(checkpointing: str = "none", compression: str = "none", offload: bo
 
 def model(dtype: torch.dtype, *way: Any, layers: int = 4) -> SanaTransformer:
     made = SanaTransformer.from_scratch(replace(SHAPE, num_layers=layers), 0).to(dtype)
-    keep_activations(made.blocks, settings(*way))
+    apply_activation_checkpointing(made.blocks, settings(*way))
     return made
 
 
@@ -52,15 +59,17 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict[str, Tensor]]:
     """Bytes kept on the device, bytes kept in host memory, gradients."""
     given = inputs(dtype)
-    total, out = kept_bytes(lambda: module(*given), [*module.parameters(), *given])
+    total, out = saved_bytes(lambda: module(*given), [*module.parameters(), *given])
     host = sum(keeper.host_bytes() for keeper in keepers(module))
     out.float().square().mean().backward()
     return total - host, host, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def keepers(module: nn.Module) -> set[Keeper]:
-    found = {m.kept.keeper for m in module.modules() if isinstance(m, activation.Kept)}
-    return {k for k in found | {m.keeper for m in module.modules() if isinstance(m, activation.Compressed)} if k}
+    found = {m.kept.keeper for m in module.modules() if isinstance(m, activation_checkpoint.Kept)}
+    return {
+        k for k in found | {m.keeper for m in module.modules() if isinstance(m, activation_checkpoint.Compressed)} if k
+    }
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +179,12 @@ def test_what_must_not_be_touched_is_not() -> None:
     linear = nn.Linear(64, 64)
     whole = torch.randn(64, 64)
     untouched = [
-        linear.weight, linear.weight.detach().t(), torch.randn(SMALLEST - 1),
-        torch.randn(1).expand(5000), torch.randn(4000).as_strided((3000, 2), (1, 1)),
-    ]  # fmt: skip
+        linear.weight,
+        linear.weight.detach().t(),
+        torch.randn(SMALLEST - 1),
+        torch.randn(1).expand(5000),
+        torch.randn(4000).as_strided((3000, 2), (1, 1)),
+    ]
     for keeper in (Keeper("int8"), Keeper(None, True), Keeper("int8", True)):
         back = through(keeper, *untouched, module=linear)
         assert all(b.data_ptr() == t.data_ptr() for b, t in zip(back, untouched, strict=True))
@@ -235,8 +247,9 @@ def test_the_parts_that_are_compressed() -> None:
     block = model(torch.float32).blocks[0]
     names = {id(module): name for name, module in block.named_modules()}
     assert {names[id(part)] for part in compressible(block)} == {
-        *(f"{attn}.{part}" for attn in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")), "ff",
-    }  # fmt: skip
+        *(f"{attn}.{part}" for attn in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")),
+        "ff",
+    }
 
 
 @pytest.mark.parametrize("way", [("full",), ("selective",), ("none", "int8", True), ("every-2", "int8")])
@@ -244,7 +257,7 @@ def test_names_copies_and_second_calls(way: tuple[Any, ...]) -> None:
     plain, module = model(torch.float32), model(torch.float32, *way)
     assert list(module.state_dict()) == list(plain.state_dict())
     classes = [type(m) for m in module.modules()]
-    keep_activations(module.blocks, settings(*way))
+    apply_activation_checkpointing(module.blocks, settings(*way))
     assert [type(m) for m in module.modules()] == classes
     twin = copy.deepcopy(module)
     assert len(keepers(twin)) == len(keepers(module)) and not keepers(twin) & keepers(module)
@@ -267,7 +280,9 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 def test_every_third_block() -> None:
     module = model(torch.float32, "every-3", layers=7)
-    assert [isinstance(block, activation.Kept) for block in module.blocks] == [False, False, True] * 2 + [False]
+    assert [isinstance(block, activation_checkpoint.Kept) for block in module.blocks] == [False, False, True] * 2 + [
+        False
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import schedule as module
-from pipeline.data.schedule import Blocks, Schedule
+from pipeline.loader import schedule as module
+from pipeline.loader.schedule import Blocks, Schedule
 from tests.test_schedule import cases, mixes, order_digest, walk
 
 lies = st.builds(Blocks, st.integers(1, 12), st.integers(1, 5))

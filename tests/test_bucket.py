@@ -20,22 +20,23 @@ import stages.bucket
 import stages.encode
 import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
+from pipeline.cache.garbage import unneeded
 from pipeline.cache.index import as_keys, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import unneeded
 from pipeline.cli import cli
 from pipeline.config import Config, load
-from pipeline.data import buckets, selection
-from pipeline.data.loader import Loader
-from pipeline.data.planner import Planner
-from pipeline.data.schedule import Schedule
 from pipeline.encoding import plan as planning
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
-from tests import synthetic
-from tests.synthetic import Picture, add, config, pictures
+from pipeline.images import buckets
+from pipeline.loader.loader import Loader
+from pipeline.loader.planner import Planner
+from pipeline.loader.schedule import Schedule
+from pipeline.snapshots import selection
+from tests.support import synthetic
+from tests.support.synthetic import Picture, add, config, pictures
 
 
 def made(of: Config, name: str | None = None) -> Snapshot:
@@ -60,9 +61,18 @@ def files(root: Path) -> dict[str, int]:
 def batches(of: Config, steps: int) -> list[list[int]]:
     """Sample ids of the first steps, through the real loader: every byte is read and verified."""
     loader = Loader(
-        Cache(of.cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=64, caption_drop=0.0,
-        null_mask="bos", prefetch=0, threads=1, stop_step=steps,
-    )  # fmt: skip
+        Cache(of.cache).open_snapshot(),
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=64,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=steps,
+    )
     return [[i for batch in parts for i in batch.sample_ids] for parts, _ in loader]
 
 
@@ -170,11 +180,18 @@ def test_many_buckets_are_the_bucket_of_each() -> None:
 def test_filters_select_what_python_would(root: Path, expression: str, selected: Any) -> None:
     one = [
         dataclasses.replace(
-            p, meta={**p.meta, "deep": {"inner": {"x": i % 3}}, "odd name": "yes" if i % 4 else "no", "width": 10 * i,
-                     "nsfw": i % 5 == 0, "text_number": str(i)},
+            p,
+            meta={
+                **p.meta,
+                "deep": {"inner": {"x": i % 3}},
+                "odd name": "yes" if i % 4 else "no",
+                "width": 10 * i,
+                "nsfw": i % 5 == 0,
+                "text_number": str(i),
+            },
         )
         for i, p in enumerate(pictures(40))
-    ]  # fmt: skip
+    ]
     of = config(root, f'bucket.filter="{expression}"')
     add(of, "one", one)
     found = made(of)
@@ -198,10 +215,13 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
     told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
     assert told["samples"] == 3
     assert {(e["reason"], e["samples"], e["keep"]) for e in told["left_out"]} == {
-        ("bucket.filter cannot be decided, a value is missing: clip >= 7", 9,
-         "change bucket.filter (test with `is None`)"),
+        (
+            "bucket.filter cannot be decided, a value is missing: clip >= 7",
+            9,
+            "change bucket.filter (test with `is None`)",
+        ),
         ("not selected by bucket.filter: clip >= 7", 2, "change bucket.filter"),
-    }  # fmt: skip
+    }
     assert report(config(root, "bucket.filter='clip is None or clip >= 7'"), capsys)["samples"] == 12
     assert report(config(root, "bucket.filter='clip is not None'"), capsys)["samples"] == 5
 
@@ -252,8 +272,9 @@ def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: s
     add(config(root), "one", pictures(6))
     before = files(root)
     with pytest.raises(UserError) as caught:
-        stages.bucket.run(config(root).model_copy(update={"bucket": config(root).bucket.model_copy(
-            update={"filter": expression})}))  # fmt: skip
+        stages.bucket.run(
+            config(root).model_copy(update={"bucket": config(root).bucket.model_copy(update={"filter": expression})})
+        )
     assert named in str(caught.value)
     assert "bucket.filter" in str(caught.value)
     assert files(root) == before
@@ -306,9 +327,7 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert 0.1 < len(away) / 400 < 0.3
     for i in range(200):
         assert (f"one/copy{i}.png" in items(away)) == (f"one/{i:05d}.png" in items(away))
-    assert told["left_out"] == [
-        {"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}
-    ]  # fmt: skip
+    assert told["left_out"] == [{"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}]
     assert (train.head["parent"], away.head["parent"]) == (None, None), "the held-out part was the newest for a moment"
     old_train, old_away = items(train), items(away)
     add(of, "two", pictures(100, "two-"))
@@ -436,9 +455,18 @@ def test_encode_takes_the_list_and_encodes_it_alone(
     assert (told["samples"], told["left_out"], len(told["buckets"])) == (12, [], 1)
     found = Cache(of.cache).open_snapshot()
     loader = Loader(
-        found, seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0, null_mask="bos", prefetch=0,
-        threads=1, stop_step=1,
-    )  # fmt: skip
+        found,
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=12,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=1,
+    )
     [(parts, _)] = list(loader)
     assert len(set(parts[0].sample_ids)) == 12
     listed = small_cache_copy.parent / "list.csv"
@@ -466,8 +494,10 @@ def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
     assert found.head["left_out"] == {"bucket.sources.none.weight is 0": 16}
     [bucket] = found.head["buckets"]
     assert bucket["parts"] == [
-        {"samples": 16, "weight": [2, 1]}, {"samples": 16, "weight": [1, 1]}, {"samples": 16, "weight": [1, 4]},
-    ]  # fmt: skip
+        {"samples": 16, "weight": [2, 1]},
+        {"samples": 16, "weight": [1, 1]},
+        {"samples": 16, "weight": [1, 4]},
+    ]
     names = {layout.sample_id(s, f"{i}.png"): (s, i) for s in ("one", "two", "plain") for i in range(16)}
     steps = Schedule.of(found.head, seed=0, phase=0).steps_upto(4)
     assert steps == 4 * (32 + 4 + 16) // 4
@@ -520,11 +550,21 @@ def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small
     def seen(world: int, start: int) -> list[list[tuple[int, bytes]]]:
         ranks = [
             Loader(
-                opened, seed=1, phase=0, rank=rank, world=world, microbatch=3, caption_drop=0.1, null_mask="bos",
-                prefetch=2, threads=2, start_step=start, stop_step=60,
+                opened,
+                seed=1,
+                phase=0,
+                rank=rank,
+                world=world,
+                microbatch=3,
+                caption_drop=0.1,
+                null_mask="bos",
+                prefetch=2,
+                threads=2,
+                start_step=start,
+                stop_step=60,
             )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         return [
             [
                 (i, noise.numpy().tobytes())
@@ -770,9 +810,18 @@ def test_caches_on_disks_and_in_object_stores_mix(
     assert set(targets.values()) == {(16, 24)}
     assert list(audit.verify(Cache.of(of))) == []
     loader = Loader(
-        Cache.of(of).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=10, caption_drop=0.0,
-        null_mask="bos", prefetch=0, threads=1, stop_step=int(told["steps_per_epoch"]),
-    )  # fmt: skip
+        Cache.of(of).open_snapshot(),
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=10,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=int(told["steps_per_epoch"]),
+    )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
     assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen
 
@@ -853,9 +902,15 @@ def test_every_sample_is_in_the_snapshot_or_counted(root: Path, capsys: pytest.C
     one[5] = dataclasses.replace(one[5], reject="broken")
     one.append(Picture("copy.png", "6"))
     of = config(
-        root, "bucket.filter='score != 3'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=40",
-        "bucket.small=drop", "bucket.batch=5", "bucket.sources={gone: {weight: 0}}",
-    )  # fmt: skip
+        root,
+        "bucket.filter='score != 3'",
+        "bucket.dedup=image",
+        "bucket.heldout=0.1",
+        "bucket.subset=40",
+        "bucket.small=drop",
+        "bucket.batch=5",
+        "bucket.sources={gone: {weight: 0}}",
+    )
     add(of, "one", one, without=["00007.png"])
     add(of, "gone", pictures(9, "g"))
     told = report(of, capsys)
@@ -891,9 +946,12 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     assert found["removed"] == [{"source": "one", "item": "00000.png"}]
     assert [e["item"] for e in found["changed"]] == [f"{i:05d}.png" for i in range(1, 6)], "by name"
     assert {e["item"]: e["what"] for e in found["changed"]} == {
-        "00001.png": ["picture", "captions"], "00002.png": ["captions"], "00003.png": ["bucket"],
-        "00004.png": ["picture"], "00005.png": ["captions"],
-    }  # fmt: skip
+        "00001.png": ["picture", "captions"],
+        "00002.png": ["captions"],
+        "00003.png": ["bucket"],
+        "00004.png": ["picture"],
+        "00005.png": ["captions"],
+    }
     plain = run.invoke(cli, ["snapshots", "diff", "first", "second", *options]).output
     assert plain.splitlines()[:2] == ["1 added", "  one: new.png"]
     assert "  one: 00003.png (bucket)" in plain

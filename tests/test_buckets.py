@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import DataConfig
-from pipeline.data import buckets
 from pipeline.errors import ConfigError
+from pipeline.images import buckets
 
 TABLE = buckets.table(DataConfig(), 32)
 

@@ -85,7 +85,7 @@ def test_tar_headers_are_deterministic_and_plain(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 65535).filter(lambda b: b & 0x7F80 != 0x7F80), min_size=1, max_size=64))
 @settings(max_examples=50, deadline=None)
 def test_bf16_round_trip_is_bit_exact(values: list[int]) -> None:
-    from pipeline.data.loader import bf16
+    from pipeline.loader.loader import bf16
 
     array = np.array(values, np.uint16)
     tensor = bf16(array)

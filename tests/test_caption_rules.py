@@ -14,14 +14,14 @@ from PIL import Image
 
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
-from pipeline.data.candidates import CaptionRule
-from pipeline.data.detect import open_source
-from pipeline.data.source import Item, Reject, Source
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.claims import Claims
 from pipeline.encoding.fragments import Fragments
-from pipeline.encoding.stopping import Stop
 from pipeline.errors import UserError
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.detect import open_source
+from pipeline.sources.source import Item, Reject, Source
+from pipeline.work.claims import Claims
+from pipeline.work.stop import Stop
 from tests.test_sources import make_tar
 
 Captions = dict[str, dict[str, float]]
@@ -62,10 +62,12 @@ def said(path: Path, raw: bool = False, **config: Any) -> tuple[Captions, dict[s
 @pytest.mark.parametrize(
     ("caption", "expected"),
     [
-        ("none", ["", ""]), ("filename", ["red cat", "b"]), ("folder", ["sks dog", "pics"]),
+        ("none", ["", ""]),
+        ("filename", ["red cat", "b"]),
+        ("folder", ["sks dog", "pics"]),
         ("a photo of sks dog", ["a photo of sks dog"] * 2),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_pictures_alone_says_what_is_configured(tmp_path: Path, caption: str, expected: list[str]) -> None:
     root = tmp_path / "pics"
     for name in ("sks_dog/red_cat.png", "b.png"):
@@ -83,9 +85,7 @@ def test_tars_and_tables_without_captions(tmp_path: Path) -> None:
     make_tar(tmp_path / "x.tar", [("0.png", "p"), ("0.json", {"width": 3}), ("1.png", "p")])
     assert said(tmp_path / "x.tar", caption="folder") == ({"x.tar/0.png": {"x": 1.0}, "x.tar/1.png": {"x": 1.0}}, {})
     pq.write_table(pa.table({"image": [png()], "score": [1.0]}), tmp_path / "t.parquet")
-    assert said(tmp_path / "t.parquet", caption="all the same") == (
-        {"t.parquet/000000000": {"all the same": 1.0}}, {}
-    )  # fmt: skip
+    assert said(tmp_path / "t.parquet", caption="all the same") == ({"t.parquet/000000000": {"all the same": 1.0}}, {})
     put(tmp_path, a_png="")
     (tmp_path / "l.jsonl").write_text('{"file_name": "a.png", "score": 1}\n')
     assert said(tmp_path / "l.jsonl", caption="filename") == ({"a.png": {"a": 1.0}}, {})
@@ -111,9 +111,13 @@ def test_rules_of_earlier_versions_keep_their_identity() -> None:
 def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_path: Path) -> None:
     """As their SanaImgDataset reads them: {name: {column: text}}, {name: {column: score}}; `prompt` is the .txt."""
     put(
-        tmp_path, a_png="", a_txt="plain", ab_png="", ab_txt="other",
+        tmp_path,
+        a_png="",
+        a_txt="plain",
+        ab_png="",
+        ab_txt="other",
         a_json={"a": {"vila": "by VILA"}},
-    )  # fmt: skip
+    )
     (tmp_path / "a_InternVL2-26B.json").write_text(json.dumps({"a": {"intern": "by InternVL"}}))
     (tmp_path / "a_clip_score.json").write_text(json.dumps({"a": {"prompt": 26, "vila": 13, "intern": 52.0}}))
     (tmp_path / "ab_InternVL2-26B.json").write_text(json.dumps({"ab": {"intern": "of ab"}}))
@@ -140,8 +144,17 @@ def scan(path: Path, weights: dict[str, float]) -> list[Any]:
 
 
 def test_captions_of_columns_are_raw_under_the_recipe_of_nvlabs(tmp_path: Path) -> None:
-    make_tar(tmp_path / "x.tar", [("0.png", "p"), ("0.json", {"text": " A \n"}), ("1.png", "p"),
-                                  ("1.json", {"text": None}), ("2.png", "p"), ("2.json", {"other": 1})])  # fmt: skip
+    make_tar(
+        tmp_path / "x.tar",
+        [
+            ("0.png", "p"),
+            ("0.json", {"text": " A \n"}),
+            ("1.png", "p"),
+            ("1.json", {"text": None}),
+            ("2.png", "p"),
+            ("2.json", {"other": 1}),
+        ],
+    )
     found, rejects = said(tmp_path / "x.tar", raw=True)
     assert found == {"x.tar/0.png": {" A \n": 1.0}, "x.tar/1.png": {"": 1.0}}
     assert set(rejects) == {"x.tar/2.png"}
@@ -182,7 +195,14 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
         source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))
         fragments = Fragments(cache, "f", Claims(cache.files, 60), (0, 1), Stop(0))
         table = scanning.scan(
-            source, "f", cache, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, whole: None,
-            fragments=fragments, look=look,
-        )  # fmt: skip
+            source,
+            "f",
+            cache,
+            max_pixels=10**6,
+            workers=1,
+            rehash=False,
+            progress=lambda done, whole: None,
+            fragments=fragments,
+            look=look,
+        )
         assert (len(table), looked) == (2, ["a.png", "b.png"])

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.config import TextConfig
-from pipeline.data import captions
+from pipeline.sources import caption_rules
 
 
 @pytest.mark.parametrize(("recipe", "prefix"), [("diffusers", "48290080bb4f"), ("nvlabs", "62b9ab89eebb")])
 def test_instruction_text(recipe: str, prefix: str) -> None:
-    text = captions.INSTRUCTIONS[recipe]
+    text = caption_rules.INSTRUCTIONS[recipe]
     assert len(text) == 1057
     assert text.endswith("User Prompt: ")
     assert hashlib.sha256(text.encode()).hexdigest().startswith(prefix)
@@ -25,25 +25,25 @@ def test_instruction_text(recipe: str, prefix: str) -> None:
 def test_instruction_is_that_of_the_pipeline() -> None:
     sana = importlib.import_module("diffusers.pipelines.sana.pipeline_sana")
     lines = inspect.signature(sana.SanaPipeline.__call__).parameters["complex_human_instruction"].default
-    assert captions.INSTRUCTIONS["diffusers"] == "\n".join(lines)
+    assert caption_rules.INSTRUCTIONS["diffusers"] == "\n".join(lines)
 
 
 def test_configured_instruction() -> None:
-    assert captions.instruction(TextConfig(id="x")) == captions.INSTRUCTIONS["diffusers"]
-    assert captions.instruction(TextConfig(id="x", recipe="nvlabs")) == captions.INSTRUCTIONS["nvlabs"]
-    assert captions.instruction(TextConfig(id="x", instruction="")) == ""
-    assert captions.instruction(TextConfig(id="x", instruction="Draw: ")) == "Draw: "
+    assert caption_rules.instruction(TextConfig(id="x")) == caption_rules.INSTRUCTIONS["diffusers"]
+    assert caption_rules.instruction(TextConfig(id="x", recipe="nvlabs")) == caption_rules.INSTRUCTIONS["nvlabs"]
+    assert caption_rules.instruction(TextConfig(id="x", instruction="")) == ""
+    assert caption_rules.instruction(TextConfig(id="x", instruction="Draw: ")) == "Draw: "
 
 
 def test_normalise() -> None:
-    assert captions.normalise("  A Cat\n on ÉTÉ \t", "diffusers") == "a cat\n on été"
-    assert captions.normalise("  A Cat\n", "nvlabs") == "  A Cat\n"
+    assert caption_rules.normalise("  A Cat\n on ÉTÉ \t", "diffusers") == "a cat\n on été"
+    assert caption_rules.normalise("  A Cat\n", "nvlabs") == "  A Cat\n"
     with pytest.raises(ValueError, match="unknown text recipe"):
-        captions.normalise("x", "other")
+        caption_rules.normalise("x", "other")
 
 
 def test_choice_is_proportional() -> None:
-    picks = [captions.choose([1.0, 0.0, 3.0], draw / 10_000) for draw in range(10_000)]
+    picks = [caption_rules.choose([1.0, 0.0, 3.0], draw / 10_000) for draw in range(10_000)]
     assert [picks.count(index) for index in range(3)] == [2500, 0, 7500]
 
 
@@ -53,16 +53,16 @@ def test_choice_is_proportional() -> None:
 )
 @example([1.0, *[1e-16] * 10, 0.0], 1 - 2**-53)  # a running sum that rounding keeps below the true one
 def test_choice_never_takes_a_weight_of_zero(weights: list[float], draw: float) -> None:
-    assert weights[captions.choose(weights, draw)] > 0
+    assert weights[caption_rules.choose(weights, draw)] > 0
 
 
 @pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
 def test_weights_that_mean_nothing(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
-        captions.choose(weights, 0.5)
+        caption_rules.choose(weights, 0.5)
 
 
 @pytest.mark.parametrize("draw", [-0.1, 1.0, float("nan")])
 def test_draws_outside_the_interval(draw: float) -> None:
     with pytest.raises(ValueError, match="draw"):
-        captions.choose([1.0], draw)
+        caption_rules.choose([1.0], draw)

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config, ParallelConfig
-from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_start import Drawn, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import checkpoint, metrics, optim, trainer
+from pipeline.training import checkpoint, metrics, optimizers, trainer
 from pipeline.training.trainer import Report, fit, generator_seed
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
     with mesh.started(Launch(), ParallelConfig(), CPU) as found:
         model = tiny_run.model(settings)
         data_parallel.shard(model, model.blocks, found, settings.train)
-        optimizer = optim.build(model, settings.train.optim, CPU)
+        optimizer = optimizers.build(model, settings.train.optim, CPU)
         before = checkpoint._tensors(model, optimizer, None)
         copy = checkpoint.host_copy(before)
         flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
@@ -294,9 +294,11 @@ def test_a_checkpoint_of_the_first_version_is_continued(tmp_path: Path) -> None:
     with tarfile.open(DATA / "checkpoint-version-1.tar.xz") as archive:
         archive.extractall(tmp_path / "run/checkpoints", filter="data")
     shape = {
-        "num_attention_heads": 2, "attention_head_dim": 4, "num_cross_attention_heads": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 4,
+        "num_cross_attention_heads": 1,
         "cross_attention_head_dim": 8,
-    }  # fmt: skip
+    }
     train(tiny_run.config(tmp_path / "run", layers=3, steps=4, save_every=2, arch=shape), resume="auto")
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [3, 4]

@@ -1,6 +1,6 @@
 """Start values, saves and resumed runs on several processes.
 
-One process (`tests/workers/checkpoints.py`) forks all the launches; the tests below judge what they found.
+One process (`tests/support/workers/checkpoints.py`) forks all the launches; the tests below judge what they found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers import checkpoints, tiny_run
+from tests.support.workers import checkpoints, tiny_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("checkpoints")
-    command = [sys.executable, "-m", "tests.workers.checkpoints", str(where)]
+    command = [sys.executable, "-m", "tests.support.workers.checkpoints", str(where)]
     done = subprocess.run(
         command, cwd=tiny_run.ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500
     )

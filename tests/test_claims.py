@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache import owner
+from pipeline.cache import process_identity as owner
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.encoding.claims import Claims
+from pipeline.work.claims import Claims
 
 UNIT = ("latent-0", 0, "ab" * 16)
 
@@ -100,7 +100,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(tmp_path: Path, clock: Clo
     if not owner.place():
         pytest.skip("this system has no /proc to ask about processes")
     code = (
-        "import sys; from pipeline.cache.files import Files; from pipeline.encoding.claims import Claims\n"
+        "import sys; from pipeline.cache.files import Files; from pipeline.work.claims import Claims\n"
         f"print(Claims(Files(sys.argv[1]), 60).take(*{UNIT!r}))"
     )
     root = Path(__file__).resolve().parent.parent

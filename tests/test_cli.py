@@ -80,9 +80,19 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert end("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes:")[0]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
-        "bucket", "check", "demo", "encode", "export", "forget", "gc", "sample", "snapshots", "status", "train",
+        "bucket",
+        "check",
+        "demo",
+        "encode",
+        "export",
+        "forget",
+        "gc",
+        "sample",
+        "snapshots",
+        "status",
+        "train",
         "verify",
-    ]  # fmt: skip
+    ]
     assert "decode" in cli.commands
 
 
@@ -112,9 +122,16 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     assert first[0].encode.image_batch == 3
     assert first[0].cache == "/c"
     assert options == {
-        "data": "pics", "source_name": None, "rehash": False, "task_index": None, "task_count": None, "format": None,
-        "engine": "local", "as_json": False, "reassign": None,
-    }  # fmt: skip
+        "data": "pics",
+        "source_name": None,
+        "rehash": False,
+        "task_index": None,
+        "task_count": None,
+        "format": None,
+        "engine": "local",
+        "as_json": False,
+        "reassign": None,
+    }
     assert named == {
         "data": "pics",
         "source_name": "n",
@@ -164,13 +181,21 @@ def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls])
     bucket, pack = stage("bucket", result="made"), stage("pack")
     assert end("bucket", "--pack", "--name", "n") == 0
     assert len(bucket) == 1 and pack[0][1] == {
-        "snapshot": "made", "name": "n", "as_json": False, "move": False, "latest": False,
-    }  # fmt: skip
+        "snapshot": "made",
+        "name": "n",
+        "as_json": False,
+        "move": False,
+        "latest": False,
+    }
     assert bucket[0][1] == {}, "the name is the packed snapshot's"
     assert end("bucket", "--pack", "--snapshot", "s", "--json", "--latest", "--move") == 0
     assert len(bucket) == 1 and pack[1][1] == {
-        "snapshot": "s", "name": None, "as_json": True, "move": True, "latest": True,
-    }  # fmt: skip
+        "snapshot": "s",
+        "name": None,
+        "as_json": True,
+        "move": True,
+        "latest": True,
+    }
     for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"]):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2
@@ -247,12 +272,18 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("encode", "--data", "LONG"), ("encode", "--data", "LONG/x-{0..1}.tar"), ("encode", "--data", "LONG/x.jsonl"),
-        ("bucket", "--config", "LONG"), ("status", "--set", "cache=LONG"), ("bucket", "--cache", "LONG"),
-        ("export", "--checkpoint", "LONG"), ("sample", "--checkpoint", "LONG"),
-        ("demo", "--out", "LONG"), ("encode", "--data", ".", "--set", "vae.id=LONG"),
+        ("encode", "--data", "LONG"),
+        ("encode", "--data", "LONG/x-{0..1}.tar"),
+        ("encode", "--data", "LONG/x.jsonl"),
+        ("bucket", "--config", "LONG"),
+        ("status", "--set", "cache=LONG"),
+        ("bucket", "--cache", "LONG"),
+        ("export", "--checkpoint", "LONG"),
+        ("sample", "--checkpoint", "LONG"),
+        ("demo", "--out", "LONG"),
+        ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
-)  # fmt: skip
+)
 def test_a_path_that_may_not_be_used_is_no_defect(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -294,13 +325,21 @@ def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stop
 
 @pytest.mark.parametrize(
     ("rank", "everywhere", "said"),
-    [(0, True, "sana-pipe: lost\n"), (0, False, "sana-pipe: lost\n"), (1, True, ""),
-     (1, False, "sana-pipe: process 1: lost\n")],
-)  # fmt: skip
+    [
+        (0, True, "sana-pipe: lost\n"),
+        (0, False, "sana-pipe: lost\n"),
+        (1, True, ""),
+        (1, False, "sana-pipe: process 1: lost\n"),
+    ],
+)
 def test_a_launch_says_an_error_once(
-    stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int,
-    everywhere: bool, said: str,
-) -> None:  # fmt: skip
+    stage: Callable[..., Calls],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    everywhere: bool,
+    said: str,
+) -> None:
     """What all processes agreed on is said by the first one; what one of them finds alone, by that one."""
     from pipeline import cli
 
@@ -324,7 +363,7 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
 
     for package in (pipeline, stages):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if module.name != "pipeline.encoding.on_ray":  # ray need not be installed
+            if module.name != "pipeline.work.ray_engine":  # ray need not be installed
                 importlib.import_module(module.name)
     found: dict[int, set[type[UserError]]] = {}
     todo: list[type[UserError]] = [UserError]
@@ -349,10 +388,12 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     root = Path(pipeline.__file__).parent.parent
     modules = {_module(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
     raisers = {
-        5: ("stages.encode", "RejectRateError"), 7: ("pipeline.training.reading", "CheckpointError"),
-        8: ("stages.sample", "DecodeError"), 9: ("pipeline.training.step", "NonFiniteError"),
+        5: ("stages.encode", "RejectRateError"),
+        7: ("pipeline.training.metadata_reader", "CheckpointError"),
+        8: ("stages.sample", "DecodeError"),
+        9: ("pipeline.training.step", "NonFiniteError"),
         10: ("pipeline.training.lock", "RunTaken"),
-    }  # fmt: skip
+    }
     # export and sample read checkpoints with the module that also writes them, under the run's lock
     apart = {(10, "export"), (10, "sample")}
     for name in ("encode", "bucket", "snapshots", "diff", "train", "export", "sample", "status", "verify", "gc"):
@@ -364,9 +405,10 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
                 for _, target in _imports(modules[module], root):
                     todo += [target, target.rpartition(".")[0]]
         able = {
-            code for code, (module, kind) in raisers.items()
+            code
+            for code, (module, kind) in raisers.items()
             if module in seen and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
-        }  # fmt: skip
+        }
         if "pipeline.training.feeding" in seen:  # which keeps a RejectRateError until the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name

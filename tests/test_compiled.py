@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pipeline.config import TrainConfig
-from pipeline.data import shapes
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
+from pipeline.loader import compile_shapes
 from pipeline.parallel import mesh
-from pipeline.parallel.activation import checkpoint_blocks
-from pipeline.parallel.compiled import compile_blocks
-from pipeline.parallel.spread import spread
-from tests import tiny_cache
-from tests.workers import tiny_run
+from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.parallelize import spread
+from tests.support import tiny_cache
+from tests.support.workers import tiny_run
 
 STEPS = (0, 1, 0)  # two shapes, taken in turn
 
@@ -70,7 +70,8 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(
-        "pipeline.parallel.spread.compile_blocks", lambda blocks, backend, count: compile_blocks(blocks, counter, count)
+        "pipeline.parallel.parallelize.compile_blocks",
+        lambda blocks, backend, count: compile_blocks(blocks, counter, count),
     )
     for how, frames in (("none", 0), ("block", 1)):
         settings = tiny_run.config(compile=how, compile_backend="aot_eager")
@@ -97,7 +98,7 @@ def test_too_many_shapes_are_refused_with_what_would_lower_them(tmp_path: Path) 
 
     def refused(limit: int, microbatch: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            shapes.check(snapshot, TrainConfig(compile_max_shapes=limit, microbatch=microbatch), 2)
+            compile_shapes.check(snapshot, TrainConfig(compile_max_shapes=limit, microbatch=microbatch), 2)
         return str(caught.value)
 
     text = refused(14, 6)
@@ -105,11 +106,11 @@ def test_too_many_shapes_are_refused_with_what_would_lower_them(tmp_path: Path) 
     for part in ("bucket.pad_text_multiple=9", "fewer data.buckets", "compile_max_shapes=15", "train.compile=none"):
         assert part in text
     assert "microbatch" not in text
-    shapes.check(snapshot, TrainConfig(compile_max_shapes=15, microbatch=6), 2)
+    compile_shapes.check(snapshot, TrainConfig(compile_max_shapes=15, microbatch=6), 2)
     assert "30 shapes" in refused(29, 7)
     assert "a train.microbatch that divides" in refused(29, 7)
     one = tiny_cache.build(tmp_path / "one", {(16, 16): 30}).open_snapshot()
-    shapes.check(one, TrainConfig(compile_max_shapes=5, microbatch=12), 2)
+    compile_shapes.check(one, TrainConfig(compile_max_shapes=5, microbatch=12), 2)
 
 
 def test_the_stage_refuses_before_anything_starts(small_cache_copy: Path, make_config: object, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pipeline import config as module
 from pipeline.config import Config, dump, find, load, shipped
 from pipeline.errors import ConfigError
-from pipeline.training.optim import peak_learning_rate
+from pipeline.training.optimizers import peak_learning_rate
 
 MINIMAL = """\
 vae: {id: some/vae}
@@ -287,8 +287,10 @@ def test_constants_of_the_released_models_of_1_5() -> None:
 
 def test_a_precision_that_the_weights_cannot_bear_is_refused_with_the_reason(tmp_path: Path) -> None:
     for name, precision in (
-        ("sana_600m_512", "bf16"), ("sana_600m_512", "bf16_pure"), ("sana_1600m_1024", "fp16"),
-    ):  # fmt: skip
+        ("sana_600m_512", "bf16"),
+        ("sana_600m_512", "bf16_pure"),
+        ("sana_1600m_1024", "fp16"),
+    ):
         with pytest.raises(ConfigError, match="runs_in") as caught:
             load(name, [f"train.precision={precision}"])
         assert "#109" in str(caught.value)

@@ -12,18 +12,24 @@ import pytest
 from pipeline.config import load, shipped
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import expected_shapes
-from pipeline.training import optim
-from tests import hub_layouts
+from pipeline.training import optimizers
+from tests.support import hub_layouts
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 GPUS = 8
-_SMALL = SanaConfig(num_layers=28, num_attention_heads=36, num_cross_attention_heads=16, cross_attention_head_dim=72,
-                    cross_attention_dim=1152)  # fmt: skip
+_SMALL = SanaConfig(
+    num_layers=28,
+    num_attention_heads=36,
+    num_cross_attention_heads=16,
+    cross_attention_head_dim=72,
+    cross_attention_dim=1152,
+)
 SHAPES = {
-    "sana_600m_512": _SMALL, "sana_1600m_1024": SanaConfig(),
+    "sana_600m_512": _SMALL,
+    "sana_1600m_1024": SanaConfig(),
     "sana15_1600m_1024": SanaConfig(qk_norm="rms_norm_across_heads"),
     "sana15_4800m_1024": SanaConfig(qk_norm="rms_norm_across_heads", num_layers=60),
-}  # fmt: skip
+}
 NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
     "sana_600m_512": ("Sana_600M_img512", 1e-4, 128, 2000),
     "sana_1600m_1024": ("Sana_1600M_img1024_AdamW", 1e-4, 64, 2000),
@@ -37,16 +43,18 @@ NAMES = (
 """What has digits and is a name."""
 SOURCED = {
     "sana_1600m_1024": [
-        "1e-4 for new concepts", "about 0.7 from the first steps",
+        "1e-4 for new concepts",
+        "about 0.7 from the first steps",
         "0.667-0.679 with gradient norms of 0.14-0.16 (NVlabs/Sana #206)",
     ],
     "sana_600m_512": [
-        "1e-4 for new concepts", "about 0.8 from the first steps, and it hardly moves (reported by people",
+        "1e-4 for new concepts",
+        "about 0.8 from the first steps, and it hardly moves (reported by people",
         "(NVlabs/Sana #47, #109)",
     ],
     "sana15_1600m_1024": ["1e-4 for new concepts", "that of Sana 1.0 (1.0), with the same encoder, as its authors say"],
     "sana15_4800m_1024": ["1e-4 for new concepts"],
-}  # fmt: skip
+}
 """Numbers that are somebody's: the words beside them say whose."""
 
 
@@ -74,8 +82,10 @@ def derived(name: str) -> list[str]:
     state = 16 * parameters / 1e9
     inputs = shape.num_layers * side * side * shape.inner_dim * 4 / 1e9
     assert (train.optim.lr, train.optim.warmup_steps) == (lr, warmup)
-    theirs, by_rule = (optim.peak_learning_rate(train.optim.model_copy(update={"scale_lr": "sqrt"}), size)
-                       for size in (GPUS * each, batch))  # fmt: skip
+    theirs, by_rule = (
+        optimizers.peak_learning_rate(train.optim.model_copy(update={"scale_lr": "sqrt"}), size)
+        for size in (GPUS * each, batch)
+    )
     found = [
         f"{latent // 1024} KiB a picture for the latent (32 x {side} x {side} bf16; arithmetic): "
         f"{latent * 1000 / 2**20 + 0.01:.0f} MiB for 1000 pictures",
@@ -87,7 +97,7 @@ def derived(name: str) -> list[str]:
         "lr x sqrt(batch / 256)",
         f"Their configuration ({source}) has lr {rate(lr)} and a batch of {each} a GPU: {rate(theirs)} on {GPUS} GPUs, "
         f"{rate(by_rule)} at our batch of {batch}",
-        f"come slowly below {rate(optim.NEW_CONCEPTS)}",
+        f"come slowly below {rate(optimizers.NEW_CONCEPTS)}",
         f"About {train.steps:,} steps are needed before a first concept shows (reported by people who fine-tune Sana): "
         f"{train.steps * batch:,} pictures are seen by then",
         f"a run of at least {2 * warmup:,} steps: 4,000 pictures x 4 epochs / {batch} are {16000 // batch} steps",
@@ -125,9 +135,12 @@ def _encoders() -> tuple[int, int]:
     blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
     with torch.device("meta"):
         vae = AutoencoderDC(
-            encoder_block_types=blocks, decoder_block_types=blocks, encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
-            downsample_block_type="conv", upsample_block_type="interpolate",
-        )  # fmt: skip
+            encoder_block_types=blocks,
+            decoder_block_types=blocks,
+            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+        )
         text = Gemma2Model(Gemma2Config())
     return 2 * sum(p.numel() for p in text.parameters()), 4 * sum(p.numel() for p in vae.parameters())
 

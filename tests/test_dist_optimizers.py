@@ -1,7 +1,7 @@
 """Optimizers and precisions on four processes: CAME for any sharding, copies that stay equal, one verdict on overflow,
 states and averages through a chain of strategies.
 
-One launch (`tests/workers/optimizers.py`) runs all of it; the tests below judge what it found.
+One launch (`tests/support/workers/optimizers.py`) runs all of it; the tests below judge what it found.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.workers import optimizers, tiny_run
 from tests.test_dist_training import ROOT
-from tests.workers import optimizers, tiny_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("optimizers")
-    command = [sys.executable, "-m", "tests.workers.optimizers", str(folder)]
+    command = [sys.executable, "-m", "tests.support.workers.optimizers", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=tiny_run.environ())
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -1,6 +1,6 @@
 """Pipelines give what one plain process gives, through every schedule and product, and do not hang.
 
-One launch (`tests/workers/pipelines.py`) runs all of it; the tests below judge what it found.
+One launch (`tests/support/workers/pipelines.py`) runs all of it; the tests below judge what it found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
-from tests.workers import pipelines, tiny_run
+from tests.support.workers import pipelines, tiny_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 ROWS = [(world, name) for world, cases in pipelines.CASES.items() for name in cases]
@@ -32,7 +32,7 @@ SCHEDULES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipelines")
-    command = [sys.executable, "-m", "tests.workers.pipelines", str(path)]
+    command = [sys.executable, "-m", "tests.support.workers.pipelines", str(path)]
     done = subprocess.run(
         command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ()
     )

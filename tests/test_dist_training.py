@@ -1,6 +1,6 @@
 """Several processes against one: parity, resuming across numbers of processes, one verdict for all, signals.
 
-One launch of torchrun runs all the checks (`tests/workers/two_processes.py`); the tests below judge what it found.
+One launch of torchrun runs all the checks (`tests/support/workers/two_processes.py`); the tests below judge what it found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,15 +27,19 @@ def torchrun(*arguments: object, processes: int = 2) -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     return subprocess.Popen(
-        [*command, *map(str, arguments)], env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        [*command, *map(str, arguments)],
+        env=environ,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
-    process = torchrun("tests.workers.two_processes", folder)
+    process = torchrun("tests.support.workers.two_processes", folder)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     return json.loads((folder / "found.json").read_text())
@@ -126,9 +130,15 @@ def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any,
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
     for name, processes, more in (("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline)):
         sets = [
-            f"cache={small_cache_copy}", f"train.output={tmp_path / name}", "train.steps=3", "train.log_every=1",
-            "train.precision=fp32", "train.device=cpu", "train.optim.warmup_steps=0", *more,
-        ]  # fmt: skip
+            f"cache={small_cache_copy}",
+            f"train.output={tmp_path / name}",
+            "train.steps=3",
+            "train.log_every=1",
+            "train.precision=fp32",
+            "train.device=cpu",
+            "train.optim.warmup_steps=0",
+            *more,
+        ]
         options = [word for text in sets for word in ("--set", text)]
         process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
         output, _ = process.communicate(timeout=200)
@@ -148,7 +158,7 @@ def test_a_signal_saves_on_all_processes(tmp_path: Path, whom: str) -> None:
     """SIGUSR1 to a process that is not the first, or SIGTERM to torchrun, which passes it on: all processes end after
     the same step, and the checkpoint of that step is whole."""
     run = tmp_path / "run"
-    process = torchrun("tests.workers.slow_run", run)
+    process = torchrun("tests.support.workers.slow_run", run)
     deadline = time.monotonic() + 90
     while not (run / "metrics.jsonl").exists() or not metrics.read(run / "metrics.jsonl"):
         assert process.poll() is None, process.communicate()[0]

@@ -26,7 +26,7 @@ from pipeline.config import Config
 from pipeline.encoding import rebuild, worker
 from pipeline.errors import IntegrityError
 from pipeline.models import encoders
-from tests import tiny_cache
+from tests.support import tiny_cache
 
 
 def documents(root: Path) -> list[str]:
@@ -122,7 +122,9 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
         damaged = stages.status.run(config)
         found = audit.status(Cache.of(config))
         assert damaged == (4 if found["damaged"] else 0) and {**found, "damaged": {}, "complete": True} == {
-            **answer, "free_bytes": found["free_bytes"]}  # fmt: skip
+            **answer,
+            "free_bytes": found["free_bytes"],
+        }
         assert not list(audit.contradictions(Cache.of(config))), "a copy is as good"
         assert stages.gc.run(config, older_than_hours=0) == 0
         assert [finding.path for finding in audit.verify_documents(Cache.of(config))] == [name]
@@ -331,8 +333,10 @@ def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, ho
     """Files that a snapshot names: by `status`, and by `bucket`, which writes chunks again."""
     cache = Cache.of(config)
     head = cache.open_snapshot().head
-    named = {"samples": lambda: Paths.table(head["chunks"][0]["samples"], "arrow"),
-             "sources": lambda: Paths.table(head["sources"]["photos"], "parquet")}  # fmt: skip
+    named = {
+        "samples": lambda: Paths.table(head["chunks"][0]["samples"], "arrow"),
+        "sources": lambda: Paths.table(head["sources"]["photos"], "parquet"),
+    }
     path = cache.root / named[what]() if what in named else next(cache.root.glob(what))
     assert stages.status.run(config) == 0
     HARM[how](path)
@@ -389,9 +393,16 @@ def test_what_verify_has_found_is_printed_before_it_ends(
 
 @pytest.mark.parametrize(
     "pattern",
-    ["segments/latent-*/00000000.json", "segments/text-*/00000000.json", "recipes/latent-*.json", "recipes/text-*.json",
-     "plans/latent-*/00000000.json", "snapshots/*.json", "names/latest/*.json"],
-)  # fmt: skip
+    [
+        "segments/latent-*/00000000.json",
+        "segments/text-*/00000000.json",
+        "recipes/latent-*.json",
+        "recipes/text-*.json",
+        "plans/latent-*/00000000.json",
+        "snapshots/*.json",
+        "names/latest/*.json",
+    ],
+)
 def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) -> None:
     assert not list(audit.contradictions(tiny))
     lose(tiny.root, pattern)

@@ -18,13 +18,14 @@ from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
-from pipeline.data import buckets, source
-from pipeline.data.candidates import Candidate, CaptionRule
-from pipeline.data.filters import Filter
 from pipeline.encoding import plan as planning
 from pipeline.encoding import worker
 from pipeline.encoding.scan import SCAN, _Scan
-from tests.synthetic import LATENT, TABLE, add, config, pictures
+from pipeline.images import buckets
+from pipeline.snapshots.filters import Filter
+from pipeline.sources import source
+from pipeline.sources.caption_columns import Candidate, CaptionRule
+from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 from tests.test_sources import listed, make_tar, opened
 
 RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
@@ -324,10 +325,14 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path) -> None:
 def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
     of = config(tmp_path / "cache")
     one, two = pictures(2)
-    add(of, "one", [
-        dataclasses.replace(one, captions=(("a", 1.0), ("never", 0.0))),
-        dataclasses.replace(two, captions=(("b", 1.0), ("c", 0.5))),
-    ])  # fmt: skip
+    add(
+        of,
+        "one",
+        [
+            dataclasses.replace(one, captions=(("a", 1.0), ("never", 0.0))),
+            dataclasses.replace(two, captions=(("b", 1.0), ("c", 0.5))),
+        ],
+    )
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     weights = {snapshot.origin(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
@@ -362,8 +367,13 @@ def test_which_causes_may_pass(tmp_path: Path) -> None:
     for row, item, data in zip(rows, ("changed", "broken", "gone"), (b"one", b"no picture", b"x"), strict=True):
         row.update(item=item, digest=layout.digest(data))
     made = worker.image_records(
-        LATENT, Unit("aa", 0, 3, 3), pa.Table.from_pylist(rows, schema=planning.IMAGES),
-        {"s": source.FolderSource(tmp_path, "text")}, None, max_pixels=100, workers=1,  # type: ignore[arg-type]
-    )  # fmt: skip
+        LATENT,
+        Unit("aa", 0, 3, 3),
+        pa.Table.from_pylist(rows, schema=planning.IMAGES),
+        {"s": source.FolderSource(tmp_path, "text")},
+        None,
+        max_pixels=100,
+        workers=1,  # type: ignore[arg-type]
+    )
     rejects = {reject.item: reject.retry for _, found in made for reject in found}
     assert rejects == {"changed": True, "broken": False, "gone": True}

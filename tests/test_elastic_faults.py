@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
-from tests.workers import tiny_run
-from tests.workers.mortal_run import STEPS
+from tests.support.workers import tiny_run
+from tests.support.workers.mortal_run import STEPS
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 LAST = f"checkpoints/step-{STEPS:08d}"
@@ -34,7 +34,7 @@ def torchrun(
 ) -> subprocess.Popen[bytes]:
     """Start torchrun on `mortal_run` in `folder`; what it prints is in `folder`/name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options]
-    command += ["-m", "tests.workers.mortal_run", str(folder / "run"), json.dumps(deaths or [])]
+    command += ["-m", "tests.support.workers.mortal_run", str(folder / "run"), json.dumps(deaths or [])]
     command += [json.dumps(train)] if train else []
     environ = {**tiny_run.environ(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
     with (folder / name).open("w") as log:
@@ -101,9 +101,14 @@ def test_a_killed_process_is_restarted_and_nothing_else_changes(
 def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(undisturbed: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     process = torchrun(
-        tmp_path, *ALONE, "--max-restarts", "1", deaths=[[5, 1, -1]], train={"parallel": {"timeout_s": 15}},
+        tmp_path,
+        *ALONE,
+        "--max-restarts",
+        "1",
+        deaths=[[5, 1, -1]],
+        train={"parallel": {"timeout_s": 15}},
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
-    )  # fmt: skip
+    )
     ended(process, tmp_path / "log")
     assert time.monotonic() - began > 15
     assert [step for step, _ in starts(tmp_path)] == [0, 4]
@@ -139,9 +144,19 @@ def test_of_two_nodes_one_is_lost_and_the_other_goes_on(undisturbed: Path, tmp_p
         port = probe.getsockname()[1]
     conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=120"
     options = [
-        "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "x",
-        "--rdzv-endpoint", f"127.0.0.1:{port}",
-    ]  # fmt: skip
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "x",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
     first = torchrun(tmp_path, *options, "--rdzv-conf", conf + ",is_host=1", name="first")
     second = torchrun(tmp_path, *options, "--rdzv-conf", conf + ",is_host=0", name="second")
     deadline = time.monotonic() + 200

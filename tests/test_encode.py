@@ -20,11 +20,11 @@ import stages.verify
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config
-from pipeline.data import vips
-from pipeline.data.source import FolderSource
 from pipeline.errors import CacheError, RejectRateError, UserError
+from pipeline.images import vips_decoder
 from pipeline.models import encoders
-from tests import tiny_models
+from pipeline.sources.source import FolderSource
+from tests.support import tiny_models
 
 MakeConfig = Callable[..., Config]
 
@@ -233,8 +233,11 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         )
 
     def config(identity: str, revision: str = "null") -> Config:
-        both = (f"{part}.{key}={value}" for part in ("vae", "text")
-                for key, value in (("id", identity), ("revision", revision)))  # fmt: skip
+        both = (
+            f"{part}.{key}={value}"
+            for part in ("vae", "text")
+            for key, value in (("id", identity), ("revision", revision))
+        )
         return make_config(tmp_path, *both)
 
     with monkeypatch.context() as earlier:
@@ -350,8 +353,8 @@ def test_a_raised_pixel_limit_is_noticed(source: Path, make_config: MakeConfig, 
 def test_the_decoder_is_part_of_the_recipe(
     source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if vips.why_not() is not None:
-        pytest.skip(f"vips: {vips.why_not()}")
+    if vips_decoder.why_not() is not None:
+        pytest.skip(f"vips: {vips_decoder.why_not()}")
 
     def run(*overrides: str) -> int:
         return stages.encode.run(make_config(tmp_path, *overrides), data=str(source))["images"]
@@ -370,9 +373,9 @@ def test_the_decoder_is_part_of_the_recipe(
 def test_a_cache_made_with_vips_is_not_silently_made_again_without_it(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if vips.why_not() is not None:
-        pytest.skip(f"vips: {vips.why_not()}")
-    monkeypatch.setattr(vips, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
+    if vips_decoder.why_not() is not None:
+        pytest.skip(f"vips: {vips_decoder.why_not()}")
+    monkeypatch.setattr(vips_decoder, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
     with pytest.raises(UserError, match="vips cannot be used") as caught:
         stages.encode.run(start, data=str(source))
     assert "data.decoder=pillow" in str(caught.value.fix)
@@ -553,10 +556,13 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 
     monkeypatch.setattr(Files, "publish", publish)
     kept = encoders.LatentEncoder.load, encoders.TextEncoder.load
-    loaded = {kind: load(section, *rest, "cpu") for kind, load, section, rest in (
-        ("latent", kept[0], whole.vae, ()),
-        ("text", kept[1], whole.text, (stages.encode.captions.instruction(whole.text),)),
-    )}  # fmt: skip
+    loaded = {
+        kind: load(section, *rest, "cpu")
+        for kind, load, section, rest in (
+            ("latent", kept[0], whole.vae, ()),
+            ("text", kept[1], whole.text, (stages.encode.captions.instruction(whole.text),)),
+        )
+    }
     monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
     monkeypatch.setattr(encoders.TextEncoder, "load", lambda *a: loaded["text"])
     kills = 0
@@ -580,7 +586,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 def test_a_cache_moves_and_its_sources_may_be_away(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from pipeline.data.loader import Loader
+    from pipeline.loader.loader import Loader
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -590,9 +596,18 @@ def test_a_cache_moves_and_its_sources_may_be_away(
     config = make_config(elsewhere)
     stages.bucket.run(config)
     loader = Loader(
-        Cache(config.cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.1,
-        null_mask="bos", prefetch=0, threads=1, stop_step=4,
-    )  # fmt: skip
+        Cache(config.cache).open_snapshot(),
+        seed=0,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=12,
+        caption_drop=0.1,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=4,
+    )
     assert sum(len(batch.sample_ids) for batches, _ in loader for batch in batches) == 48
     shutil.move(away, source)
     picture(source / "new.png", 77)
@@ -641,7 +656,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(
 ) -> None:
     import torch
 
-    from pipeline.data.loader import bf16
+    from pipeline.loader.loader import bf16
 
     for seed in range(4):
         picture(source / f"more-{seed}.png", seed)

@@ -22,13 +22,16 @@ import yaml
 
 from pipeline.config import Config, dump
 from pipeline.processes import command
-from tests.trees import files
+from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
 UNITS = (
-    "encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2",
+    "encode.unit_images=2",
+    "encode.unit_captions=3",
+    "encode.image_batch=2",
+    "encode.text_batch=2",
     "encode.claim_timeout_s=3",
-)  # fmt: skip
+)
 
 
 def encode(
@@ -40,9 +43,12 @@ def encode(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as told:
         return subprocess.Popen(
-            command("encode", "--config", str(path), "--data", str(photos)), env=environment,
-            stdout=subprocess.DEVNULL, stderr=told, **options,
-        )  # fmt: skip
+            command("encode", "--config", str(path), "--data", str(photos)),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=told,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +150,7 @@ def test_a_full_disk_is_an_error_for_people_and_continues(
     photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float], small_disk: Path
 ) -> None:
     cache = small_disk / "cache"
-    config = make_config(
-        tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0", "encode.low_disk_wait_s=0"
-    )  # fmt: skip
+    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0", "encode.low_disk_wait_s=0")
     refused(encode(config, tmp_path, photos), 6, "continues")
     nothing_half(cache, undisturbed[0])
     remount(small_disk, "size=64m")
@@ -239,9 +243,12 @@ def allow(cache: Path, mode: int) -> None:
 
 @pytest.mark.fault
 def test_a_cache_without_permission_is_an_error_for_people_and_continues(
-    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float],
+    photos: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    undisturbed: tuple[dict[str, bytes], float],
     bound_by_permissions: None,
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "cache").mkdir()
     config = make_config(tmp_path, *UNITS)
     allow(tmp_path / "cache", 0o555)
@@ -257,9 +264,13 @@ def test_a_cache_without_permission_is_an_error_for_people_and_continues(
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["text", "latent"])
 def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
-    kind: str, photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float],
+    kind: str,
+    photos: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    undisturbed: tuple[dict[str, bytes], float],
     bound_by_permissions: None,
-) -> None:  # fmt: skip
+) -> None:
     cache = tmp_path / "cache"
     config = make_config(tmp_path, *UNITS)
     process = encode(config, tmp_path, photos, preexec_fn=as_anyone)

@@ -18,11 +18,11 @@ import stages.encode
 from pipeline.cache import layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import worker
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
+from pipeline.sources.tars import TarSource
 from tests.test_remote import serve
 
 MakeConfig = Callable[..., Config]
@@ -147,7 +147,7 @@ def test_a_scan_of_an_earlier_version_is_read(
     cache.add_scan("folder", {**kept, "table": cache.put_table(old)})
     assert list(scanning.places(old)) == []
     reads: list[str] = []
-    from pipeline.data.source import FolderSource
+    from pipeline.sources.source import FolderSource
 
     monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key))
     assert stages.encode.run(config, data=str(pictures / "folder"))["images"] == 0

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import TextConfig, VaeConfig, Weights
-from pipeline.data import captions as rules
 from pipeline.errors import UserError
 from pipeline.models import encoders, hub, tiny
-from tests import tiny_models
+from pipeline.sources import caption_rules as rules
+from tests.support import tiny_models
 
 INSTRUCTION = rules.INSTRUCTIONS["diffusers"]
 CAPTIONS = [
@@ -329,14 +329,24 @@ def test_recipe_fields(folder: Path) -> None:
     vae, text = describe(folder)
     saved = json.loads((folder / "vae" / "config.json").read_text())
     assert vae == {
-        "weights": vae["weights"], "compression": 8, "channels": tiny.LATENT_CHANNELS,
-        "dtype": "fp32", "scaling_factor": saved["scaling_factor"], "tiling": False,
-    }  # fmt: skip
+        "weights": vae["weights"],
+        "compression": 8,
+        "channels": tiny.LATENT_CHANNELS,
+        "dtype": "fp32",
+        "scaling_factor": saved["scaling_factor"],
+        "tiling": False,
+    }
     assert text == {
-        "weights": text["weights"], "tokenizer": text["tokenizer"], "dtype": "bf16",
-        "attention": "eager", "instruction": INSTRUCTION, "normalisation": "diffusers", "max_length": 300,
-        "selection": "sana", "width": tiny.TEXT_WIDTH,
-    }  # fmt: skip
+        "weights": text["weights"],
+        "tokenizer": text["tokenizer"],
+        "dtype": "bf16",
+        "attention": "eager",
+        "instruction": INSTRUCTION,
+        "normalisation": "diffusers",
+        "max_length": 300,
+        "selection": "sana",
+        "width": tiny.TEXT_WIDTH,
+    }
     assert all(len(digest) == 32 for digest in (vae["weights"], text["weights"], text["tokenizer"]))
     json.dumps((vae, text), allow_nan=False)
 
@@ -459,8 +469,9 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(name, revision) for name, revision, _ in asked} == {("owner/sana", "abc")}
     # one variant, not all
     assert [patterns for *_, patterns in asked] == [
-        ["vae/*.json"], ["vae/*.json", "vae/diffusion_pytorch_model.bf16.safetensors"],
-    ]  # fmt: skip
+        ["vae/*.json"],
+        ["vae/*.json", "vae/diffusion_pytorch_model.bf16.safetensors"],
+    ]
     plain = config.model_copy(update={"variant": None})
     assert encoders.describe_vae(plain) == encoders.describe_vae(VaeConfig(id=str(folder)))
     assert encoders.origin(plain) == {"model": "owner/sana", "revision": "abc"}

@@ -22,22 +22,25 @@ import stages.encode
 from pipeline.cache import index, layout
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config, dump, load
-from pipeline.encoding import claims, engine
-from pipeline.encoding.claims import Claims
-from pipeline.encoding.progress import Progress
-from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import UserError
 from pipeline.processes import command
-from tests.trees import files
+from pipeline.work import claims, engine
+from pipeline.work.claims import Claims
+from pipeline.work.progress import Progress
+from pipeline.work.stop import Stop, Stopped
+from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
 MakeConfig = Callable[..., Config]
 RECIPE = "latent-0123456789abcdef0123456789abcdef"
 STALE_S = 3
 UNITS = (
-    "encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.text_batch=2",
+    "encode.unit_images=2",
+    "encode.unit_captions=3",
+    "encode.image_batch=2",
+    "encode.text_batch=2",
     f"encode.claim_timeout_s={STALE_S}",
-)  # fmt: skip
+)
 
 
 # ---------------------------------------------------------------- the local engine, with a runner that only commits
@@ -240,8 +243,14 @@ def test_launch_recipes_are_no_configurations_but_are_shipped() -> None:
         for words in re.findall(r"^(?!#).*sana-pipe ((?:encode|train)\b[^\n\\]*)", text, re.MULTILINE):
             options = set(re.findall(r"--[a-z-]+", words))
             assert options <= {
-                "--config", "--data", "--engine", "--set", "--task-index", "--task-count", "--resume",
-            }, words  # fmt: skip
+                "--config",
+                "--data",
+                "--engine",
+                "--set",
+                "--task-index",
+                "--task-count",
+                "--resume",
+            }, words
 
 
 # ---------------------------------------------------------------- real processes
@@ -252,9 +261,12 @@ def encode(config: Config, photos: Path, *options: str, **variables: str) -> sub
     path.write_text(dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
-        command("encode", "--config", str(path), "--data", str(photos), *options), env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command("encode", "--config", str(path), "--data", str(photos), *options),
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -329,10 +341,26 @@ def test_torchrun_gives_the_shares(
 ) -> None:
     (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path, *UNITS)))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeline.cli",
-         "encode", "--config", str(tmp_path / "config.yaml"), "--data", str(photos)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=ROOT, text=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "pipeline.cli",
+            "encode",
+            "--config",
+            str(tmp_path / "config.yaml"),
+            "--data",
+            str(photos),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     made = made_by([done.stdout])
     assert set(made) == {"1 of 2", "2 of 2"}

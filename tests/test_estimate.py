@@ -16,13 +16,13 @@ import stages.encode
 from pipeline.cache.files import Files
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump
-from pipeline.data import captions
-from pipeline.data.source import FolderSource
 from pipeline.encoding import estimate
 from pipeline.encoding import scan as scanning
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.sources import caption_rules
+from pipeline.sources.source import FolderSource
 
 MakeConfig = Callable[..., Config]
 
@@ -77,7 +77,7 @@ def test_text_bytes_are_exact(tiny_repo: Path, make_config: MakeConfig, tmp_path
     """The tokenizer alone knows how many rows the encoder gives."""
     config = make_config(tmp_path).text
     some = ["a red circle", "", "日本の猫", "two small dogs run through green grass " * 80]
-    for instruction in (captions.instruction(config), ""):
+    for instruction in (caption_rules.instruction(config), ""):
         encoder = TextEncoder.load(config, instruction, "cpu")
         assert encoders.count_rows(config, instruction, some) == [len(rows) for rows in encoder.encode(some)]
 
@@ -98,9 +98,12 @@ def test_buckets_and_their_crop_loss(
 
 
 def test_what_the_cache_holds_is_not_counted_again(
-    small_cache_copy: Path, source: Path, make_config: MakeConfig, tmp_path: Path,
+    small_cache_copy: Path,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = make_config(tmp_path)
     (source / "coffee.txt").write_text("an empty cup")
     picture(source / "new.png", 7)
@@ -121,9 +124,12 @@ def test_what_the_cache_holds_is_not_counted_again(
 
 
 def test_rejects_come_from_headers_and_pictures_are_not_read_whole(
-    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (source / "retina.jpg").unlink()  # it has 2 million pixels
     (source / "noise.jpg").write_bytes(b"this is no picture")
     (source / "noise.txt").write_text("noise")
@@ -174,8 +180,9 @@ def test_the_probe_measures_and_keeps_nothing(
     assert not Path(config.cache).exists()
 
 
-def test_the_probe_keeps_to_its_time(source: Path, make_config: MakeConfig, tmp_path: Path,
-                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_probe_keeps_to_its_time(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without time left, one picture a bucket and one caption are what is measured."""
     sizes: list[int] = []
     for kind in (encoders.LatentEncoder, encoders.TextEncoder):
@@ -198,9 +205,14 @@ def test_the_probe_keeps_to_its_time(source: Path, make_config: MakeConfig, tmp_
     ("cost", "measured", "batches"), [(10.0, (10.0, 1), [1, 1]), (0.1, (0.1, 4), [1, 1, 4, 4, 4, 4])]
 )
 def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
-    cost: float, measured: tuple[float, int], batches: list[int], source: Path, make_config: MakeConfig,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    cost: float,
+    measured: tuple[float, int],
+    batches: list[int],
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(estimate.time, "monotonic", lambda: clock[0])
     sizes = []
@@ -223,9 +235,12 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
 
 
 def test_a_disk_that_is_too_small_is_told_and_ends_with_6(
-    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = make_config(tmp_path, "encode.min_free_gib=0")
     need = dry(config, source, capsys, probe=False)["bytes"]["total"]
     monkeypatch.setattr(Files, "free_bytes", lambda files: need)
@@ -246,9 +261,12 @@ def test_a_folder_that_can_be_no_cache_is_refused(source: Path, make_config: Mak
 
 
 def test_of_many_captions_a_sample_is_tokenized(
-    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     whole = dry(make_config(tmp_path), source, capsys, probe=False)
     monkeypatch.setattr(estimate, "SAMPLE", 4)
     told = dry(make_config(tmp_path), source, capsys, probe=False)

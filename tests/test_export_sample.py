@@ -21,13 +21,13 @@ from PIL import Image
 from pipeline import cli, processes
 from pipeline.cache.store import Cache
 from pipeline.config import Config, dump, load
-from pipeline.data import image
-from pipeline.data.source import Unreadable
 from pipeline.errors import AwayError, ConfigError, UserError
+from pipeline.images import decoding
 from pipeline.models import tiny
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import drawing
 from pipeline.reporting.sheet import Card, contact_sheet
+from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
 
@@ -313,14 +313,23 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
 def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Trained, tmp_path: Path) -> None:
     models = tmp_path / "models"
     shutil.copytree(trained.config.vae.id, models)
-    for name, key in (("vae/config", "_name_or_path"), ("text_encoder/config", "_name_or_path"),
-                      ("tokenizer/tokenizer_config", "name_or_path")):  # fmt: skip
+    for name, key in (
+        ("vae/config", "_name_or_path"),
+        ("text_encoder/config", "_name_or_path"),
+        ("tokenizer/tokenizer_config", "name_or_path"),
+    ):
         path = models / f"{name}.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), key: str(models)}))
     config = changed(
-        trained.config, tmp_path, f"vae.id={models}", f"text.id={models}", f"data.image_root={tmp_path}",
-        f"mirror.path={tmp_path}", f"bucket.caches=[{tmp_path}]", "cache=https://user:sesame@host/tiny?sig=sesame",
-    )  # fmt: skip
+        trained.config,
+        tmp_path,
+        f"vae.id={models}",
+        f"text.id={models}",
+        f"data.image_root={tmp_path}",
+        f"mirror.path={tmp_path}",
+        f"bucket.caches=[{tmp_path}]",
+        "cache=https://user:sesame@host/tiny?sig=sesame",
+    )
     out = export.run(config, "auto", tmp_path / "export")
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for place in (str(tmp_path), str(trained.root), "sesame"):
@@ -417,8 +426,10 @@ def test_nearest_tells_whose_picture_was_drawn() -> None:
     right = [one(c, c + 0.1 * torch.randn(c.shape, generator=generator)) for c in cached]
     assert drawing.nearest(right) == [True] * 3
     assert drawing.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
-        True, False, False,
-    ]  # fmt: skip
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_missing_source_leaves_a_gap_on_the_sheet(
@@ -442,9 +453,15 @@ def test_a_missing_source_leaves_a_gap_on_the_sheet(
 
 
 @pytest.mark.parametrize(
-    ("error", "asked"), [(AwayError("s3://photos: no answer"), 1), (UserError("s3://photos: refused"), 1),
-                         (Unreadable("moved"), 2), (image.ImageReject("no picture"), 2)], ids=repr,
-)  # fmt: skip
+    ("error", "asked"),
+    [
+        (AwayError("s3://photos: no answer"), 1),
+        (UserError("s3://photos: refused"), 1),
+        (Unreadable("moved"), 2),
+        (decoding.ImageReject("no picture"), 2),
+    ],
+    ids=repr,
+)
 def test_a_picture_that_cannot_be_had_leaves_a_gap(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, error: Exception, asked: int
 ) -> None:

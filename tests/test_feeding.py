@@ -21,7 +21,7 @@ from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch
 from pipeline.training import checkpoint, feeding, metrics
 from pipeline.training.trainer import fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 
 def fitted(run: Path, touch: Any = None, resume: str | None = None, **train: Any) -> list[str]:
@@ -117,9 +117,13 @@ def test_a_run_on_a_few_samples_ends(
 ) -> None:
     rotten(small_cache_copy)
     config = make_config(
-        tmp_path, f"cache={small_cache_copy}", "train.steps=10", "train.log_every=1", "train.save_every=1000",
+        tmp_path,
+        f"cache={small_cache_copy}",
+        "train.steps=10",
+        "train.log_every=1",
+        "train.save_every=1000",
         "train.max_quarantine_rate=0.1",
-    )  # fmt: skip
+    )
     said: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
         stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=said.append)
@@ -172,7 +176,7 @@ def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) 
 def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> None:
     from tests.test_dist_training import torchrun
 
-    process = torchrun("tests.workers.starved_run", tmp_path)
+    process = torchrun("tests.support.workers.starved_run", tmp_path)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
@@ -190,7 +194,7 @@ def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> 
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
     from tests.test_dist_training import torchrun
 
-    process = torchrun("tests.workers.slow_run", tmp_path / "run")
+    process = torchrun("tests.support.workers.slow_run", tmp_path / "run")
     rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 100
     while not rows.exists() or not metrics.read(rows):
         assert process.poll() is None and time.monotonic() < deadline

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from pipeline.launch import Launch
 from pipeline.training import checkpoint
 from pipeline.training.trainer import fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,13 +24,13 @@ import stages.pack
 import stages.snapshots
 import stages.train
 import stages.verify
-from pipeline.cache import adopt, audit, index, layout, objects, owner, shard, unneeded
+from pipeline.cache import adopt, audit, garbage, index, layout, objects, process_identity, shard
 from pipeline.cache.files import STALE_TMP_S, Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
-from tests import tiny_cache
+from tests.support import tiny_cache
 
 MakeConfig = Callable[..., Config]
 OLD = 10 * STALE_TMP_S
@@ -94,8 +94,8 @@ def racing(cache: Cache, monkeypatch: pytest.MonkeyPatch, action: Callable[[str]
 
 
 def collect(cache: Cache) -> list[str]:
-    found = list(unneeded.unneeded(cache))
-    return [name for name, _, _ in unneeded.remove(cache, found, STALE_TMP_S)]
+    found = list(garbage.unneeded(cache))
+    return [name for name, _, _ in garbage.remove(cache, found, STALE_TMP_S)]
 
 
 # ---------------------------------------------------------------- absence is no proof
@@ -181,13 +181,11 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
     left = a_shard(cache)
     age(cache.files, left)
     latent = tiny_cache.recipes()[0].name
-    found = list(unneeded.unneeded(cache))
+    found = list(garbage.unneeded(cache))
     assert left in [name for name, _, _ in found]
     cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
-    index.publish_commit(
-        cache.files, latent, 1, index.Commit("f" * 32, Path(left).stem, 1, 1, None, (), {})
-    )  # fmt: skip
-    assert left not in [name for name, _, _ in unneeded.remove(cache, found, STALE_TMP_S)]
+    index.publish_commit(cache.files, latent, 1, index.Commit("f" * 32, Path(left).stem, 1, 1, None, (), {}))
+    assert left not in [name for name, _, _ in garbage.remove(cache, found, STALE_TMP_S)]
     assert cache.files.exists(left)
 
 
@@ -260,7 +258,7 @@ def test_the_stores_clock_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    if not owner.place():
+    if not process_identity.place():
         pytest.skip("this system has no /proc to ask about processes")
     with files.temporary() as mine:
         mine.write_bytes(b"slowly")
@@ -301,23 +299,23 @@ def test_a_shard_that_is_written_slowly_shows_that_it_is_alive(tmp_path: Path, m
 
 def test_a_hidden_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hidepid, /proc shows no other user's processes; a signal to one is refused."""
-    here = owner.place()
+    here = process_identity.place()
     if not here:
         pytest.skip("this system has no /proc to ask about processes")
-    assert not owner.ended(here["process"], here["started"])
-    assert owner.ended(here["process"], "12") and owner.ended("999999999", "12")
+    assert not process_identity.ended(here["process"], here["started"])
+    assert process_identity.ended(here["process"], "12") and process_identity.ended("999999999", "12")
 
     def hidden(process: str) -> tuple[str, str]:
         raise FileNotFoundError(process)
 
-    monkeypatch.setattr(owner, "_stat", hidden)
-    assert owner.ended("999999999", "12"), "nobody has this number"
+    monkeypatch.setattr(process_identity, "_stat", hidden)
+    assert process_identity.ended("999999999", "12"), "nobody has this number"
 
     def refused(process: int, signal: int) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    assert not owner.ended("4711", "12")
+    assert not process_identity.ended("4711", "12")
 
 
 # ---------------------------------------------------------------- the store
@@ -438,7 +436,7 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
         stages.bucket.run(config)
     assert "photos" not in audit.status(cache)["sources"]
     table = cache.files.document("sources/photos/00000000.json")["table"]
-    assert Paths.table(table, "parquet") not in [name for name, _, _ in unneeded.unneeded(cache, 0)], "a snapshot's"
+    assert Paths.table(table, "parquet") not in [name for name, _, _ in garbage.unneeded(cache, 0)], "a snapshot's"
     cache.point("latest", before)
     stages.gc.run(config, yes=True, older_than_hours=0)
     assert not list(audit.verify(cache))
@@ -460,8 +458,17 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
     assert cache.last_scan("s") is None
     assert set(collect(cache)) == {Paths.table(table, "parquet") for table in tables}
     assert not list(audit.verify(cache)) and not list(audit.contradictions(cache))
-    cache.add_scan("s", {"source": "s", "root": "/", "table": cache.put_table(pa.table({"item": ["2"]})),
-                         "latent": latent, "text": text, "buckets": []})  # fmt: skip
+    cache.add_scan(
+        "s",
+        {
+            "source": "s",
+            "root": "/",
+            "table": cache.put_table(pa.table({"item": ["2"]})),
+            "latent": latent,
+            "text": text,
+            "buckets": [],
+        },
+    )
     assert cache.last_scan("s") is not None and not list(audit.verify(cache))
 
 

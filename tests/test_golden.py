@@ -20,11 +20,11 @@ import stages.bucket
 import stages.pack
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data.loader import Loader
 from pipeline.launch import Launch
+from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
-from tests import synthetic
-from tests.workers import tiny_run
+from tests.support import synthetic
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).resolve().parent / "data" / "golden-fc02fdf.tar.xz"

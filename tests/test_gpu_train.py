@@ -15,9 +15,9 @@ import torch
 from benchmarks import gpu_train
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.spread import spread
+from pipeline.parallel.parallelize import spread
+from tests.support.workers import tiny_run
 from tests.test_sana_model import TINY
-from tests.workers import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -22,9 +22,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, ImageOps, PngImagePlugin
 
-from pipeline.data import cover, image, pillow, vips
-from pipeline.data.image import ImageReject, cover_box, probe
 from pipeline.errors import UserError
+from pipeline.images import decoding, pillow_decoder, resize, vips_decoder
+from pipeline.images.decoding import ImageReject, cover_box, probe
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 HOSTILE, EXIF = SHARED / "hostile", SHARED / "exif"
@@ -39,19 +39,19 @@ decoder = ""
 @pytest.fixture(scope="module", autouse=True, params=["pillow", "vips"])
 def _decoder(request: pytest.FixtureRequest) -> None:
     global decoder
-    if request.param == "vips" and vips.why_not() is not None:
-        pytest.skip(f"vips: {vips.why_not()}")
-    decoder = image.DECODERS[request.param]
+    if request.param == "vips" and vips_decoder.why_not() is not None:
+        pytest.skip(f"vips: {vips_decoder.why_not()}")
+    decoder = decoding.DECODERS[request.param]
 
 
 def load(
     data: bytes,
     size: tuple[int, int],
     background: tuple[int, int, int] = (255, 255, 255),
-    max_pixels: int = image.MAX_PIXELS,
-    max_bytes: int = image.MAX_BYTES,
+    max_pixels: int = decoding.MAX_PIXELS,
+    max_bytes: int = decoding.MAX_BYTES,
 ) -> np.ndarray:
-    return image.load(data, size, background, max_pixels, decoder, max_bytes)
+    return decoding.load(data, size, background, max_pixels, decoder, max_bytes)
 
 
 def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -141,7 +141,7 @@ def test_truncation_is_refused_even_when_another_library_allowed_it(monkeypatch:
 def test_both_decoders_judge_a_png_without_its_end_alike() -> None:
     def verdict(data: bytes, own: str) -> bool:
         try:
-            return image.load(data, (64, 64), decoder=own).size > 0
+            return decoding.load(data, (64, 64), decoder=own).size > 0
         except ImageReject:
             return False
 
@@ -149,7 +149,7 @@ def test_both_decoders_judge_a_png_without_its_end_alike() -> None:
     files = [data[:-cut] for cut in range(1, 40)]
     files += [data[:-12] + struct.pack(">I", 100) + kind + b"abc" for kind in (b"tEXt", b"eXIf", b"iTXt")]
     verdicts = [verdict(file, decoder) for file in files]
-    assert verdicts == [verdict(file, pillow.DECODER) for file in files]
+    assert verdicts == [verdict(file, pillow_decoder.DECODER) for file in files]
     assert verdicts.count(False) > 0
 
 
@@ -229,13 +229,13 @@ def test_the_limit_is_the_configured_one_not_pillows() -> None:
 
 def test_memory_is_limited_by_bytes_and_by_pixels() -> None:
     data = encoded(Image.new("F", (1000, 1000)), "TIFF", compression="tiff_adobe_deflate")
-    cost = pillow.COST_OF_OTHERS * 1000 * 1000
-    assert image.probe(data, 10**6, cost) == (1000, 1000)
-    for refused in (lambda: image.probe(data, 10**6, cost - 1), lambda: load(data, (8, 8), max_bytes=cost - 1)):
+    cost = pillow_decoder.COST_OF_OTHERS * 1000 * 1000
+    assert decoding.probe(data, 10**6, cost) == (1000, 1000)
+    for refused in (lambda: decoding.probe(data, 10**6, cost - 1), lambda: load(data, (8, 8), max_bytes=cost - 1)):
         with pytest.raises(ImageReject, match="max_picture_mib"):
             refused()
     with pytest.raises(ImageReject, match="max_pixels"):
-        image.probe(data, 10**6 - 1, cost)
+        decoding.probe(data, 10**6 - 1, cost)
 
 
 def peak_memory() -> int:
@@ -257,7 +257,7 @@ def test_a_picture_takes_no_more_memory_than_is_said(
     monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, options: dict[str, Any]
 ) -> None:
     side = 2000
-    monkeypatch.setattr(pillow, "STRIP", 1 << 16)
+    monkeypatch.setattr(pillow_decoder, "STRIP", 1 << 16)
     data = encoded(Image.new(mode, (side, side)), kind, **options)
     load(encoded(scene(), kind), (16, 16))  # libraries are loaded
     ctypes.CDLL(None).malloc_trim(0)
@@ -265,7 +265,7 @@ def test_a_picture_takes_no_more_memory_than_is_said(
     before = peak_memory()
     load(data, (64, 64))
     taken = (peak_memory() - before) / side**2
-    assert taken < pillow.COST.get(kind, pillow.COST_OF_OTHERS), f"{taken:.1f} bytes a pixel"
+    assert taken < pillow_decoder.COST.get(kind, pillow_decoder.COST_OF_OTHERS), f"{taken:.1f} bytes a pixel"
     assert taken > 1, "nothing was measured"
 
 
@@ -369,25 +369,40 @@ def striped() -> list[bytes]:
     gray = np.asarray(plain.convert("L"))
     clear = plain.convert("RGBA")
     clear.putalpha(plain.convert("L").rotate(90).resize(plain.size))
-    key = png(3, 2, 16, 0, b"".join(b"\0" + np.array(r, ">u2").tobytes() for r in ([1, 2, 3], [3, 2, 1])),
-              chunk(b"tRNS", struct.pack(">H", 2)))  # fmt: skip
+    key = png(
+        3,
+        2,
+        16,
+        0,
+        b"".join(b"\0" + np.array(r, ">u2").tobytes() for r in ([1, 2, 3], [3, 2, 1])),
+        chunk(b"tRNS", struct.pack(">H", 2)),
+    )
     return [
-        encoded(clear), encoded(clear.convert("LA")), encoded(plain.convert("P")), encoded(plain.convert("1")), key,
-        encoded(plain.convert("CMYK"), "JPEG"), encoded(plain.convert("LAB"), "TIFF"), encoded(plain, "GIF"),
+        encoded(clear),
+        encoded(clear.convert("LA")),
+        encoded(plain.convert("P")),
+        encoded(plain.convert("1")),
+        key,
+        encoded(plain.convert("CMYK"), "JPEG"),
+        encoded(plain.convert("LAB"), "TIFF"),
+        encoded(plain, "GIF"),
         encoded(plain, "PNG", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
-        encoded(Image.fromarray(gray.astype("u2") * 200), "TIFF"), encoded(Image.fromarray(gray.astype("u2")), "PNG"),
-        *(encoded(Image.fromarray((gray.astype(kind) - offset) * by), "TIFF")
-          for kind, offset, by in (("i4", 9, 10**6), ("f4", 0, 1), ("f4", 90, 9.5), ("f4", 0, 1 / 255))),
-    ]  # fmt: skip
+        encoded(Image.fromarray(gray.astype("u2") * 200), "TIFF"),
+        encoded(Image.fromarray(gray.astype("u2")), "PNG"),
+        *(
+            encoded(Image.fromarray((gray.astype(kind) - offset) * by), "TIFF")
+            for kind, offset, by in (("i4", 9, 10**6), ("f4", 0, 1), ("f4", 90, 9.5), ("f4", 0, 1 / 255))
+        ),
+    ]
 
 
 def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in striped():
         size = probe(data, 10**6)[::-1]
-        monkeypatch.setattr(pillow, "STRIP", 1 << 20)
+        monkeypatch.setattr(pillow_decoder, "STRIP", 1 << 20)
         whole = load(data, size)
         assert len(np.unique(whole)) > 1
-        monkeypatch.setattr(pillow, "STRIP", 7 * size[1])
+        monkeypatch.setattr(pillow_decoder, "STRIP", 7 * size[1])
         assert np.array_equal(load(data, size), whole)
 
 
@@ -611,7 +626,7 @@ def test_nothing_is_resampled_that_fits() -> None:
 
 @pytest.fixture
 def fast() -> None:
-    if decoder != vips.DECODER:
+    if decoder != vips_decoder.DECODER:
         pytest.skip("of the decoder vips")
 
 
@@ -661,8 +676,8 @@ def test_vips_shows_what_pillow_shows(fast: None, kind: str, source: tuple[int, 
 
 @pytest.mark.parametrize(("side", "by"), [(1024, 1), (6143, 1), (6144, 2), (12287, 2), (12288, 4), (24576, 8)])
 def test_shrinking_on_load_leaves_a_factor_of_three(fast: None, side: int, by: int) -> None:
-    assert vips._shrink_on_load((side, side), (1024, 1024)) == by
-    assert vips._shrink_on_load((side, 3 * side), (1024, 1024)) == by
+    assert vips_decoder._shrink_on_load((side, side), (1024, 1024)) == by
+    assert vips_decoder._shrink_on_load((side, 3 * side), (1024, 1024)) == by
 
 
 @settings(max_examples=150, deadline=None)
@@ -671,16 +686,16 @@ def test_shrinking_on_load_leaves_a_factor_of_three(fast: None, side: int, by: i
 @example(257, 0.25, 128)
 def test_windows_are_exact(width: int, cut: float, count: int) -> None:
     """A ramp is its own coordinate: after the resize each value says where it was taken."""
-    if decoder != vips.DECODER:
+    if decoder != vips_decoder.DECODER:
         return
     low, high = width * cut / 2, width - width * cut / 2
-    found = vips.window(low, high, count, 2)
+    found = vips_decoder.window(low, high, count, 2)
     factor = (high - low) / count
     if found is None:
         assert factor < 1.2 or factor > 8
         return
     ramp = np.tile(np.arange(width, dtype=np.float32) + 0.5, (6, 1))
-    out = vips.reduce(ramp, found, (0, 6, 0, 1.0), (6, count), "cubic")
+    out = vips_decoder.reduce(ramp, found, (0, 6, 0, 1.0), (6, count), "cubic")
     expected = low + (np.arange(count) + 0.5) * factor
     inner = (expected > 2 * factor) & (expected < width - 2 * factor)  # the border's mirror image bends the ramp
     assert np.abs(out[3] - expected)[inner].max(initial=0) < 1 / 32 + 1 / 64
@@ -690,10 +705,10 @@ def test_windows_are_exact(width: int, cut: float, count: int) -> None:
 @pytest.mark.parametrize("factor", [1.05, 1.5, 2.0, 3.0, 4.7, 8.0])
 def test_vips_keeps_white_white(fast: None, kernel: str, factor: float) -> None:
     side = math.ceil(24 * factor) + 2
-    found = vips.window(1.0, 1.0 + 24 * factor, 24, 3)
+    found = vips_decoder.window(1.0, 1.0 + 24 * factor, 24, 3)
     assert found is not None
     white = np.full((side, side), 255, np.uint8)
-    assert vips.reduce(white, found, found, (24, 24), kernel).min() == 255
+    assert vips_decoder.reduce(white, found, found, (24, 24), kernel).min() == 255
 
 
 @pytest.mark.parametrize(
@@ -722,8 +737,8 @@ def test_which_pictures_are_left_to_pillow(
     fast: None, data: bytes, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[bool] = []
-    real = pillow.load
-    monkeypatch.setattr(pillow, "load", lambda *args: taken.append(True) or real(*args))
+    real = pillow_decoder.load
+    monkeypatch.setattr(pillow_decoder, "load", lambda *args: taken.append(True) or real(*args))
     load(data, (48, 64))
     assert bool(taken) == left
 
@@ -741,9 +756,9 @@ def test_vips_notices_damage_in_the_middle_of_a_jpeg(fast: None, options: dict[s
     load(data, (64, 64))
     noticed = {"pillow": 0, "vips": 0}
     for seed in range(40):
-        for name, own in image.DECODERS.items():
+        for name, own in decoding.DECODERS.items():
             try:
-                image.load(damaged(data, seed), (64, 64), decoder=own)
+                decoding.load(damaged(data, seed), (64, 64), decoder=own)
             except ImageReject as reject:
                 noticed[name] += 1
                 assert name == "pillow" or str(reject).startswith("damaged JPEG")
@@ -780,32 +795,32 @@ def test_a_picture_that_lies_about_its_size_is_rejected(fast: None, monkeypatch:
 
 
 def test_the_choice_of_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert image.choose("pillow") == pillow.DECODER
+    assert decoding.choose("pillow") == pillow_decoder.DECODER
     with monkeypatch.context() as patch:
-        patch.setattr(vips, "why_not", lambda: None)
-        assert image.choose("auto") == image.choose("vips") == vips.DECODER
-    monkeypatch.setattr(vips, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
-    assert image.choose("auto") == pillow.DECODER
+        patch.setattr(vips_decoder, "why_not", lambda: None)
+        assert decoding.choose("auto") == decoding.choose("vips") == vips_decoder.DECODER
+    monkeypatch.setattr(vips_decoder, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
+    assert decoding.choose("auto") == pillow_decoder.DECODER
     for attempt in (
-        lambda: image.choose("vips"),
-        lambda: image.load(encoded(scene()), (32, 32), decoder=vips.DECODER),
+        lambda: decoding.choose("vips"),
+        lambda: decoding.load(encoded(scene()), (32, 32), decoder=vips_decoder.DECODER),
     ):
         with pytest.raises(UserError, match="No module named 'pyvips'") as caught:
             attempt()
         assert "pip install" in str(caught.value.fix)
     with pytest.raises(UserError, match="no decoder 'vips-srgb-9'"):
-        image.load(encoded(scene()), (32, 32), decoder="vips-srgb-9")
+        decoding.load(encoded(scene()), (32, 32), decoder="vips-srgb-9")
 
 
 def test_filter_by_target() -> None:
     from pipeline.config import DataConfig
-    from pipeline.data.buckets import table
+    from pipeline.images.buckets import table
 
     for resolution in (256, 512, 1024, 4096):
         shapes = table(DataConfig(resolution=resolution), resolution // 16)
-        assert {image.resample_filter(shape) for shape in shapes} == {Image.Resampling.BICUBIC}
+        assert {decoding.resample_filter(shape) for shape in shapes} == {Image.Resampling.BICUBIC}
     shapes = table(DataConfig(resolution=2048), 32)
-    assert {image.resample_filter(shape) for shape in shapes} == {Image.Resampling.LANCZOS}
+    assert {decoding.resample_filter(shape) for shape in shapes} == {Image.Resampling.LANCZOS}
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -820,8 +835,8 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_rule_names() -> None:
     """They stand in cache recipes: changing one asks everybody to encode again, changing the pixels must."""
-    assert image.DECODERS == {"vips": "vips-srgb-1", "pillow": "pillow-srgb-1"}
-    assert (image.RESIZE_RULE, image.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
+    assert decoding.DECODERS == {"vips": "vips-srgb-1", "pillow": "pillow-srgb-1"}
+    assert (decoding.RESIZE_RULE, decoding.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
 
 
 @pytest.mark.parametrize("options", [[], ["-W", "error"], ["-W", "always"]])
@@ -888,8 +903,8 @@ def test_hostile_files_load_or_are_rejected() -> None:
 @pytest.mark.skipif(not HOSTILE.is_dir(), reason=f"no collection of odd and damaged pictures in {HOSTILE.name}/")
 def test_probe_and_decoder_agree_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(cover, "fit", lambda picture, size: seen.append(picture.size) or Image.new("RGB", (1, 1)))
-    monkeypatch.setattr(vips, "load", lambda *args: None)  # checks the size itself
+    monkeypatch.setattr(resize, "fit", lambda picture, size: seen.append(picture.size) or Image.new("RGB", (1, 1)))
+    monkeypatch.setattr(vips_decoder, "load", lambda *args: None)  # checks the size itself
     for path in sorted(path for path in HOSTILE.rglob("*") if path.is_file()):
         data = path.read_bytes()
         try:

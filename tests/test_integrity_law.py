@@ -20,13 +20,13 @@ import pytest
 
 from pipeline.cache import audit, layout
 from pipeline.cache.files import Files
+from pipeline.cache.garbage import unneeded
 from pipeline.cache.shard import Reader
 from pipeline.cache.snapshot import NAMES, Snapshot
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import unneeded
 from pipeline.errors import CacheError
-from tests import tiny_cache
-from tests.consumed import loader, sequence
+from tests.support import tiny_cache
+from tests.support.consumed import loader, sequence
 
 SAMPLED = 150
 
@@ -159,8 +159,9 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
     snapshot = Cache(copy).open_snapshot()
     sample = snapshot.sample(1)
     for recipe, place, size in (
-        (snapshot.latent_recipe, sample, 16), (snapshot.text_recipe, sample.captions[0], sample.captions[0].rows * 6),
-    ):  # fmt: skip
+        (snapshot.latent_recipe, sample, 16),
+        (snapshot.text_recipe, sample.captions[0], sample.captions[0].rows * 6),
+    ):
         path = copy / layout.Paths.shard(recipe.name, place.shard)
         reader, into = Reader(Files(copy), recipe.name), np.empty(size // 2, np.uint16)
         good = path.read_bytes()
@@ -287,10 +288,13 @@ def test_whole_files(tmp_path: Path) -> None:
         return [path]
 
     noisy: dict[str, Callable[[Path], list[Path]]] = {
-        "swapped siblings": sibling, "swapped latents": lambda c: records(c, "latent"),
-        "swapped texts": lambda c: records(c, "text"), "foreign shard": stranger, "deleted shard": deleted,
+        "swapped siblings": sibling,
+        "swapped latents": lambda c: records(c, "latent"),
+        "swapped texts": lambda c: records(c, "text"),
+        "foreign shard": stranger,
+        "deleted shard": deleted,
         "shard with its content twice": grown,
-    }  # fmt: skip
+    }
     tally = Tally(truth)
     for number, (what, fault) in enumerate(noisy.items()):
         cache = Path(shutil.copytree(root, tmp_path / str(number)))

@@ -14,11 +14,11 @@ import stages.bucket
 from pipeline.cache import arrow, layout, shard
 from pipeline.cache.store import Cache
 from pipeline.config import EncodeConfig
-from pipeline.data import join
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.scan import SCAN
-from tests.synthetic import LATENT, TABLE, add, config, pictures
+from pipeline.snapshots import join
+from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
 TEXT = layout.TextRecipe(weights="w")
 
@@ -27,12 +27,18 @@ def scan_table(count: int = 100) -> pa.Table:
     """Rows of very different sizes, in chunks as a scan of several parts has them."""
     rows = [
         {
-            "item": f"{n:05d}.png", "size": 1, "mtime_ns": 1, "digest": layout.digest(str(n)), "width": 24,
-            "height": 24, "meta": "{}", "reject": "broken" if n % 10 == 3 else None,
+            "item": f"{n:05d}.png",
+            "size": 1,
+            "mtime_ns": 1,
+            "digest": layout.digest(str(n)),
+            "width": 24,
+            "height": 24,
+            "meta": "{}",
+            "reject": "broken" if n % 10 == 3 else None,
             "captions": [{"text": f"{n} {m} " + "x" * (n * 7 % 50), "weight": 1.0} for m in range(n % 3 + 1)],
         }
         for n in range(count)
-    ]  # fmt: skip
+    ]
     return pa.concat_tables([pa.Table.from_pylist(rows[i : i + 17], schema=SCAN) for i in range(0, count, 17)])
 
 
@@ -125,20 +131,26 @@ def test_every_caption_and_picture_is_planned_once(
     images = planning.image_work(table, "photos", LATENT, TABLE)
     assert set(images.column("source").to_pylist()) == {"photos"}
     for plans, recipe, column, wanted in (
-        (planning.plan_captions(cache, TEXT, captions, options), TEXT, "caption",
-         [None, *(caption["text"] for row in usable for caption in row["captions"])]),
+        (
+            planning.plan_captions(cache, TEXT, captions, options),
+            TEXT,
+            "caption",
+            [None, *(caption["text"] for row in usable for caption in row["captions"])],
+        ),
         (planning.plan_images(cache, LATENT, images, options), LATENT, "item", [row["item"] for row in usable]),
-    ):  # fmt: skip
+    ):
         assert bounded(next(table for table in written if column in table.column_names).column(column)) == lowered
         assert len(plans) == 1 and sum(unit.count for unit in plans[0].units) == len(wanted)
         planned = cache.table(plans[0].table)
         assert sorted(planned.column(column).to_pylist(), key=str) == sorted(wanted, key=str)
         for row in planned.to_pylist():
             expected = (
-                layout.latent_key(LATENT.id, row["digest"], row["height"], row["width"]) if recipe is LATENT
-                else layout.null_key(TEXT.id) if row["caption"] is None
+                layout.latent_key(LATENT.id, row["digest"], row["height"], row["width"])
+                if recipe is LATENT
+                else layout.null_key(TEXT.id)
+                if row["caption"] is None
                 else layout.text_key(TEXT.id, row["caption"].lower().strip())
-            )  # fmt: skip
+            )
             assert row["key"] == expected
 
 

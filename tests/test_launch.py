@@ -26,15 +26,26 @@ from pipeline.launch import (
 )
 from pipeline.parallel import mesh
 from pipeline.training import metrics
-from tests.workers import mortal_run, tiny_run
+from tests.support.workers import mortal_run, tiny_run
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"
-}  # fmt: skip
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
 SLURM = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_NODELIST": "gpu[07-08]",
-}  # fmt: skip
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
 
 
 def test_alone() -> None:
@@ -121,15 +132,26 @@ def test_accelerate_on_the_cpu_starts_one_process_and_that_is_said() -> None:
 
 
 AGREEING = {
-    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False",
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "SanaTransformerBlock",
-    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "SanaTransformerBlock",
+    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
-}  # fmt: skip
+}
 
 
 def test_accelerate_may_say_what_the_configuration_says() -> None:
@@ -212,8 +234,12 @@ def test_accelerate_and_copies_of_the_model() -> None:
     full = {**hybrid, "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
     with pytest.raises(UserError, match=r"FULL_SHARD, but .*dp_replicate is 2 \(HYBRID_SHARD\)"):
         check_accelerate(train, launch, full, sizes={"dp_replicate": 2, "dp_shard": 2, "tp": 1})
-    named = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
-             "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1", "PARALLELISM_CONFIG_TP_SIZE": "2"}  # fmt: skip
+    named = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
     check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 2})
     with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2, but here it is 1"):
         check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 1})
@@ -254,7 +280,7 @@ def test_one_process_needs_no_port() -> None:
     with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as found:
         assert found.size() == 1
         assert found.mesh_dim_names == mesh.DIMS
-        assert mesh.on_main(lambda: 3) == 3
+        assert mesh.broadcast_from_rank_0(lambda: 3) == 3
         assert mesh.gather("x") == ["x"]
         with pytest.raises(ConfigError, match="no"):
             mesh.together(lambda: _fail())
@@ -299,7 +325,14 @@ def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None
     command += ["--fsdp_transformer_layer_cls_to_wrap", "SanaTransformerBlock"]
     runs = {}
     for precision in ("no", "bf16"):
-        words = ["--mixed_precision", precision, "-m", "tests.workers.mortal_run", str(tmp_path / precision), "[]"]
+        words = [
+            "--mixed_precision",
+            precision,
+            "-m",
+            "tests.support.workers.mortal_run",
+            str(tmp_path / precision),
+            "[]",
+        ]
         runs[precision] = subprocess.run(
             [*command, *words], env=tiny_run.environ(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200
         )
@@ -326,18 +359,36 @@ def array(own: int, first: int, last: int, count: int, step: int = 1) -> dict[st
     ("environ", "expected"),
     [
         ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4",
-          "LOCAL_RANK": "3"}, (3, 4)),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "MASTER_ADDR": "h",
+                "MASTER_PORT": "1",
+                "LOCAL_WORLD_SIZE": "4",
+                "LOCAL_RANK": "3",
+            },
+            (3, 4),
+        ),
         (array(0, 0, 31, 32), (0, 32)),
         (array(31, 0, 31, 32), (31, 32)),
         (array(3, 1, 4, 4), (2, 4)),
         (array(9, 1, 13, 4, step=4), (2, 4)),
         (array(7, 1, 9, 3), (7, 10)),  # --array=1,7,9
         ({"SLURM_ARRAY_TASK_ID": "5"}, (5, 6)),
-        ({**array(2, 1, 4, 4), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]",
-          "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, (3, 8)),
+        (
+            {
+                **array(2, 1, 4, 4),
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NODELIST": "n[1-2]",
+                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+                "SLURM_NODEID": "1",
+            },
+            (3, 8),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_share_of_work(environ: dict[str, str], expected: tuple[int, int]) -> None:
     assert share_of_work(environ) == expected
 
@@ -359,8 +410,14 @@ def test_an_array_that_contradicts_itself_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), ("", None), ("auto", None), ("ray://h:10001", None), ("h:6379", ("h", 6379)),
-     ("[fe80::1]:6379", ("fe80::1", 6379))],
-)  # fmt: skip
+    [
+        (None, None),
+        ("", None),
+        ("auto", None),
+        ("ray://h:10001", None),
+        ("h:6379", ("h", 6379)),
+        ("[fe80::1]:6379", ("fe80::1", 6379)),
+    ],
+)
 def test_the_address_of_ray(value: str | None, expected: tuple[str, int] | None) -> None:
     assert ray_address({} if value is None else {"RAY_ADDRESS": value}) == expected

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch import Launch, check_accelerate
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 RECIPES = tiny_run.ROOT / "configs" / "launch"
 
@@ -100,10 +100,16 @@ def start_batch_script(tmp_path: Path, script: Path, variables: dict[str, str]) 
         path.chmod(0o755)
     log = tmp_path / "log"
     environ = {
-        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_ARRAY_JOB_ID": "77",
-        "SLURM_ARRAY_TASK_ID": "3", **variables,
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_ARRAY_JOB_ID": "77",
+        "SLURM_ARRAY_TASK_ID": "3",
+        **variables,
+    }
     return subprocess.Popen(["bash", str(script)], env=environ, stdout=subprocess.PIPE, text=True), log
 
 

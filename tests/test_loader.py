@@ -17,19 +17,27 @@ import stages.encode
 from pipeline.cache.files import Files
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import captions
-from pipeline.data.loader import Batch, Loaded, Loader, State, bf16
 from pipeline.errors import ConfigError, IntegrityError
+from pipeline.loader.loader import Batch, Loaded, Loader, State, bf16
 from pipeline.models import encoders
+from pipeline.sources import caption_rules
 
 MakeConfig = Callable[..., Config]
 
 
 def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batch], State]]:
     settings: dict = {
-        "seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.1, "null_mask": "bos",
-        "prefetch": 0, "threads": 2, "stop_step": steps,
-    }  # fmt: skip
+        "seed": 0,
+        "phase": 0,
+        "rank": 0,
+        "world": 1,
+        "microbatch": 12,
+        "caption_drop": 0.1,
+        "null_mask": "bos",
+        "prefetch": 0,
+        "threads": 2,
+        "stop_step": steps,
+    }
     return list(Loader(Cache(cache).open_snapshot(), **{**settings, **options}))
 
 
@@ -150,8 +158,12 @@ def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
                 for i, n in enumerate(rows.tolist()):
                     assert torch.equal(b.captions[i, :n], bf16(null[:n].copy()))
                     assert not b.captions[i, n:].any()
-    share = [bool(b.mask[i].sum() == 1) for batches, _ in load(small_cache, steps=40, caption_drop=0.5)
-             for b in batches for i in range(12)]  # fmt: skip
+    share = [
+        bool(b.mask[i].sum() == 1)
+        for batches, _ in load(small_cache, steps=40, caption_drop=0.5)
+        for b in batches
+        for i in range(12)
+    ]
     assert 0.4 < np.mean(share) < 0.6
 
 
@@ -180,18 +192,18 @@ def numbered(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) 
 
 def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
     """How many members' latent or caption is not nearest to those encoded straight from the files of their id."""
-    from pipeline.data import image
+    from pipeline.images import decoding
 
     source = Path(config.cache).parent / "numbers"
     vae = encoders.LatentEncoder.load(config.vae, "cpu")
-    text = encoders.TextEncoder.load(config.text, captions.instruction(config.text), "cpu")
+    text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
     pictures, words = {}, {}
     for own, name in ids.items():
         with Image.open(source / f"{name}.png") as opened:
             size = opened.size[::-1]
-        loaded = image.load((source / f"{name}.png").read_bytes(), size, decoder=image.choose("auto"))
+        loaded = decoding.load((source / f"{name}.png").read_bytes(), size, decoder=decoding.choose("auto"))
         pictures[own] = bf16(vae.encode(loaded[None])[0]).float()
-        caption = captions.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
+        caption = caption_rules.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
         words[own] = bf16(text.encode([caption])[0]).float()
     wrong = 0
     for batch in batches:
@@ -254,10 +266,21 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
         return real(self, step)
 
     monkeypatch.setattr(Loader, "load", fail_at_four)
-    loader = iter(Loader(
-        Cache(small_cache).open_snapshot(), seed=0, phase=0, rank=0, world=1, microbatch=12, caption_drop=0.0,
-        null_mask="bos", prefetch=3, threads=2, stop_step=10,
-    ))  # fmt: skip
+    loader = iter(
+        Loader(
+            Cache(small_cache).open_snapshot(),
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=12,
+            caption_drop=0.0,
+            null_mask="bos",
+            prefetch=3,
+            threads=2,
+            stop_step=10,
+        )
+    )
     assert [next(loader)[1].step for _ in range(4)] == [1, 2, 3, 4]
     with pytest.raises(OSError, match="the disk is gone"):
         next(loader)

@@ -25,13 +25,13 @@ from pipeline.cache import files, shard
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
-from pipeline.data import randomness, windows
-from pipeline.data.loader import Loader, State, unpack
-from pipeline.data.planner import Planner
-from pipeline.data.schedule import Schedule
 from pipeline.errors import CacheError, IntegrityError, UserError
-from tests import tiny_cache
-from tests.consumed import loader, seen, sequence
+from pipeline.loader import length_bucketing, randomness
+from pipeline.loader.loader import Loader, State, unpack
+from pipeline.loader.planner import Planner
+from pipeline.loader.schedule import Schedule
+from tests.support import tiny_cache
+from tests.support.consumed import loader, seen, sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
@@ -73,8 +73,9 @@ def test_a_rank_dependent_order_would_be_noticed(
 def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
     """An oracle without planner, ring or batch reads: schedule, sample by sample, the records read one by one."""
     snapshot = cache.open_snapshot()
-    schedule = Schedule([b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1,
-                        small="carry")  # fmt: skip
+    schedule = Schedule(
+        [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
+    )
     latents, texts = (Reader(snapshot.files, r.name) for r in (snapshot.latent_recipe, snapshot.text_recipe))
     for step, (batches, _) in enumerate(loader(cache, caption_drop=0.0, stop_step=6)):
         plan = schedule.step(step)
@@ -267,7 +268,7 @@ def test_windows_against_an_oracle() -> None:
         def rows(bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
             return (positions * 7 + bucket + visits * 3) % 11
 
-        ordered = windows.Windows(schedule, steps, rows, seed=1, phase=0)
+        ordered = length_bucketing.Windows(schedule, steps, rows, seed=1, phase=0)
         total = schedule.steps_upto(3)
         bounds = [schedule.steps_upto(e) for e in range(4)]
         spans = [(s, min(s + steps, b)) for a, b in itertools.pairwise(bounds) for s in range(a, b, steps)]
@@ -282,8 +283,9 @@ def test_windows_against_an_oracle() -> None:
                     Counter(p for s in x for p in zip(s.positions.tolist(), s.visits.tolist())) for x in (mine, theirs)
                 ]
                 assert pairs[0] == pairs[1]
-                spread = sorted((rows(bucket, s.positions, s.visits).min(), rows(bucket, s.positions, s.visits).max())
-                                for s in mine)  # fmt: skip
+                spread = sorted(
+                    (rows(bucket, s.positions, s.visits).min(), rows(bucket, s.positions, s.visits).max()) for s in mine
+                )
                 assert all(a[1] <= b[0] for a, b in itertools.pairwise(spread))
 
 
@@ -356,9 +358,12 @@ def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.Mon
     loaded: list[int] = []
     real = Loader.load
     monkeypatch.setattr(
-        Loader, "load", lambda self, step, doing=None: loaded.append(step) or dataclasses.replace(
-            real(self, step, doing), size=1 << 20)  # type: ignore[func-returns-value]
-    )  # fmt: skip
+        Loader,
+        "load",
+        lambda self, step, doing=None: (
+            loaded.append(step) or dataclasses.replace(real(self, step, doing), size=1 << 20)
+        ),  # type: ignore[func-returns-value]
+    )
     steps = iter(loader(cache, prefetch=None, prefetch_mib=4, threads=2, stop_step=None))
     for taken in range(1, 6):
         next(steps)
@@ -437,7 +442,7 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     script = (
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path; from pipeline.cache.store import Cache; from pipeline.cache.shard import Reader\n"
-        "from tests.consumed import loader\n"
+        "from tests.support.consumed import loader\n"
         "own = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
         "Reader._preadv = lambda *a: threading.Event().wait()\n"
         "list(own)\n"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline.cache.store import Cache
-from tests import tiny_cache
-from tests.consumed import loader, sequence
+from tests.support import tiny_cache
+from tests.support.consumed import loader, sequence
 from tests.test_dist_training import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_order_law_with_real_processes(cache: Cache, tmp_path: Path, processes: int) -> None:
-    process = torchrun("tests.workers.gather_order", cache.root, tmp_path / "found.json", 3, processes=processes)
+    process = torchrun(
+        "tests.support.workers.gather_order", cache.root, tmp_path / "found.json", 3, processes=processes
+    )
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert json.loads((tmp_path / "found.json").read_text()) == sequence(loader(cache, length_window=3))
@@ -48,8 +50,14 @@ def test_quarantine_with_real_processes(tmp_path: Path) -> None:
         data[place] ^= 1
         path.write_bytes(data)
     expected = sequence(loader(cache, quarantine=tmp_path / "alone.jsonl"))
-    process = torchrun("tests.workers.gather_order", cache.root, tmp_path / "found.json", 0, tmp_path / "four.jsonl",
-                       processes=4)  # fmt: skip
+    process = torchrun(
+        "tests.support.workers.gather_order",
+        cache.root,
+        tmp_path / "found.json",
+        0,
+        tmp_path / "four.jsonl",
+        processes=4,
+    )
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert json.loads((tmp_path / "found.json").read_text()) == expected
@@ -65,7 +73,7 @@ class Consumers:
 
     def __init__(self) -> None:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.workers.consumer"]
+        command = [sys.executable, "-m", "tests.support.workers.consumer"]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -95,17 +103,30 @@ def consumers() -> Iterator[Consumers]:
 
 
 def run(
-    consumers: Consumers, cache: Cache, folder: Path, world: int, start: int, kill_after: float | None,
+    consumers: Consumers,
+    cache: Cache,
+    folder: Path,
+    world: int,
+    start: int,
+    kill_after: float | None,
     options: dict[str, Any],
-) -> list[list[str]]:  # fmt: skip
+) -> list[list[str]]:
     """Consume from a step on with so many processes; returns the steps that all of them consumed, put together."""
     folder.mkdir()
     outs = [folder / f"{rank}.jsonl" for rank in range(world)]
     running = [
-        consumers.start(out=str(out), cache=str(cache.root), rank=rank, world=world, start=start, stop=STEPS, pace=0.01,
-                        options=options)
+        consumers.start(
+            out=str(out),
+            cache=str(cache.root),
+            rank=rank,
+            world=world,
+            start=start,
+            stop=STEPS,
+            pace=0.01,
+            options=options,
+        )
         for rank, out in enumerate(outs)
-    ]  # fmt: skip
+    ]
     if kill_after is not None:
         time.sleep(kill_after)
         for process in running:

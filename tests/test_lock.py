@@ -16,12 +16,12 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from pipeline.cache import files
-from pipeline.cache import owner as processes
+from pipeline.cache import process_identity as processes
 from pipeline.errors import UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.trainer import Report, fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEVER = 1e9

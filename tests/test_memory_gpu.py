@@ -10,11 +10,12 @@ import torch
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh
-from pipeline.parallel.spread import spread
-from pipeline.training import in_backward, optim
+from pipeline.parallel.parallelize import spread
+from pipeline.training import optimizers
+from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
 from tests import test_activation as one
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.gpu
 
@@ -47,12 +48,15 @@ def test_parameters_in_host_memory(fused: bool) -> None:
     device, losses = torch.device("cuda", 0), {}
     for offload in ("none", "all"):
         settings = tiny_run.config(
-            microbatch=8, precision="bf16", device="cuda", parallel={"offload": offload},
+            microbatch=8,
+            precision="bf16",
+            device="cuda",
+            parallel={"offload": offload},
             optim={"clip": None if fused else 0.1, "in_backward": fused},
-        )  # fmt: skip
+        )
         with mesh.started(Launch(), settings.train.parallel, device) as found:
             held = spread(tiny_run.model(settings), found, settings.train)
-            optimizer = optim.build(held.module, settings.train.optim, device)
+            optimizer = optimizers.build(held.module, settings.train.optim, device)
             if fused:
                 in_backward.fuse(optimizer, held)
             step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, device)

@@ -11,12 +11,13 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel.spread import Spread
-from pipeline.training import checkpoint, in_backward, metrics, optim
+from pipeline.parallel.parallelize import Spread
+from pipeline.training import checkpoint, metrics, optimizers
+from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
+from tests.support.workers import tiny_run
 from tests.test_dist_training import torchrun
 from tests.test_training import _equal, _fit
-from tests.workers import tiny_run
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, 
         microbatch=8, optim={"name": name, "betas": None, "eps": None, "clip": None, "in_backward": fused}
     )
     held = Spread(tiny_run.model(settings))
-    optimizer = optim.build(held.module, settings.train.optim, CPU)
+    optimizer = optimizers.build(held.module, settings.train.optim, CPU)
     if fused:
         in_backward.fuse(optimizer, held)
     most, parameters = [0], list(held.module.parameters())
@@ -63,7 +64,7 @@ def test_the_step_within_the_backward_pass_is_the_step_after_it(name: str) -> No
 def test_the_configuration_moves_the_step_into_the_backward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, build = list[int](), optim.build
+    given, build = list[int](), optimizers.build
 
     def watched(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
         optimizer = build(*arguments, **options)
@@ -76,7 +77,7 @@ def test_the_configuration_moves_the_step_into_the_backward_pass(
         optimizer.step = counted  # type: ignore[method-assign,assignment]
         return optimizer
 
-    monkeypatch.setattr(optim, "build", watched)
+    monkeypatch.setattr(optimizers, "build", watched)
     _fit(tiny_run.config(tmp_path, steps=1, microbatch=8, optim={"clip": None, "in_backward": True}))
     assert given[:-1] and set(given[:-1]) == {1}
     assert given[-1] == 0, "nothing is left for the step after the backward pass"
@@ -123,7 +124,7 @@ def test_parameters_in_host_memory_in_one_process(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("memory")
-    process = torchrun("tests.workers.memory_modes", folder)
+    process = torchrun("tests.support.workers.memory_modes", folder)
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
     return json.loads((folder / "found.json").read_text())
@@ -132,9 +133,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 IN_BF16 = ("full", "selective", "int8", "full, offload")
 # least number of times fewer bytes on the device per block, in fp32 and bf16
 LEAST = {
-    "full": (34, 34), "selective": (3.8, 3.8), "every-2": (1.9, 1.9), "int8": (1.8, 1.4), "full, int8": (100, 60),
-    "offload": (100, 100), "full, offload": (200, 200),
-}  # fmt: skip
+    "full": (34, 34),
+    "selective": (3.8, 3.8),
+    "every-2": (1.9, 1.9),
+    "int8": (1.8, 1.4),
+    "full, int8": (100, 60),
+    "offload": (100, 100),
+    "full, offload": (200, 200),
+}
 
 
 @dist

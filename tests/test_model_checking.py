@@ -141,9 +141,15 @@ class Chain(RuleBasedStateMachine):
         self.pictures = self.folder / "pictures"
         self.pictures.mkdir()
         self.config = self.make_config(
-            self.folder, "bucket.batch=1", "encode.unit_images=2", "encode.unit_captions=3", "text.mode=exact",
-            "encode.claim_timeout_s=0.2", "data.decoder=pillow", "encode.max_shrink=1",
-        )  # fmt: skip
+            self.folder,
+            "bucket.batch=1",
+            "encode.unit_images=2",
+            "encode.unit_captions=3",
+            "text.mode=exact",
+            "encode.claim_timeout_s=0.2",
+            "data.decoder=pillow",
+            "encode.max_shrink=1",
+        )
         self.model: dict[str, tuple[int, int, str]] = {}
         self.named: dict[str, set[str]] = {}
         self.damaged = self.unfinished = False
@@ -382,7 +388,12 @@ def test_every_chain_leads_back_to_a_whole_cache(
     run_state_machine_as_test(
         Chain,
         settings=settings(
-            max_examples=examples, stateful_step_count=15, deadline=None, database=None, print_blob=True,
-            suppress_health_check=list(HealthCheck), derandomize=examples <= 20,
+            max_examples=examples,
+            stateful_step_count=15,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+            derandomize=examples <= 20,
         ),
-    )  # fmt: skip
+    )

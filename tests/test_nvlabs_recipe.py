@@ -17,8 +17,8 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import deinterleave, load_transformer, save_weights
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
-from tests import nvlabs_reference as nvlabs
-from tests.workers import tiny_run
+from tests.support import nvlabs_reference as nvlabs
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, WARMUP, LAYERS = 50, 20, 2
@@ -26,17 +26,27 @@ ARCH = {"num_attention_heads": 2, "attention_head_dim": 32, "num_cross_attention
 QK_NORM = "rms_norm_across_heads"
 RATE, DECAY, CLIP = 5e-4, 0.01, 0.1
 NAMES = {
-    "patch_embed.proj": "x_embedder.proj", "caption_projection.linear_1": "y_embedder.y_proj.fc1",
-    "caption_projection.linear_2": "y_embedder.y_proj.fc2", "caption_norm": "attention_y_norm",
-    "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0", "time_embed.linear": "t_block.1",
-    "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2", "proj_out": "final_layer.linear",
-}  # fmt: skip
+    "patch_embed.proj": "x_embedder.proj",
+    "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+    "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+    "caption_norm": "attention_y_norm",
+    "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_embed.linear": "t_block.1",
+    "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "proj_out": "final_layer.linear",
+}
 BLOCK_NAMES = {
-    "attn1.to_out.0": "attn.proj", "attn1.norm_q": "attn.q_norm", "attn1.norm_k": "attn.k_norm",
-    "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj", "attn2.norm_q": "cross_attn.q_norm",
-    "attn2.norm_k": "cross_attn.k_norm", "ff.conv_inverted": "mlp.inverted_conv.conv",
-    "ff.conv_depth": "mlp.depth_conv.conv", "ff.conv_point": "mlp.point_conv.conv",
-}  # fmt: skip
+    "attn1.to_out.0": "attn.proj",
+    "attn1.norm_q": "attn.q_norm",
+    "attn1.norm_k": "attn.k_norm",
+    "attn2.to_q": "cross_attn.q_linear",
+    "attn2.to_out.0": "cross_attn.proj",
+    "attn2.norm_q": "cross_attn.q_norm",
+    "attn2.norm_k": "cross_attn.k_norm",
+    "ff.conv_inverted": "mlp.inverted_conv.conv",
+    "ff.conv_depth": "mlp.depth_conv.conv",
+    "ff.conv_point": "mlp.point_conv.conv",
+}
 
 
 def theirs(weights: dict[str, Tensor]) -> nvlabs.Weights:
@@ -51,8 +61,10 @@ def theirs(weights: dict[str, Tensor]) -> nvlabs.Weights:
         ours, block = f"transformer_blocks.{number}.", f"blocks.{number}."
         found[block + "scale_shift_table"] = left.pop(ours + "scale_shift_table")
         for kind in ("weight", "bias"):
-            for name, parts in (("attn.qkv", ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
-                                ("cross_attn.kv_linear", ("attn2.to_k", "attn2.to_v"))):  # fmt: skip
+            for name, parts in (
+                ("attn.qkv", ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+                ("cross_attn.kv_linear", ("attn2.to_k", "attn2.to_v")),
+            ):
                 rows = [left.pop(f"{ours}{part}.{kind}") for part in parts if f"{ours}{part}.{kind}" in left]
                 found |= {f"{block}{name}.{kind}": torch.cat(rows)} if rows else {}
             for part, name in BLOCK_NAMES.items():
@@ -84,8 +96,16 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 
 def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **more: Any) -> Any:
-    optim = {"name": optimizer, "lr": RATE, "scale_lr": "sqrt", "warmup_steps": WARMUP, "clip": CLIP,
-             "weight_decay": DECAY, "betas": None, "eps": None}  # fmt: skip
+    optim = {
+        "name": optimizer,
+        "lr": RATE,
+        "scale_lr": "sqrt",
+        "warmup_steps": WARMUP,
+        "clip": CLIP,
+        "weight_decay": DECAY,
+        "betas": None,
+        "eps": None,
+    }
     options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, "async_save": False, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
     return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start), subfolder=None))})

@@ -30,10 +30,10 @@ from pipeline.cache.objects import ObjectFiles, files_at
 from pipeline.cache.shard import ShardWriter
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
-from pipeline.data.loader import Loader
-from pipeline.encoding.claims import Claims
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
+from pipeline.loader.loader import Loader
 from pipeline.processes import command
+from pipeline.work.claims import Claims
 from tests.test_cache import LATENT
 
 MakeConfig = Callable[..., Config]
@@ -326,9 +326,13 @@ def content(files: Files) -> dict[str, bytes]:
 
 @pytest.mark.timeout(300)
 def test_encode_bucket_load_verify_repair_over_s3(
-    place: str, photos: Path, small_cache: Path, make_config: MakeConfig, tmp_path: Path,
+    place: str,
+    photos: Path,
+    small_cache: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = make_config(tmp_path, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
     assert stages.encode.run(config, data=str(photos))["images"] == 12
     stages.bucket.run(config)
@@ -339,9 +343,17 @@ def test_encode_bucket_load_verify_repair_over_s3(
     assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
 
     settings: dict = {
-        "seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.1, "null_mask": "bos",
-        "prefetch": 1, "threads": 2, "stop_step": 3,
-    }  # fmt: skip
+        "seed": 0,
+        "phase": 0,
+        "rank": 0,
+        "world": 1,
+        "microbatch": 12,
+        "caption_drop": 0.1,
+        "null_mask": "bos",
+        "prefetch": 1,
+        "threads": 2,
+        "stop_step": 3,
+    }
     for (ours, state), (local, same) in zip(
         Loader(here.open_snapshot(), **settings), Loader(Cache(small_cache).open_snapshot(), **settings), strict=True
     ):

@@ -21,13 +21,14 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
-from pipeline.parallel.spread import Spread, spread
-from pipeline.training import came, checkpoint, loss_scale, metrics, optim, stochastic, trainer
-from pipeline.training.came import CAME
-from pipeline.training.ema import Average
+from pipeline.parallel.parallelize import Spread, spread
+from pipeline.training import checkpoint, loss_scale, metrics, optimizers, trainer
+from pipeline.training.ema import EMA
+from pipeline.training.optimizers import came, stochastic_rounding
+from pipeline.training.optimizers.came import CAME
 from pipeline.training.step import NonFiniteError, Step
 from pipeline.training.trainer import Report, fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -42,9 +43,13 @@ def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None,
 
 
 def _published(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    lr: float,
+    decay: float,
     eps: tuple[float, float] = (1e-30, 1e-16),
-) -> None:  # fmt: skip
+) -> None:
     """One step of the published algorithm on a whole float64 parameter, by the letter: no sharing of means, outer
     products written out."""
     rows = parameter.shape[0] if parameter.ndim > 1 else 1
@@ -115,7 +120,7 @@ def test_joint_parameters_are_one_matrix() -> None:
 def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [[names[id(p)] for p in members] for members in optim.joint_weights(model.named_parameters())]
+    found = [[names[id(p)] for p in members] for members in optimizers.joint_weights(model.named_parameters())]
     before = "transformer_blocks.0."
     assert sorted(found) == [
         [f"{before}attn1.to_{part}.weight" for part in "qkv"],
@@ -132,7 +137,7 @@ def test_came_refuses_dtypes_it_would_spoil() -> None:
 def _state_bytes(name: str, dtype: torch.dtype) -> float:
     """Bytes of optimizer state per parameter of Sana 1.6B, on the meta device."""
     model = SanaTransformer.on_meta(SanaConfig()).to(dtype)
-    optimizer = optim.build(model, OptimConfig(name=name), CPU)  # type: ignore[arg-type]
+    optimizer = optimizers.build(model, OptimConfig(name=name), CPU)  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
@@ -159,7 +164,7 @@ def _state_bytes(name: str, dtype: torch.dtype) -> float:
 def test_state_of_sana_1600m(
     name: str, dtype: torch.dtype, low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stochastic.Noise, "at", lambda *key: None)  # the meta device has no random numbers
+    monkeypatch.setattr(stochastic_rounding.Noise, "at", lambda *key: None)  # the meta device has no random numbers
     if name == "adamw8bit":
         pytest.importorskip("torchao")
     found = _state_bytes(name, dtype)
@@ -178,7 +183,7 @@ def _far(found: Tensor, value: float, gap: float) -> float:
 @pytest.mark.parametrize("value", [1.0 + 1 / 512, -1.0 - 1 / 2048, 3.14159, 1e-3 / 3, -2.0e20 / 3])
 def test_rounding_by_chance_is_right_on_the_average(value: float) -> None:
     exact = torch.full((200_000,), value)
-    rounded = stochastic.to_bf16(exact, torch.Generator().manual_seed(1))
+    rounded = stochastic_rounding.to_bf16(exact, torch.Generator().manual_seed(1))
     near = sorted(set(rounded.tolist()))
     true = float(exact[0])
     assert len(near) == 2
@@ -191,14 +196,14 @@ def test_rounding_by_chance_is_right_on_the_average(value: float) -> None:
 def test_what_bf16_can_hold_is_not_changed() -> None:
     values = torch.randn(1000).bfloat16().float()
     values[:3] = torch.tensor([0.0, -0.0, 2.0**-130])
-    assert torch.equal(stochastic.to_bf16(values).float(), values)
+    assert torch.equal(stochastic_rounding.to_bf16(values).float(), values)
 
 
 def test_noise_belongs_to_seed_step_and_parameter() -> None:
     parameter = torch.zeros(4)
 
     def drawn(seed: int, step: int, index: int) -> list[int]:
-        generator = stochastic.Noise(seed).at(parameter, step, index)
+        generator = stochastic_rounding.Noise(seed).at(parameter, step, index)
         return torch.randint(0, 1 << 16, (8,), generator=generator).tolist()
 
     every = [drawn(*key) for key in itertools.product((0, 1), (1, 2), (0, 1))]
@@ -217,7 +222,7 @@ def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pyte
         nn.init.constant_(model.weight, 1.0)
         model.to(dtype)
         settings = OptimConfig(name=name, lr=1e-5, weight_decay=0.0)  # type: ignore[arg-type]
-        optimizer = optim.build(model, settings, CPU, seed=3)
+        optimizer = optimizers.build(model, settings, CPU, seed=3)
         torch.manual_seed(0)
         for _ in range(300):
             model.weight.grad = torch.full((64, 64), 1.0, dtype=dtype) + 0.5 * torch.randn(64, 64).to(dtype)
@@ -229,7 +234,11 @@ def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pyte
     exact, found = moved(torch.float32), moved(torch.bfloat16)
     assert exact < -1e-3
     assert found == pytest.approx(exact, rel=0.1)
-    for module in (stochastic, came, *([sys.modules["pipeline.training.eight_bit"]] if name == "adamw8bit" else [])):
+    for module in (
+        stochastic_rounding,
+        came,
+        *([sys.modules["pipeline.training.optimizers.adamw_8bit"]] if name == "adamw8bit" else []),
+    ):
         monkeypatch.setattr(module, "to_bf16", lambda value, generator=None: value.bfloat16())
     assert abs(moved(torch.bfloat16) - exact) > 0.5 * abs(exact), "rounding to nearest passes the check"
 
@@ -239,7 +248,7 @@ def test_adamw_in_bf16_is_adamw() -> None:
     start = torch.randn(64, 32).bfloat16()
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    mine, torchs = stochastic.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    mine, torchs = stochastic_rounding.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
     for _ in range(20):
         gradient = torch.randn(64, 32).bfloat16()
         ours.grad, theirs.grad = gradient, gradient.float()
@@ -249,7 +258,7 @@ def test_adamw_in_bf16_is_adamw() -> None:
     assert off.norm() < 0.25 * moved.norm()
     assert off.mean().abs() < 1e-3
     with pytest.raises(ValueError, match="bf16"):
-        stochastic.AdamW([theirs], lr=1e-3)
+        stochastic_rounding.AdamW([theirs], lr=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit AdamW
@@ -258,7 +267,7 @@ def test_adamw_in_bf16_is_adamw() -> None:
 def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimizer]:
     settings = tiny_run.config(layers=1, optim={"name": name})
     model = tiny_run.model(settings)
-    optimizer = optim.build(model, settings.train.optim, CPU)
+    optimizer = optimizers.build(model, settings.train.optim, CPU)
     step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     for number in range(steps):
         step([tiny_run.global_batch(number)], number + 1)
@@ -284,7 +293,7 @@ def test_states_of_adamw8bit_come_back_as_they_were() -> None:
     model, optimizer = _trained("adamw8bit", 5)
     saved = optimizer.state_dict()
     assert all(type(value) is Tensor for state in saved["state"].values() for value in state.values())
-    twin = optim.build(model, OptimConfig(name="adamw8bit"), CPU)
+    twin = optimizers.build(model, OptimConfig(name="adamw8bit"), CPU)
     twin.load_state_dict(saved)
     for parameter in model.parameters():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -304,7 +313,7 @@ def test_adamw8bit_compiled_is_adamw8bit() -> None:
     pytest.importorskip("torchao")
     from torchao.optim import AdamWFp8
 
-    from pipeline.training.eight_bit import AdamW8bit
+    from pipeline.training.optimizers.adamw_8bit import AdamW8bit
 
     torch.manual_seed(0)
     start, gradients = torch.randn(64, 128), torch.randn(3, 64, 128)
@@ -323,7 +332,7 @@ def test_adamw8bit_compiled_is_adamw8bit() -> None:
 
 
 def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pipeline.training.eight_bit", raising=False)
+    monkeypatch.delitem(sys.modules, "pipeline.training.optimizers.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
     monkeypatch.setattr(trainer, "started", lambda *arguments: pytest.fail("processes were started"))
@@ -340,7 +349,7 @@ def test_betas_and_eps_are_those_of_the_optimizer() -> None:
     assert OptimConfig(name="came").betas == came.BETAS
     again = OptimConfig.model_validate(OptimConfig(name="came").model_dump())
     assert (again.betas, again.eps) == (came.BETAS, None)
-    groups = optim.build(nn.Linear(2, 2), OptimConfig(name="came", lr=2e-5), CPU).param_groups
+    groups = optimizers.build(nn.Linear(2, 2), OptimConfig(name="came", lr=2e-5), CPU).param_groups
     assert [(g["lr"], g["betas"], g["eps"], g["clip"]) for g in groups] == [
         (2e-5, (0.9, 0.999, 0.9999), (1e-30, 1e-16), 1.0)
     ] * 2
@@ -430,7 +439,7 @@ def _overflowing(model: nn.Module, times: int) -> nn.Module:
 def test_a_step_that_overflows_is_left_out(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="fp16")
     model = _overflowing(tiny_run.model(settings), 2)
-    optimizer = optim.build(model, settings.train.optim, CPU)
+    optimizer = optimizers.build(model, settings.train.optim, CPU)
     step = Step(Spread(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     step.dtype = torch.float32  # computed in fp32: the overflow is made
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -498,7 +507,7 @@ def test_overflows_are_counted_in_the_metrics_and_the_checkpoint(
 
 def test_the_average_is_the_formula() -> None:
     model = nn.Linear(3, 2)
-    average = Average(model, EmaConfig(decay=0.5, every=2))
+    average = EMA(model, EmaConfig(decay=0.5, every=2))
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(1, 13):
         with torch.no_grad():
@@ -515,7 +524,7 @@ def test_the_average_is_the_formula() -> None:
 
 def test_an_average_of_bf16_weights_is_kept_in_fp32() -> None:
     model = nn.Linear(8, 8, dtype=torch.bfloat16)
-    average = Average(model, EmaConfig(decay=0.999, device="cpu"))
+    average = EMA(model, EmaConfig(decay=0.999, device="cpu"))
     before = average.values["weight"].clone()
     with torch.no_grad():
         model.weight += 0.01
@@ -601,16 +610,25 @@ def test_on_a_gpu_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp
     rows = {}
     for device in ("cpu", "cuda"):
         settings = tiny_run.config(
-            tmp_path / device, steps=6, save_every=3, precision=precision, device=device, optim={"name": name},
+            tmp_path / device,
+            steps=6,
+            save_every=3,
+            precision=precision,
+            device=device,
+            optim={"name": name},
             ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
-        )  # fmt: skip
+        )
         _fit(settings)
         rows[device] = [row["loss"] for row in metrics.read(tmp_path / device / "metrics.jsonl")]
     assert rows["cuda"] == pytest.approx(rows["cpu"], rel=3e-2)
     halfway = tiny_run.config(
-        tmp_path / "again", steps=6, precision=precision, device="cuda", optim={"name": name},
+        tmp_path / "again",
+        steps=6,
+        precision=precision,
+        device="cuda",
+        optim={"name": name},
         ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
-    )  # fmt: skip
+    )
     _fit(halfway, resume=tmp_path / "cuda/checkpoints/step-00000003")
     again = [row["loss"] for row in metrics.read(tmp_path / "again/metrics.jsonl")]
     assert again == pytest.approx(rows["cuda"][3:], rel=1e-3)

@@ -26,16 +26,16 @@ import stages.snapshots
 import stages.status
 import stages.verify
 from pipeline.cache import audit, compare, layout
+from pipeline.cache.garbage import unneeded
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import unneeded
 from pipeline.config import Config
-from pipeline.data import packing
-from pipeline.data.loader import Loader
-from pipeline.data.schedule import Schedule
 from pipeline.errors import IntegrityError, UserError
-from tests import tiny_cache
-from tests.consumed import loader, sequence
+from pipeline.loader.loader import Loader
+from pipeline.loader.schedule import Schedule
+from pipeline.snapshots import packing
+from tests.support import tiny_cache
+from tests.support.consumed import loader, sequence
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 
@@ -250,10 +250,13 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
             assert batch.cu_seqlens is not None
             for i, identity in enumerate(batch.sample_ids):
                 text = batch.captions[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
-                own[identity, b"".join(
-                    t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-                    for t in (batch.latents[i], text, batch.noise[i], batch.logit[i : i + 1])
-                )] += 1  # fmt: skip
+                own[
+                    identity,
+                    b"".join(
+                        t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                        for t in (batch.latents[i], text, batch.noise[i], batch.logit[i : i + 1])
+                    ),
+                ] += 1
         found.append(own)
     assert found[0] == found[1] and sum(found[0].values()) == 24 * sum(SIZES.values())
 
@@ -267,8 +270,9 @@ def test_resume_at_any_step(both: tuple[Cache, Snapshot, Snapshot]) -> None:
 
 def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapshot]) -> None:
     _, source, _ = both
-    plain = Schedule([b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1,
-                     small="carry")  # fmt: skip
+    plain = Schedule(
+        [b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1, small="carry"
+    )
     own = Schedule.of(source.head, seed=5, phase=1)
     for step in range(40):
         assert own.step(step).positions.tolist() == plain.step(step).positions.tolist()
@@ -374,7 +378,7 @@ def tiny_head(cache: Cache, packed: Snapshot) -> dict[str, Any]:
 
 CHILD = """
 import sys, time
-import pipeline.data.packing as packing
+import pipeline.snapshots.packing as packing
 from pipeline.cache.joint import JointWriter
 import stages.bucket
 import stages.pack
@@ -395,9 +399,11 @@ print("packed", stages.pack.run(config), flush=True)
 
 def start(root: Path, slow: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(root), str(slow)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", CHILD, str(root), str(slow)],
+        stdout=subprocess.PIPE,
+        text=True,
         cwd=Path(__file__).resolve().parent.parent,
-    )  # fmt: skip
+    )
 
 
 BIG = {(256, 256): 600, (128, 256): 300}

@@ -18,12 +18,13 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig
-from pipeline.data import fetching, packing
-from pipeline.data.loader import Loader
-from pipeline.data.schedule import Schedule
 from pipeline.errors import IntegrityError
-from tests import tiny_cache
-from tests.consumed import seen
+from pipeline.loader import shard_prefetch
+from pipeline.loader.loader import Loader
+from pipeline.loader.schedule import Schedule
+from pipeline.snapshots import packing
+from tests.support import tiny_cache
+from tests.support.consumed import seen
 from tests.test_pack import pack
 
 BUCKETS = {(256, 256): 480, (128, 256): 360}
@@ -49,9 +50,17 @@ def place(disk: Cache, s3_bucket: str) -> str:
 
 def consume(snapshot: Snapshot, **options: Any) -> Iterator[list[str]]:
     settings: dict[str, Any] = {
-        "seed": 5, "phase": 1, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.0, "null_mask": "caption",
-        "prefetch": 2, "threads": 2, "stop_step": 12,
-    }  # fmt: skip
+        "seed": 5,
+        "phase": 1,
+        "rank": 0,
+        "world": 1,
+        "microbatch": 12,
+        "caption_drop": 0.0,
+        "null_mask": "caption",
+        "prefetch": 2,
+        "threads": 2,
+        "stop_step": 12,
+    }
     for batches, _ in Loader(snapshot, **{**settings, **options}):
         yield seen(batches)
 
@@ -117,13 +126,13 @@ def test_a_mirror_that_is_too_small_is_told(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = disk.open_snapshot()
-    assert fetching.advice(packed) is None, "there is no mirror"
+    assert shard_prefetch.advice(packed) is None, "there is no mirror"
     shards = [size for size in packed.shard_files().values() if size > 50_000]
     for size, told in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
         opened = Watched(place, tmp_path / "mirror", size, monkeypatch).cache.open_snapshot()
-        assert (fetching.advice(opened) is not None) is told
+        assert (shard_prefetch.advice(opened) is not None) is told
         plain = Snapshot(opened.files, packed.head["parent"])
-        assert fetching.advice(plain) is None
+        assert shard_prefetch.advice(plain) is None
 
 
 def test_epochs_that_follow_and_resumed_runs_stay_sequential(
@@ -156,8 +165,18 @@ def test_coming_shards_are_fetched_while_a_batch_is_held(
         return before
 
     first = settled()
-    planner = Loader(packed, seed=5, phase=1, rank=0, world=1, microbatch=12, caption_drop=0.0, null_mask="caption",
-                     prefetch=0, threads=1)  # fmt: skip
+    planner = Loader(
+        packed,
+        seed=5,
+        phase=1,
+        rank=0,
+        world=1,
+        microbatch=12,
+        caption_drop=0.0,
+        null_mask="caption",
+        prefetch=0,
+        threads=1,
+    )
     at_once = {name for step in range(3) for name in planner._files_of(step)}
     assert first > len(at_once) + 3, "nothing was fetched ahead"
     largest = max(packed.shard_files().values())
@@ -178,7 +197,7 @@ def _ends(thread: threading.Thread) -> bool:
 def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "STEPS", 90)
+    monkeypatch.setattr(shard_prefetch, "STEPS", 90)
     packed = disk.open_snapshot()
     here = Watched(place, tmp_path / "mirror", 4 * data(packed) + 2**22, monkeypatch)
     planned: list[int] = []
@@ -199,7 +218,7 @@ def test_without_fetching_ahead_it_would_be_noticed(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sabotage: a fetcher that takes nothing."""
-    monkeypatch.setattr(fetching.Fetcher, "_may_plan", lambda self: False)
+    monkeypatch.setattr(shard_prefetch.ShardPrefetch, "_may_plan", lambda self: False)
     with pytest.raises(AssertionError, match="nothing was fetched ahead"):
         test_coming_shards_are_fetched_while_a_batch_is_held(disk, place, tmp_path, monkeypatch)
 

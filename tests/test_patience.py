@@ -20,10 +20,10 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig, load
-from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import AwayError, CacheError, ConfigError
-from tests import tiny_cache
-from tests.consumed import loader, sequence
+from pipeline.work.stop import Stop, Stopped
+from tests.support import tiny_cache
+from tests.support.consumed import loader, sequence
 
 
 @pytest.fixture(autouse=True)
@@ -152,9 +152,14 @@ def test_a_store_that_stays_away_is_given_up_in_time(
     ids=["host", "tls", "credentials", "port"],
 )
 def test_a_wrong_address_and_missing_credentials_fail_at_once(
-    s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str | None,
-    without: tuple[str, ...], fix: str,
-) -> None:  # fmt: skip
+    s3_bucket: str,
+    line: Line,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str | None,
+    without: tuple[str, ...],
+    fix: str,
+) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     port = endpoint is not None and endpoint.endswith(":9")
     monkeypatch.setattr(retrying, "FIRST_S", 0.5 if port else 300.0)  # a server may come to be there; the others not

@@ -18,12 +18,13 @@ import stages.train
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import captions, image
-from pipeline.data.loader import Batch, Loader, bf16
+from pipeline.images import decoding
+from pipeline.loader.loader import Batch, Loader, bf16
 from pipeline.models import encoders
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
+from pipeline.sources import caption_rules
 
 MakeConfig = Callable[..., Config]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -36,7 +37,7 @@ class InTheLoop:
         self.snapshot, self.sources = snapshot, sources
         self.recipe = config.text.recipe
         self.vae = encoders.LatentEncoder.load(config.vae, "cpu")
-        self.text = encoders.TextEncoder.load(config.text, captions.instruction(config.text), "cpu")
+        self.text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
         self.rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
 
     def batch(self, cached: Batch) -> Batch:
@@ -46,9 +47,9 @@ class InTheLoop:
         for i, sample_id in enumerate(cached.sample_ids):
             source, item = self.snapshot.origin(self.rows[sample_id])
             path = self.sources[source] / item
-            picture = image.load(path.read_bytes(), cached.bucket, decoder=image.choose("auto"))
+            picture = decoding.load(path.read_bytes(), cached.bucket, decoder=decoding.choose("auto"))
             latents.append(bf16(self.vae.encode(picture[None])[0]))
-            caption = captions.normalise(path.with_suffix(".txt").read_text(), self.recipe)
+            caption = caption_rules.normalise(path.with_suffix(".txt").read_text(), self.recipe)
             own = bf16(self.text.encode([caption])[0])
             rows[i, : len(own)], mask[i, : len(own)] = own, True
         return replace(cached, latents=torch.stack(latents), captions=rows, mask=mask)
@@ -82,9 +83,18 @@ def test_cached_training_is_training_with_the_encoders_in_the_loop(
     stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()
     loader = Loader(
-        snapshot, seed=3, phase=0, rank=0, world=1, microbatch=4, caption_drop=0.0, null_mask="bos", prefetch=0,
-        threads=1, stop_step=10,
-    )  # fmt: skip
+        snapshot,
+        seed=3,
+        phase=0,
+        rank=0,
+        world=1,
+        microbatch=4,
+        caption_drop=0.0,
+        null_mask="bos",
+        prefetch=0,
+        threads=1,
+        stop_step=10,
+    )
     cached = [batch for batches, _ in loader for batch in batches]
     loop = InTheLoop(config, snapshot, {"photos": photos})
     live = [loop.batch(batch) for batch in cached]

@@ -26,7 +26,7 @@ from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
 from pipeline.training.trainer import fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
 

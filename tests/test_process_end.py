@@ -196,9 +196,13 @@ def test_short_commands_end_with_documented_codes_on_a_busy_machine(
     where = ["--config", "tiny", "--set", f"cache={config.cache}"]
     models = ["--set", f"vae.id={config.vae.id}", "--set", f"text.id={config.text.id}"]
     commands = [
-        ["status", *where], ["snapshots", *where], ["gc", *where], ["verify", *where], ["bucket", *where],
+        ["status", *where],
+        ["snapshots", *where],
+        ["gc", *where],
+        ["verify", *where],
+        ["bucket", *where],
         ["encode", *where, *models, "--data", str(photos)],
-    ]  # fmt: skip
+    ]
     for _ in range(1 if fault_seed < 5 else 2):
         for arguments in commands:
             ended = subprocess.run(processes.command(*arguments), capture_output=True, text=True, check=False)

@@ -74,8 +74,8 @@ def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
     import yaml
 
     from pipeline.config import SHIPPED, load
-    from pipeline.data import buckets
-    from pipeline.data.filters import Filter
+    from pipeline.images import buckets
+    from pipeline.snapshots.filters import Filter
 
     [example] = [yaml.safe_load(block) for block in blocks("yaml")]
     whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text(encoding="utf-8"))

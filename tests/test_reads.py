@@ -96,9 +96,12 @@ def test_the_command_line_says_what_it_is_about_to_do(words: str, refused: str) 
 
 
 def test_the_table_holds_what_the_stages_really_read(
-    small_cache_copy: Path, make_config: Callable[..., Config], photos: Path, tmp_path: Path,
+    small_cache_copy: Path,
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Every stage runs with a configuration whose fields note who reads them."""
     import stages.bucket
     import stages.encode

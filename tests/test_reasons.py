@@ -8,7 +8,7 @@ import io
 import pytest
 
 from pipeline.amounts import amount
-from pipeline.data.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, kind
+from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, kind
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ from pipeline.models.sana_files import (
     load_weights,
     save_nvlabs,
     save_weights,
-)  # fmt: skip
+)
 from stages import bucket, check, encode, export, sample, train
-from tests import hub_layouts
-from tests.hub_layouts import RELEASED, Set
+from tests.support import hub_layouts
+from tests.support.hub_layouts import RELEASED, Set
 
 BIG = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
 SMALL = "Efficient-Large-Model/Sana_600M_512px_diffusers"
@@ -72,8 +72,10 @@ def test_a_layout_is_read_as_the_library_reads_it_that_wrote_it(name: str, repos
 
     root = repositories(name)
     classes: dict[str, Any] = {
-        "transformer": SanaTransformer2DModel, "vae": AutoencoderDC, "text_encoder": Gemma2Model,
-    }  # fmt: skip
+        "transformer": SanaTransformer2DModel,
+        "vae": AutoencoderDC,
+        "text_encoder": Gemma2Model,
+    }
     for part, sets in RELEASED[name].items():
         for variant in {one.variant for one in sets} - {"int4"}:  # a quantised model's, of other classes
             chosen = hub.choose(root / part, variant)
@@ -177,27 +179,41 @@ def of_nvlabs(depth: int, width: int, norm: bool, channels: int = 32, text: int 
     """Parameters of NVlabs' SanaMS, from its constructor: linear attention, GLUMBConv of 2.5 widths, y_norm."""
     hidden = int(2.5 * width)
     shapes: dict[str, tuple[int, ...]] = {
-        "x_embedder.proj.weight": (width, channels, 1, 1), "x_embedder.proj.bias": (width,),
-        "t_embedder.mlp.0.weight": (width, 256), "t_embedder.mlp.0.bias": (width,),
-        "t_embedder.mlp.2.weight": (width, width), "t_embedder.mlp.2.bias": (width,),
-        "t_block.1.weight": (6 * width, width), "t_block.1.bias": (6 * width,),
-        "y_embedder.y_proj.fc1.weight": (width, text), "y_embedder.y_proj.fc1.bias": (width,),
-        "y_embedder.y_proj.fc2.weight": (width, width), "y_embedder.y_proj.fc2.bias": (width,),
+        "x_embedder.proj.weight": (width, channels, 1, 1),
+        "x_embedder.proj.bias": (width,),
+        "t_embedder.mlp.0.weight": (width, 256),
+        "t_embedder.mlp.0.bias": (width,),
+        "t_embedder.mlp.2.weight": (width, width),
+        "t_embedder.mlp.2.bias": (width,),
+        "t_block.1.weight": (6 * width, width),
+        "t_block.1.bias": (6 * width,),
+        "y_embedder.y_proj.fc1.weight": (width, text),
+        "y_embedder.y_proj.fc1.bias": (width,),
+        "y_embedder.y_proj.fc2.weight": (width, width),
+        "y_embedder.y_proj.fc2.bias": (width,),
         "attention_y_norm.weight": (width,),
-        "final_layer.linear.weight": (channels, width), "final_layer.linear.bias": (channels,),
+        "final_layer.linear.weight": (channels, width),
+        "final_layer.linear.bias": (channels,),
         "final_layer.scale_shift_table": (2, width),
-    }  # fmt: skip
+    }
     for i in range(depth):
         block: dict[str, tuple[int, ...]] = {
-            "scale_shift_table": (6, width), "attn.qkv.weight": (3 * width, width),
-            "attn.proj.weight": (width, width), "attn.proj.bias": (width,),
-            "cross_attn.q_linear.weight": (width, width), "cross_attn.q_linear.bias": (width,),
-            "cross_attn.kv_linear.weight": (2 * width, width), "cross_attn.kv_linear.bias": (2 * width,),
-            "cross_attn.proj.weight": (width, width), "cross_attn.proj.bias": (width,),
-            "mlp.inverted_conv.conv.weight": (2 * hidden, width, 1, 1), "mlp.inverted_conv.conv.bias": (2 * hidden,),
-            "mlp.depth_conv.conv.weight": (2 * hidden, 1, 3, 3), "mlp.depth_conv.conv.bias": (2 * hidden,),
+            "scale_shift_table": (6, width),
+            "attn.qkv.weight": (3 * width, width),
+            "attn.proj.weight": (width, width),
+            "attn.proj.bias": (width,),
+            "cross_attn.q_linear.weight": (width, width),
+            "cross_attn.q_linear.bias": (width,),
+            "cross_attn.kv_linear.weight": (2 * width, width),
+            "cross_attn.kv_linear.bias": (2 * width,),
+            "cross_attn.proj.weight": (width, width),
+            "cross_attn.proj.bias": (width,),
+            "mlp.inverted_conv.conv.weight": (2 * hidden, width, 1, 1),
+            "mlp.inverted_conv.conv.bias": (2 * hidden,),
+            "mlp.depth_conv.conv.weight": (2 * hidden, 1, 3, 3),
+            "mlp.depth_conv.conv.bias": (2 * hidden,),
             "mlp.point_conv.conv.weight": (width, hidden, 1, 1),
-        }  # fmt: skip
+        }
         if norm:
             block |= {
                 f"{one}.{name}.weight": (width,) for one in ("attn", "cross_attn") for name in ("q_norm", "k_norm")
@@ -216,28 +232,39 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     config = nvlabs._config(Path("absent.pth"), stored)
     heads = {1152: (16, 72), 2240: (20, 112)}[width]
     assert config == SanaConfig(
-        num_layers=depth, num_attention_heads=width // 32, cross_attention_dim=width, sample_size=side,
-        num_cross_attention_heads=heads[0], cross_attention_head_dim=heads[1],
+        num_layers=depth,
+        num_attention_heads=width // 32,
+        cross_attention_dim=width,
+        sample_size=side,
+        num_cross_attention_heads=heads[0],
+        cross_attention_head_dim=heads[1],
         qk_norm="rms_norm_across_heads" if norm else None,
-    )  # fmt: skip
+    )
     ours = expected_shapes(config)
     read = nvlabs.renamed({key: one for key, one in stored.items() if key != "pos_embed"}, ours)
     assert {key: tuple(one.get_shape()) for key, one in read.items()} == ours
     written = {key: (sum(ours[p][0] for p in parts), *ours[parts[0]][1:]) for key, parts in nvlabs.parts(ours).items()}
     assert written == theirs
-    parameters = {"sana_600m_512": 591_747_872, "sana_1600m_1024": 1_604_462_752, "sana15_1600m_1024": 1_604_641_952,
-                  "sana15_4800m_1024": 4_721_825_952}  # fmt: skip
+    parameters = {
+        "sana_600m_512": 591_747_872,
+        "sana_1600m_1024": 1_604_462_752,
+        "sana15_1600m_1024": 1_604_641_952,
+        "sana15_4800m_1024": 4_721_825_952,
+    }
     assert sum(torch.Size(shape).numel() for shape in theirs.values()) == parameters[name]
 
 
 def converted(state: dict[str, Tensor], depth: int, norm: bool) -> dict[str, Tensor]:
     """What NVlabs' converter makes of their state dict: diffusers' names, in its own words."""
     made = {
-        "patch_embed.proj": "x_embedder.proj", "caption_projection.linear_1": "y_embedder.y_proj.fc1",
-        "caption_projection.linear_2": "y_embedder.y_proj.fc2", "time_embed.linear": "t_block.1",
+        "patch_embed.proj": "x_embedder.proj",
+        "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+        "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+        "time_embed.linear": "t_block.1",
         "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
-        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2", "proj_out": "final_layer.linear",
-    }  # fmt: skip
+        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "proj_out": "final_layer.linear",
+    }
     out = {f"{new}.{kind}": state[f"{old}.{kind}"] for new, old in made.items() for kind in ("weight", "bias")}
     out["caption_norm.weight"] = state["attention_y_norm.weight"]
     out["scale_shift_table"] = state["final_layer.scale_shift_table"]
@@ -387,16 +414,27 @@ class Asked:
 
     def environment(self, server: hub_layouts.Hub, **more: str) -> dict[str, str]:
         plain = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
-        return {**plain, "HF_ENDPOINT": server.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                "HF_HUB_ETAG_TIMEOUT": "5", "HF_HUB_DOWNLOAD_TIMEOUT": "5", **more}  # fmt: skip
+        return {
+            **plain,
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(self.home),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_ETAG_TIMEOUT": "5",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "5",
+            **more,
+        }
 
     def __call__(
         self, server: hub_layouts.Hub, *asked: tuple[str, dict[str, Any]], **more: str
     ) -> list[tuple[str, str | None]]:
         done = subprocess.run(
-            [sys.executable, "-c", ASK, json.dumps(asked)], env=self.environment(server, **more), capture_output=True,
-            text=True, timeout=100, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", ASK, json.dumps(asked)],
+            env=self.environment(server, **more),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         server.fetched, fetched = [], server.fetched
         self.fetched = fetched
@@ -414,8 +452,14 @@ def start(**more: Any) -> tuple[str, dict[str, Any]]:
 
 def test_only_what_is_used_is_fetched_and_a_mirror_serves(asked: Asked, repositories: Callable[[str], Path]) -> None:
     with hub_layouts.served(hub_layouts.Hub({BIG: repositories(BIG)})) as server:
-        told = asked(server, start(), ("VaeConfig", {"id": BIG}), ("TextConfig", {"id": BIG, "variant": "bf16"}),
-                     start(revision="f" * 40), start(id="Efficient-Large-Model/absent"))  # fmt: skip
+        told = asked(
+            server,
+            start(),
+            ("VaeConfig", {"id": BIG}),
+            ("TextConfig", {"id": BIG, "variant": "bf16"}),
+            start(revision="f" * 40),
+            start(id="Efficient-Large-Model/absent"),
+        )
         assert {name for name in asked.fetched if not name.endswith(".json")} == {
             *(f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)),
             *(f"text_encoder/model.bf16-0000{i}-of-00002.safetensors" for i in (1, 2)),
@@ -448,13 +492,13 @@ def test_a_gated_repository_and_an_interrupted_download(asked: Asked, repositori
     cut = {"00002-of-00002.safetensors": 100}
     closed = hub_layouts.Hub({BIG: repositories(BIG)}, gated=frozenset({BIG}), cut=cut)
     with hub_layouts.served(closed) as server:
-        (said, fix), = asked(server, start())  # fmt: skip
+        ((said, fix),) = asked(server, start())
         assert "gated" in said and fix and "hf auth login" in fix and "HF_TOKEN" in fix
-        (said, fix), = asked(server, start(), HF_TOKEN="hf_right")  # fmt: skip
+        ((said, fix),) = asked(server, start(), HF_TOKEN="hf_right")
         assert (fix and "again" in fix) or "network" in (fix or ""), said
         assert "Traceback" not in said
         server.cut.clear()
-        (path, _), = asked(server, start(), HF_TOKEN="hf_right")  # fmt: skip
+        ((path, _),) = asked(server, start(), HF_TOKEN="hf_right")
         assert WeightFiles(Path(path)).dtype("proj_out.bias") == "F32"
         assert not any("00001-of-00002" in name for name in asked.fetched), "what was whole is not fetched again"
 
@@ -474,9 +518,11 @@ def test_an_nvlabs_file_of_the_hub(asked: Asked, repositories: Callable[[str], P
 
 
 def test_check_says_beforehand_what_is_missing(
-    repositories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    repositories: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     from huggingface_hub import constants
 
     def checked(*overrides: str) -> tuple[int, dict[str, Any]]:
@@ -490,15 +536,19 @@ def test_check_says_beforehand_what_is_missing(
     held = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG)}
     with hub_layouts.served(hub_layouts.Hub(held, gated=frozenset({"a/closed"}))) as server:
         for name, value in (
-            ("ENDPOINT", server.url), ("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", False),
+            ("ENDPOINT", server.url),
+            ("HF_HUB_CACHE", str(tmp_path / "hub")),
+            ("HF_HUB_OFFLINE", False),
             ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
-        ):  # fmt: skip
+        ):
             monkeypatch.setattr(constants, name, value)
         code, told = checked()
         assert (code, told["ok"], told["problems"]) == (0, True, [])
         assert {part["part"]: len(part["files"]) for part in told["parts"] if part["part"] != "tokenizer"} == {
-            "VAE": 1, "text encoder": 2, "transformer": 2,
-        }  # fmt: skip
+            "VAE": 1,
+            "text encoder": 2,
+            "transformer": 2,
+        }
         assert not any(name.endswith(".safetensors") for name in server.fetched), "weights were fetched"
         sizes = {p["part"]: p["bytes"] for p in told["parts"]}
         later = {p["part"]: p["to_fetch"] for p in told["parts"]}
@@ -548,11 +598,20 @@ def run(photos: Path, repositories: Callable[[str], Path], tmp_path_factory: pyt
 
     root = tmp_path_factory.mktemp("run")
     own = [
-        f"cache={root / 'cache'}", f"train.output={root / 'run'}", "train.steps=1", "train.device=cpu",
-        "train.trackers=[]", "encode.device=cpu", "encode.workers=1", "data.resolution=64", "bucket.batch=4",
-        "data.buckets=[[64, 64], [48, 80], [80, 48]]", "train.microbatch=4", "sample.steps=1",
+        f"cache={root / 'cache'}",
+        f"train.output={root / 'run'}",
+        "train.steps=1",
+        "train.device=cpu",
+        "train.trackers=[]",
+        "encode.device=cpu",
+        "encode.workers=1",
+        "data.resolution=64",
+        "bucket.batch=4",
+        "data.buckets=[[64, 64], [48, 80], [80, 48]]",
+        "train.microbatch=4",
+        "sample.steps=1",
         "train.optim.warmup_steps=0",
-    ]  # fmt: skip
+    ]
     config = load("sana_600m_512", own)
     assert config.vae.revision
     hub_layouts.cached(root / "hub", SMALL, config.vae.revision, repositories(SMALL))
@@ -590,8 +649,10 @@ def test_an_export_of_it_loads_as_its_readme_says_and_tells_nothing_of_this_mach
     )
     pipe = names["pipe"]
     assert (pipe.transformer.dtype, pipe.vae.dtype, pipe.text_encoder.dtype) == (
-        torch.float32, torch.bfloat16, torch.bfloat16,
-    )  # fmt: skip
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
     assert names["image"].size == (64, 64)
     for path in (path for path in out.rglob("*") if path.suffix in (".json", ".md")):
         assert str(run.root) not in path.read_text(), path
@@ -634,13 +695,22 @@ def test_an_nvlabs_export_starts_a_run(run: SimpleNamespace, tmp_path: Path) -> 
         cli.main(["export", "--config", str(config), "--format", "nvlabs", "--out", str(tmp_path / "nvlabs")])
     assert ended.value.code == 0
     assert {p.name for p in (tmp_path / "nvlabs").iterdir()} == {
-        "sana_step_1.pth", "sana_step_1.safetensors", "config.json", "README.md", export.MARK,
-    }  # fmt: skip
+        "sana_step_1.pth",
+        "sana_step_1.safetensors",
+        "config.json",
+        "README.md",
+        export.MARK,
+    }
     lines: list[str] = []
-    again = load(config, [
-        f"model.weights.id={tmp_path / 'nvlabs' / 'sana_step_1.pth'}", "model.weights.subfolder=null",
-        "model.weights.revision=null", f"train.output={tmp_path / 'run'}",
-    ])  # fmt: skip
+    again = load(
+        config,
+        [
+            f"model.weights.id={tmp_path / 'nvlabs' / 'sana_step_1.pth'}",
+            "model.weights.subfolder=null",
+            "model.weights.revision=null",
+            f"train.output={tmp_path / 'run'}",
+        ],
+    )
     train.run(again, say=lines.append)
     assert any(line.startswith("start weights: sana_step_1.pth (F32)") for line in lines)
 
@@ -648,9 +718,11 @@ def test_an_nvlabs_export_starts_a_run(run: SimpleNamespace, tmp_path: Path) -> 
 def test_the_tokenizer_of_an_export_is_the_fast_one(tmp_path: Path) -> None:
     """transformers 5 writes `GemmaTokenizer`, which transformers 4 takes for the slow class."""
     for given, wanted in (
-        ("GemmaTokenizer", "GemmaTokenizerFast"), ("GemmaTokenizerFast", "GemmaTokenizerFast"),
-        (None, "GemmaTokenizerFast"), ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
-    ):  # fmt: skip
+        ("GemmaTokenizer", "GemmaTokenizerFast"),
+        ("GemmaTokenizerFast", "GemmaTokenizerFast"),
+        (None, "GemmaTokenizerFast"),
+        ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": given} if given else {}))
         assert export._tokenizer_class(tmp_path) == wanted
 

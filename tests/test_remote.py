@@ -28,11 +28,11 @@ import pytest
 from pipeline import retrying
 from pipeline.cache.objects import ObjectFiles
 from pipeline.config import DataConfig, MirrorConfig
-from pipeline.data import ahead, remote
-from pipeline.data.detect import open_source
-from pipeline.data.source import Item, Reject, Source, Unreadable
-from pipeline.data.store import Disk
 from pipeline.errors import AwayError, CacheError, UserError
+from pipeline.sources import range_prefetch, remote
+from pipeline.sources.detect import open_source
+from pipeline.sources.filesystem import Disk
+from pipeline.sources.source import Item, Reject, Source, Unreadable
 
 COUNT = 12
 PATIENCE_S = 1.0  # where there will be no answer
@@ -248,8 +248,8 @@ def test_neighbours_in_a_tar_are_fetched_together(
     truth = {key: value[0] for key, value in content(opened(url)).items()}
     counts = []
     for gap, request in ((1 << 20, 1 << 25), (1 << 20, 1 << 14), (-1, 1 << 25)):
-        monkeypatch.setattr(ahead, "GAP", gap)
-        monkeypatch.setattr(ahead, "REQUEST", request)
+        monkeypatch.setattr(range_prefetch, "GAP", gap)
+        monkeypatch.setattr(range_prefetch, "REQUEST", request)
         source, keys = again(url)
         ranged_server.ranges.clear()
         with source.reading(keys) as read:
@@ -269,8 +269,8 @@ def test_neighbours_in_a_tar_are_fetched_together(
 def test_no_more_than_the_window_is_fetched_before_it_is_needed(
     ranged_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "GAP", -1)
-    monkeypatch.setattr(ahead, "WINDOW", len(picture(0)) + len(picture(2)) + len(picture(4)))
+    monkeypatch.setattr(range_prefetch, "GAP", -1)
+    monkeypatch.setattr(range_prefetch, "WINDOW", len(picture(0)) + len(picture(2)) + len(picture(4)))
     source, keys = again(f"{ranged_server.url}/tars/s-0.tar")
     ranged_server.ranges.clear()
     order = sorted(keys, key=lambda key: int(key.partition("/")[2].partition(".")[0]))
@@ -312,7 +312,7 @@ def test_a_request_that_fails_does_not_take_its_pictures_with_it(
 def test_a_server_without_ranges_is_found_out_by_one_request(
     plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "GAP", -1)
+    monkeypatch.setattr(range_prefetch, "GAP", -1)
     url = f"{plain_server.url}/tars/s-0.tar"
     truth = {key: value[0] for key, value in content(opened(url)).items()}
     source, keys = again(url)
@@ -335,7 +335,7 @@ def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
 
     monkeypatch.setattr(Disk, "far", far)
     store = Counted(data)
-    with ahead.Ahead(store, [("a", ahead.Place("t.parquet", 0, 4))], lambda key: b"alone") as reader:
+    with range_prefetch.Ahead(store, [("a", range_prefetch.Place("t.parquet", 0, 4))], lambda key: b"alone") as reader:
         assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
         assert reader._held == 0
     assert store.asked == far
@@ -416,8 +416,12 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
 ) -> None:
     """The way out that the refusal names works."""
     address = ranged_server.url.replace("127.0.0.1", "user:secret@127.0.0.1")
-    for refused in (f"{address}/list.jsonl", f"{ranged_server.url}/list.jsonl?X-Amz-Signature=secret",
-                    "s3://key:sec/ret@bucket/x", "s3://key:secret@bucket/{0..1}.tar"):  # fmt: skip
+    for refused in (
+        f"{address}/list.jsonl",
+        f"{ranged_server.url}/list.jsonl?X-Amz-Signature=secret",
+        "s3://key:sec/ret@bucket/x",
+        "s3://key:secret@bucket/{0..1}.tar",
+    ):
         with pytest.raises(UserError) as error:
             opened(refused)
         assert not re.search("sec/?ret", str(error.value))

@@ -17,7 +17,7 @@ from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import load
 from pipeline.encoding import worker
 from pipeline.errors import IntegrityError
-from tests import tiny_cache
+from tests.support import tiny_cache
 
 
 @pytest.fixture
@@ -137,9 +137,10 @@ def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, 
     code, found = verified(other)
     assert code == 4
     assert found == [
-        ("snapshots", layout.REPAIR, "restored"), ("shards", layout.REPAIR, "replaced"),
+        ("snapshots", layout.REPAIR, "restored"),
+        ("shards", layout.REPAIR, "replaced"),
         ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}"),
-    ]  # fmt: skip
+    ]
     assert verified()[0] == 4
 
 

@@ -16,17 +16,24 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.blocks import find_blocks
-from pipeline.parallel.spread import spread
+from pipeline.parallel.parallelize import spread
 from pipeline.training import checkpoint, trainer
 from pipeline.training.trainer import fit
-from tests.workers import tiny_run
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 DEEP = SanaConfig(
-    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=32, num_cross_attention_heads=4,
-    cross_attention_head_dim=32, cross_attention_dim=128, caption_channels=24, num_layers=8,
-)  # fmt: skip
+    in_channels=4,
+    out_channels=4,
+    num_attention_heads=4,
+    attention_head_dim=32,
+    num_cross_attention_heads=4,
+    cross_attention_head_dim=32,
+    cross_attention_dim=128,
+    caption_channels=24,
+    num_layers=8,
+)
 
 
 def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
@@ -78,13 +85,14 @@ def test_in_fp32_there_is_nothing_to_choose() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full", "activation_offload": True},
         {"compile": "block", "compile_backend": "aot_eager", "activation_checkpointing": "full"},
         {"activation_checkpointing": "full", "activation_compression": "int8"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_fp32_tokens_go_with_every_way_to_keep_activations(options: dict[str, Any]) -> None:
     seen: list[torch.dtype] = []
     base: dict[str, Any] = {"precision": "bf16", "residual": "fp32", "layers": 2}

@@ -19,11 +19,11 @@ from pipeline.cache import index, layout
 from pipeline.cache.files import Files, explained
 from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config, EncodeConfig
-from pipeline.encoding import claims, engine, on_ray, room
-from pipeline.encoding.progress import Progress
-from pipeline.encoding.room import Room
-from pipeline.encoding.stopping import Stop, Stopped
 from pipeline.errors import CacheError, NoSpaceError
+from pipeline.work import claims, disk_space, engine, ray_engine
+from pipeline.work.disk_space import Room
+from pipeline.work.progress import Progress
+from pipeline.work.stop import Stop, Stopped
 from tests.test_engines import RECIPE, Runner, claimed, files
 
 MakeConfig = Callable[..., Config]
@@ -50,7 +50,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Readings of the free bytes: each is taken once, the last one for ever. Polls are quick."""
     readings = [MUCH]
     monkeypatch.setattr(Files, "scratch_bytes", lambda self: readings.pop(0) if len(readings) > 1 else readings[0])
-    monkeypatch.setattr(room, "POLL_S", 0.02)
+    monkeypatch.setattr(disk_space, "POLL_S", 0.02)
     return readings
 
 
@@ -66,7 +66,7 @@ def run(runner: Any, work: engine.Work, own: Room, stop: Stop | None = None) -> 
 
 def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
     cache: Cache, todo: engine.Work, free: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     free[:] = [MUCH, MUCH, 999, 999, 999, 999, MUCH]
     held: list[list[Path]] = []
     own = Room(cache, settings(), lambda seconds: held.append(claimed(cache)))
@@ -94,7 +94,7 @@ def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) ->
 @pytest.mark.parametrize("wait_s", [0.0, 0.2])
 def test_after_the_wait_it_is_an_error_for_people(
     wait_s: float, cache: Cache, todo: engine.Work, free: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     free[:] = [MUCH, 0]
     runner = Runner(cache)
     with pytest.raises(NoSpaceError, match="too little space") as caught:
@@ -121,8 +121,12 @@ def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
-    number: int, cache: Cache, todo: engine.Work, free: list[int], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    number: int,
+    cache: Cache,
+    todo: engine.Work,
+    free: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As with a quota: free bytes show nothing."""
     refused = []
     real = os.posix_fallocate
@@ -153,9 +157,7 @@ def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
     assert list((cache.root / "tmp").iterdir()) == []
 
 
-def test_a_disk_that_fills_again_and_again_is_given_up(
-    cache: Cache, todo: engine.Work, free: list[int]
-) -> None:  # fmt: skip
+def test_a_disk_that_fills_again_and_again_is_given_up(cache: Cache, todo: engine.Work, free: list[int]) -> None:
     """Allocation works and writing does not: the time since a unit came through is what is limited."""
     tries = []
 
@@ -190,9 +192,13 @@ def test_what_a_unit_needs(small_cache: Path) -> None:
 
 
 def test_a_real_run_waits_and_its_bytes_are_the_same(
-    photos: Path, make_config: MakeConfig, small_cache: Path, tmp_path: Path, free: list[int],
+    photos: Path,
+    make_config: MakeConfig,
+    small_cache: Path,
+    tmp_path: Path,
+    free: list[int],
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     low = make_config(tmp_path, "encode.low_disk_wait_s=0")
     free[:] = [MUCH, 0]
     with pytest.raises(NoSpaceError):
@@ -219,14 +225,14 @@ def test_a_ray_task_waits_too(
     recipe = cache.recipes("text")[0].name
     [plan] = cache.plans(recipe)
 
-    def task(of: Config) -> on_ray.Done:
-        order = on_ray.Order(of.model_dump_json(), str(tmp_path), __version__, ())
+    def task(of: Config) -> ray_engine.Done:
+        order = ray_engine.Order(of.model_dump_json(), str(tmp_path), __version__, ())
         before = Path.cwd()
         try:
-            return on_ray.encode_unit(order, recipe, 0, plan.units[-1].unit)
+            return ray_engine.encode_unit(order, recipe, 0, plan.units[-1].unit)
         finally:
             os.chdir(before)
-            on_ray._kept.clear()
+            ray_engine._kept.clear()
 
     with pytest.raises(NoSpaceError) as caught:
         task(config)

@@ -494,8 +494,15 @@ def test_initialisation_is_that_of_the_authors() -> None:
 
 
 def test_training_from_scratch_uses_the_arch() -> None:
-    arch = ArchConfig(num_layers=2, num_attention_heads=6, attention_head_dim=8, num_cross_attention_heads=3,
-                      cross_attention_head_dim=16, caption_channels=24, in_channels=4)  # fmt: skip
+    arch = ArchConfig(
+        num_layers=2,
+        num_attention_heads=6,
+        attention_head_dim=8,
+        num_cross_attention_heads=3,
+        cross_attention_head_dim=16,
+        caption_channels=24,
+        in_channels=4,
+    )
     config = SanaConfig.from_arch(arch, sample_size=16)
     assert (config.cross_attention_dim, config.out_channels, config.sample_size) == (48, 4, 16)
     assert SanaConfig.from_arch(arch.model_copy(update={"sample_size": 7}), 16).sample_size == 7
@@ -650,10 +657,12 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
         ({"cross_attention_dim": 33}, "cross_attention_dim"),
         ({"rope_theta": 5}, "rope_theta"),
         ({"_class_name": "PixArtTransformer2DModel"}, "PixArtTransformer2DModel"),
-        ({"num_attention_heads": 1, "attention_head_dim": 2, "cross_attention_dim": 2, "interpolation_scale": 1.0},
-         "divisible by 4"),
+        (
+            {"num_attention_heads": 1, "attention_head_dim": 2, "cross_attention_dim": 2, "interpolation_scale": 1.0},
+            "divisible by 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_models_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY.to_dict() | {"_diffusers_version": "0.32"} | change))
     with pytest.raises(ConfigError, match=message):

@@ -21,17 +21,17 @@ import pytest
 from PIL import Image
 
 from pipeline.cache import audit
+from pipeline.cache.garbage import unneeded
 from pipeline.cache.store import Cache
-from pipeline.cache.unneeded import unneeded
-from pipeline.data.candidates import CaptionRule
-from pipeline.data.source import FolderSource, Part, Source
-from pipeline.data.store import Disk, Unreadable
-from pipeline.data.tars import TarSource
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.claims import Claims
 from pipeline.encoding.fragments import Fragments, Rows
-from pipeline.encoding.stopping import Stop, Stopped
-from tests.workers.scanning import RUN
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.filesystem import Disk, Unreadable
+from pipeline.sources.source import FolderSource, Part, Source
+from pipeline.sources.tars import TarSource
+from pipeline.work.claims import Claims
+from pipeline.work.stop import Stop, Stopped
+from tests.support.workers.scanning import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT = 5 * RUN + 2
@@ -105,17 +105,33 @@ class CountedTars(TarSource):
 
 
 def scanned(
-    source: Source, cache: Cache, share: tuple[int, int] = (0, 1), stop: Stop | None = None, run: int = RUN,
-    publish: bool = True, rehash: bool = False, stale_s: float = 60, shared: bool = True, max_pixels: int = 10**6,
-    max_bytes: int = 1 << 30, progress: Callable[[int, int | None], None] = lambda done, total: None,
-) -> pa.Table:  # fmt: skip
+    source: Source,
+    cache: Cache,
+    share: tuple[int, int] = (0, 1),
+    stop: Stop | None = None,
+    run: int = RUN,
+    publish: bool = True,
+    rehash: bool = False,
+    stale_s: float = 60,
+    shared: bool = True,
+    max_pixels: int = 10**6,
+    max_bytes: int = 1 << 30,
+    progress: Callable[[int, int | None], None] = lambda done, total: None,
+) -> pa.Table:
     fragments = Fragments(cache, "photos", Claims(cache.files, stale_s), share, stop or Stop(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scanning, "RUN", run)
         table = scanning.scan(
-            source, "photos", cache, max_pixels=max_pixels, workers=1, rehash=rehash, progress=progress,
-            fragments=fragments if shared else None, max_bytes=max_bytes,
-        )  # fmt: skip
+            source,
+            "photos",
+            cache,
+            max_pixels=max_pixels,
+            workers=1,
+            rehash=rehash,
+            progress=progress,
+            fragments=fragments if shared else None,
+            max_bytes=max_bytes,
+        )
     if publish:
         cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table)})
         fragments.finish()
@@ -372,9 +388,11 @@ def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) ->
 def start(cache: Cache, folder: Path, task: int, tasks: int, seconds: float, stale_s: float = 2) -> Any:
     arguments = [cache.root, folder, f"{cache.root}.log{task}", task, tasks, stale_s, seconds]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.workers.scanning", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "tests.support.workers.scanning", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
 
 
 def reads(cache: Cache, task: int = 0) -> list[str]:

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.schedule import Schedule, permute
+from pipeline.loader.schedule import Schedule, permute
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**40))
@@ -163,8 +163,9 @@ WEIGHTED = {
 WEIGHTS = st.sampled_from([Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(3)])
 mixes = st.lists(
     st.tuples(st.lists(st.tuples(st.integers(1, 25), WEIGHTS), min_size=1, max_size=3), st.integers(1, 9)),
-    min_size=1, max_size=3,
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+)
 
 
 def mixed(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, seed: int) -> Schedule | None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.source import FolderSource, Item, Reject, Source, Unreadable
-from pipeline.data.store import Disk
 from pipeline.errors import UserError
+from pipeline.sources.filesystem import Disk
+from pipeline.sources.source import FolderSource, Item, Reject, Source, Unreadable
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
 
@@ -447,7 +447,7 @@ def test_two_listings_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"no photographs with captions in {PHOTOS.name}/")
 def test_photographs() -> None:
-    from pipeline.data.image import load, probe
+    from pipeline.images.decoding import load, probe
 
     source = FolderSource(PHOTOS, "text")
     found = list(source.items())

@@ -18,10 +18,10 @@ import pytest
 import webdataset
 
 from pipeline.config import DataConfig
-from pipeline.data import tables
-from pipeline.data.detect import open_source
-from pipeline.data.source import Item, Source, Unreadable
 from pipeline.errors import UserError
+from pipeline.sources import tables
+from pipeline.sources.detect import open_source
+from pipeline.sources.source import Item, Source, Unreadable
 
 Rows = list[tuple[str, bytes | str | dict[str, Any]]]
 
@@ -95,16 +95,23 @@ def test_pictures_json_and_text_of_one_sample(tmp_path: Path) -> None:
     make_tar(
         tmp_path / "a.tar",
         [
-            ("1.JPG", b"j"), ("1.webp", b"w"), ("1.seg.png", b"s"), ("1.json", {"text": "object", "id": 7}),
-            ("1.txt", " file\n"), ("__meta__/x.jpg", b"no"), ("README", "no"), ("2.txt", "no picture"),
+            ("1.JPG", b"j"),
+            ("1.webp", b"w"),
+            ("1.seg.png", b"s"),
+            ("1.json", {"text": "object", "id": 7}),
+            ("1.txt", " file\n"),
+            ("__meta__/x.jpg", b"no"),
+            ("README", "no"),
+            ("2.txt", "no picture"),
         ],
-    )  # fmt: skip
+    )
     source = opened(tmp_path / "a.tar")
     items, rejects = listed(source)
     assert not rejects
     assert {key: texts(item) for key, item in items.items()} == {
-        "a.tar/1.JPG": ["file", "object"], "a.tar/1.webp": ["file", "object"],
-    }  # fmt: skip
+        "a.tar/1.JPG": ["file", "object"],
+        "a.tar/1.webp": ["file", "object"],
+    }
     assert items["a.tar/1.JPG"].meta == {"id": 7}
     assert source.ignored == 4
 
@@ -151,9 +158,12 @@ def test_every_shuffle_gives_whole_samples_or_rejects(tmp_path: Path) -> None:
 
 
 HOSTILE: list[tuple[str, str]] = [
-    ("/etc/passwd.jpg", "absolute"), ("../up.jpg", "climbs"), ("a/../../b.jpg", "climbs"), ("a\\b.jpg", "backslash"),
+    ("/etc/passwd.jpg", "absolute"),
+    ("../up.jpg", "climbs"),
+    ("a/../../b.jpg", "climbs"),
+    ("a\\b.jpg", "backslash"),
     ("bell\a.jpg", "control"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "reason"), HOSTILE)
@@ -184,9 +194,12 @@ def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> No
     items, rejects = listed(opened(tmp_path / "x.tar"))
     assert set(items) == {"x.tar/ok.jpg"}
     assert rejects == {
-        "x.tar/l.jpg": "is a link", "x.tar/h.jpg": "is a link", "x.tar/p.jpg": "is not a regular file",
-        "x.tar/t.jpg": "is a link", "x.tar/d": "has two members .jpg",
-    }  # fmt: skip
+        "x.tar/l.jpg": "is a link",
+        "x.tar/h.jpg": "is a link",
+        "x.tar/p.jpg": "is not a regular file",
+        "x.tar/t.jpg": "is a link",
+        "x.tar/d": "has two members .jpg",
+    }
 
 
 def _cut(data: bytes) -> bytes:
@@ -278,9 +291,12 @@ def test_bytes_by_place_without_listing(tmp_path: Path) -> None:
 def nvlabs(root: Path) -> Path:
     make_tar(
         root / "0000.tar",
-        [m for n in range(3) for m in ((f"{n}.png", f"picture {n}"),
-         (f"{n}.json", {"prompt": f"prompt {n}", "height": 64, "width": 64}))],
-    )  # fmt: skip
+        [
+            m
+            for n in range(3)
+            for m in ((f"{n}.png", f"picture {n}"), (f"{n}.json", {"prompt": f"prompt {n}", "height": 64, "width": 64}))
+        ],
+    )
     (root / "wids-meta.json").write_text(
         json.dumps({"wids_version": 1, "shardlist": [{"url": "0000.tar", "nsamples": 3}]})
     )
@@ -395,9 +411,10 @@ def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     assert {key: item.captions for key, item in items.items()} == {"t.parquet/000000000": (("one", 0.5), ("two", 0.5))}
     assert "thumb" not in items["t.parquet/000000000"].meta
     assert rejects == {
-        "t.parquet/000000001": "has no picture", "t.parquet/000000002": "has an empty 'caption'",
+        "t.parquet/000000001": "has no picture",
+        "t.parquet/000000002": "has an empty 'caption'",
         "t.parquet/000000003": "has no picture",
-    }  # fmt: skip
+    }
 
 
 def test_parquet_of_names_reads_files_and_refuses_hostile_ones(tmp_path: Path) -> None:
@@ -497,8 +514,15 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     (tmp_path / "p").mkdir()
     for name in ("a.png", "b c.png"):
         (tmp_path / "p" / name).write_bytes(name.encode())
-    rows = [("p/a.png", "one"), ("p/a.png", "two"), ("p/b c.png", "three"), ("/abs.png", "x"), ("p/../../up.png", "x"),
-            ("https://x/y.png", "x"), ("p/a.png", "")]  # fmt: skip
+    rows = [
+        ("p/a.png", "one"),
+        ("p/a.png", "two"),
+        ("p/b c.png", "three"),
+        ("/abs.png", "x"),
+        ("p/../../up.png", "x"),
+        ("https://x/y.png", "x"),
+        ("p/a.png", ""),
+    ]
     if kind == "jsonl":
         text = "".join(json.dumps({"image": name, "text": said}) + "\n" for name, said in rows)
     else:
@@ -510,9 +534,11 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     assert source.read("p/b c.png") == b"b c.png"
     assert len(rejects) == 4
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
-        "the name is absolute", "the name climbs with '..'", "is a URL, not a name within the data",
+        "the name is absolute",
+        "the name climbs with '..'",
+        "is a URL, not a name within the data",
         "has an empty 'text'",
-    }  # fmt: skip
+    }
 
 
 def test_a_listing_elsewhere(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
 
-One launch (`tests/workers/strategies.py`) runs all of them; the tests below judge what it found.
+One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it found.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel import mesh, tensor_parallel
 from pipeline.parallel.blocks import find_blocks
+from tests.support.workers import strategies, tiny_run
 from tests.test_dist_training import ROOT
-from tests.workers import strategies, tiny_run
 
 PARTS = {"self-attention heads": 70, "cross-attention heads": 20, "GLUMBConv channels": 5600}
 ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in cases]
@@ -27,7 +27,7 @@ ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in c
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
-    command = [sys.executable, "-m", "tests.workers.strategies", str(folder)]
+    command = [sys.executable, "-m", "tests.support.workers.strategies", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ())
     assert done.returncode == 0, done.stdout + done.stderr
     return {world: json.loads((folder / f"found-{world}.json").read_text()) for world in strategies.CASES}

@@ -16,11 +16,11 @@ import stages.encode
 from pipeline.cache import index
 from pipeline.cache.store import Cache
 from pipeline.config import Config, ConfigError, TextConfig, load
-from pipeline.data import captions as rules
-from pipeline.encoding.progress import Meter, Progress
 from pipeline.errors import UserError
 from pipeline.models import text as module
 from pipeline.models.text import TextEncoder, describe_text
+from pipeline.sources import caption_rules as rules
+from pipeline.work.progress import Meter, Progress
 
 CAPTIONS = [
     "a red circle on a white table",

@@ -25,19 +25,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from pipeline.cache.store import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, written
-from pipeline.data.loader import Batch
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.activation import checkpoint_blocks
-from pipeline.parallel.spread import Spread
-from pipeline.training import checkpoint, metrics, optim, runs, trainer
+from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.parallelize import Spread
+from pipeline.training import checkpoint, metrics, optimizers, runs, trainer
 from pipeline.training.step import NonFiniteError, Step
 from pipeline.training.trainer import Report, ended, fit
-from tests import tiny_cache
-from tests.workers import tiny_run
+from tests.support import tiny_cache
+from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -49,26 +49,28 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_learning_rate_rises_linearly_then_stays() -> None:
     config = OptimConfig(lr=1e-3, warmup_steps=4)
-    rates = [optim.learning_rate(config, 64, step) for step in range(6)]
+    rates = [optimizers.learning_rate(config, 64, step) for step in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-    assert optim.learning_rate(OptimConfig(lr=1e-3, warmup_steps=0), 64, 0) == 1e-3
+    assert optimizers.learning_rate(OptimConfig(lr=1e-3, warmup_steps=0), 64, 0) == 1e-3
 
 
 def test_learning_rate_scales_with_the_root_of_the_batch() -> None:
     config = OptimConfig(lr=1e-4, scale_lr="sqrt", warmup_steps=0)
-    assert optim.learning_rate(config, 48, 0) == pytest.approx(1e-4 * math.sqrt(48 / 256))  # 4.33e-05 in NVlabs' logs
-    assert optim.learning_rate(config, 256, 0) == pytest.approx(1e-4)
+    assert optimizers.learning_rate(config, 48, 0) == pytest.approx(
+        1e-4 * math.sqrt(48 / 256)
+    )  # 4.33e-05 in NVlabs' logs
+    assert optimizers.learning_rate(config, 256, 0) == pytest.approx(1e-4)
 
 
 def test_nvlabs_warm_up_begins_with_a_rate_of_nothing() -> None:
     config = OptimConfig(lr=1e-3, warmup_steps=4)
-    rates = [optim.learning_rate(config, 64, step, "nvlabs") for step in range(6)]
+    rates = [optimizers.learning_rate(config, 64, step, "nvlabs") for step in range(6)]
     assert rates == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
 def test_under_nvlabs_recipe_everything_decays() -> None:
     model = tiny_run.model(tiny_run.config())
-    optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU, recipe="nvlabs")
+    optimizer = optimizers.build(model, OptimConfig(weight_decay=0.1), CPU, recipe="nvlabs")
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 
@@ -84,7 +86,7 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
 )
 def test_a_rate_that_will_not_do_is_said(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
     """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
-    found = optim.advice(OptimConfig(**options), 64, steps)
+    found = optimizers.advice(OptimConfig(**options), 64, steps)
     assert len(found) == len(says)
     assert all(part in line for line, parts in zip(found, says, strict=True) for part in parts)
 
@@ -101,7 +103,7 @@ def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) 
 
 def test_only_matrices_decay() -> None:
     model = tiny_run.model(tiny_run.config())
-    optimizer = optim.build(model, OptimConfig(weight_decay=0.1), CPU)
+    optimizer = optimizers.build(model, OptimConfig(weight_decay=0.1), CPU)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decaying, free = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -181,7 +183,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     latents[5, 0, 0, 0] = float("nan")
     model = tiny_run.model(settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = optim.build(model, settings.train.optim, CPU)
+    optimizer = optimizers.build(model, settings.train.optim, CPU)
     step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
@@ -205,7 +207,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
     batch = replace(tiny_run.global_batch(0), sample_ids=tuple(snapshot.sample_id(row - at) for at in range(8)))
     batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
     model = tiny_run.model(settings)
-    optimizer = optim.build(model, settings.train.optim, CPU)
+    optimizer = optimizers.build(model, settings.train.optim, CPU)
     step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
     with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
         step([batch], 1)
@@ -216,7 +218,7 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     model = tiny_run.model(settings)
     model.proj_out.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = model.proj_out.weight.clone()
-    optimizer = optim.build(model, settings.train.optim, CPU)
+    optimizer = optimizers.build(model, settings.train.optim, CPU)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
         Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
             [tiny_run.global_batch(0)], 3
@@ -372,8 +374,10 @@ def test_a_run_directory_tells_the_run(finished: Path) -> None:
     settings = trainer.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
-        "step-00000002", "step-00000004", "step-00000006",
-    ]  # fmt: skip
+        "step-00000002",
+        "step-00000004",
+        "step-00000006",
+    ]
     rows = metrics.read(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["bucket"] == [64, 64]
@@ -513,7 +517,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     assert trainer._changes(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
-    optimizer = optim.build(model, new.train.optim, CPU)
+    optimizer = optimizers.build(model, new.train.optim, CPU)
     folder = run / "checkpoints/step-00000007"
     with mesh.started(Launch(), new.train.parallel, CPU):
         checkpoint.load(folder, checkpoint.read_document(folder), model, optimizer)
@@ -704,9 +708,14 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
 def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     values = {
-        "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "images_per_s": 1.0, "data_wait": 0.0, "bucket": [8, 8],
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "lr": 1.0,
+        "images_per_s": 1.0,
+        "data_wait": 0.0,
+        "bucket": [8, 8],
         "memory_gib": None,
-    }  # fmt: skip
+    }
     with metrics.Metrics(path, lambda line: None) as journal:
         journal.start(step=0)
         for step in (1, 2, 3):
@@ -747,9 +756,15 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     import stages.train
 
     few = [
-        f"cache={small_cache_copy}", "train.log_every=1", "train.save_every=9", "train.steps=3", "train.caption_drop=0",
-        "train.optim.warmup_steps=0", "train.device=cpu", "train.precision=fp32",
-    ]  # fmt: skip
+        f"cache={small_cache_copy}",
+        "train.log_every=1",
+        "train.save_every=9",
+        "train.steps=3",
+        "train.caption_drop=0",
+        "train.optim.warmup_steps=0",
+        "train.device=cpu",
+        "train.precision=fp32",
+    ]
 
     def losses(name: str, *more: str, **options: Any) -> list[dict[str, Any]]:
         output = tmp_path / name
@@ -822,7 +837,7 @@ def test_on_a_gpu_a_bad_number_is_named_though_it_is_read_later(tmp_path: Path) 
 
 
 def _doomed(run: Path, point: str) -> list[str]:
-    return [sys.executable, "-m", "tests.workers.killed_while_saving", str(run), point]
+    return [sys.executable, "-m", "tests.support.workers.killed_while_saving", str(run), point]
 
 
 def _environ() -> dict[str, str]:

@@ -22,8 +22,8 @@ from pipeline.parallel.mesh import Layout, started
 from pipeline.training import metrics, trackers, watch
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
 from tests.test_sana_model import TINY, inputs, make
-from tests.workers import tiny_run
 
 CPU = torch.device("cpu")
 

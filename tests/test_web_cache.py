@@ -18,8 +18,8 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
-from tests import tiny_cache
-from tests.consumed import loader, sequence
+from tests.support import tiny_cache
+from tests.support.consumed import loader, sequence
 from tests.test_pack import flip, pack
 
 pytest.importorskip("aiohttp")
@@ -85,9 +85,11 @@ def test_nothing_is_written_there(served: tuple[Cache, str], tmp_path: Path) -> 
         Cache(url, create=True, mirror=MirrorConfig(path=str(tmp_path / "mirror")))
     cache = opened(url, tmp_path)
     for act in (
-        lambda: cache.files.put("a", b""), lambda: cache.files.remove("format.json"),
-        lambda: cache.files.replace("a", b""), lambda: cache.files.put_content(b"x", "tables", "npy"),
-    ):  # fmt: skip
+        lambda: cache.files.put("a", b""),
+        lambda: cache.files.remove("format.json"),
+        lambda: cache.files.replace("a", b""),
+        lambda: cache.files.put_content(b"x", "tables", "npy"),
+    ):
         with pytest.raises(CacheError, match="can only be read"):
             act()
 
@@ -99,7 +101,10 @@ def test_a_server_that_does_not_answer_is_no_missing_file(served: tuple[Cache, s
     with pytest.raises(FileNotFoundError):
         files.open("tables/00/" + "0" * 32 + ".arrow")
     files._base = "http://127.0.0.1:9/cache"
-    for ask in (lambda: files.exists("format.json"), lambda: files.names("names"),
-                lambda: files.open("tables/00/" + "0" * 32 + ".arrow")):  # fmt: skip
+    for ask in (
+        lambda: files.exists("format.json"),
+        lambda: files.names("names"),
+        lambda: files.open("tables/00/" + "0" * 32 + ".arrow"),
+    ):
         with pytest.raises(AwayError, match="cannot be read"):
             ask()

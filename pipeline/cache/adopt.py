@@ -101,9 +101,11 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
             files.publish_content(path, name, digest)
         except IntegrityError as error:
             raise IntegrityError(
-                f"{other.where(name)}: its bytes do not match its name", expected=digest, found=error.found,
+                f"{other.where(name)}: its bytes do not match its name",
+                expected=digest,
+                found=error.found,
                 fix="sana-pipe verify --repair in that cache",
-            ) from None  # fmt: skip
+            ) from None
 
 
 def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
@@ -117,6 +119,7 @@ def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
     if ours["table"] != theirs["table"]:
         raise CacheError(
             f"{cache.location} and {other.location} hold int8 records of one recipe with different channel scales",
-            expected=ours["table"], found=theirs["table"],
+            expected=ours["table"],
+            found=theirs["table"],
             fix="encode both into one cache, or use storage bf16 or bf16-zstd",
-        )  # fmt: skip
+        )

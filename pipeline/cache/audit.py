@@ -86,9 +86,12 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
         planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
         going_on |= reasons.null_count > 0 and not planned
         sources[name] = {
-            "items": len(reasons), "rejected": len(reasons) - reasons.null_count,
-            "root": strip_credentials(scan["root"]), "latent": scan["latent"], "text": scan["text"],
-        }  # fmt: skip
+            "items": len(reasons),
+            "rejected": len(reasons) - reasons.null_count,
+            "root": strip_credentials(scan["root"]),
+            "latent": scan["latent"],
+            "text": scan["text"],
+        }
 
     for name in cache.sources():
         readable(Paths.scans(name), lambda name=name: source(name))  # type: ignore[misc]
@@ -107,10 +110,15 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     damaged |= cache.files.damage
     complete = not going_on and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
     return {
-        "cache": cache.location, "complete": complete,
-        "stores": stores, "sources": sources, "snapshots": names, "packed": packed, "damaged": damaged,
+        "cache": cache.location,
+        "complete": complete,
+        "stores": stores,
+        "sources": sources,
+        "snapshots": names,
+        "packed": packed,
+        "damaged": damaged,
         "free_bytes": cache.files.free_bytes(),
-    }  # fmt: skip
+    }
 
 
 def _store(cache: Cache, name: str, moment: float) -> dict[str, Any]:
@@ -135,9 +143,16 @@ def _store(cache: Cache, name: str, moment: float) -> dict[str, Any]:
     span = moment - min((t for t, _ in recent), default=moment)
     rate = sum(n for _, n in recent) / span if span > 1 else 0.0
     return {
-        "plans": len(plans), "units": units, "units_done": done, "records": made, "records_missing": planned,
-        "bytes": size, "rejects": rejects, "rate": rate, "eta_s": planned / rate if rate else None,
-    }  # fmt: skip
+        "plans": len(plans),
+        "units": units,
+        "units_done": done,
+        "records": made,
+        "records_missing": planned,
+        "bytes": size,
+        "rejects": rejects,
+        "rate": rate,
+        "eta_s": planned / rate if rate else None,
+    }
 
 
 # ---------------------------------------------------------------- verify
@@ -309,8 +324,15 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
         first += table.num_rows
     null = snapshot.null
     if null["shard"] == digest:
-        own = Caption(digest, null["offset"], null["rows"], 1.0, bytes.fromhex(null["key"]),
-                      bytes.fromhex(null["checksum"]), null.get("length"))  # fmt: skip
+        own = Caption(
+            digest,
+            null["offset"],
+            null["rows"],
+            1.0,
+            bytes.fromhex(null["key"]),
+            bytes.fromhex(null["checksum"]),
+            null.get("length"),
+        )
         if damaged("text", own, np.empty((null["rows"], width), np.uint16)):
             yield null["key"]
 
@@ -335,9 +357,14 @@ def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
 
 
 def _verify_unit(
-    cache: Cache, recipe: str, plan: int, commit: index.Commit, needed: set[str], again: dict[str, set[bytes]],
+    cache: Cache,
+    recipe: str,
+    plan: int,
+    commit: index.Commit,
+    needed: set[str],
+    again: dict[str, set[bytes]],
     progress: Callable[[int], None],
-) -> Iterator[Finding]:  # fmt: skip
+) -> Iterator[Finding]:
     """What is wrong with the shard of a commit. needed: shards of named snapshots, which are missed even where other
     shards have their records. again: of each shard the damaged records that another has; added to."""
     if commit.shard is None:
@@ -461,8 +488,10 @@ def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[in
     its null record. A packed snapshot has copies of its own."""
     if snapshot.packed:
         return
-    wanted = {kind: {names.index(s): keys for s, keys in records.items() if s in names}
-              for kind, names in snapshot.shards.items()}  # fmt: skip
+    wanted = {
+        kind: {names.index(s): keys for s, keys in records.items() if s in names}
+        for kind, names in snapshot.shards.items()
+    }
     for table in snapshot.tables():
         captions = pa.concat_arrays([chunk.flatten() for chunk in table.column("captions").chunks])
         columns = {
@@ -471,8 +500,9 @@ def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[in
         }
         yield sum(
             int(np.isin(keys[shards == number], index.as_keys(sorted(bad))).sum())
-            for kind, (shards, keys) in columns.items() for number, bad in wanted[kind].items()
-        )  # fmt: skip
+            for kind, (shards, keys) in columns.items()
+            for number, bad in wanted[kind].items()
+        )
     yield int(bytes.fromhex(snapshot.null["key"]) in records.get(snapshot.null["shard"], ()))
 
 

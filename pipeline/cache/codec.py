@@ -95,8 +95,9 @@ class Codec:
         if bytes(data[: _HEADER.size]) != _HEADER.pack(magic, into.ndim, *dimensions):
             raise IntegrityError(
                 f"{where} is not stored as {self.storage} of shape {into.shape}",
-                expected=_HEADER.pack(magic, into.ndim, *dimensions).hex(), found=bytes(data[: _HEADER.size]).hex(),
-            )  # fmt: skip
+                expected=_HEADER.pack(magic, into.ndim, *dimensions).hex(),
+                found=bytes(data[: _HEADER.size]).hex(),
+            )
         data = data[_HEADER.size :]
         if self.storage == LOSSLESS:
             _join(data, into, where)
@@ -105,8 +106,9 @@ class Codec:
         if len(data) != _DIGEST + 2 * count + into.size:
             raise IntegrityError(
                 f"{where} has another length than int8 of shape {into.shape}",
-                expected=_DIGEST + 2 * count + into.size, found=len(data),
-            )  # fmt: skip
+                expected=_DIGEST + 2 * count + into.size,
+                found=len(data),
+            )
         scale = self._scale(bytes(data[:_DIGEST]).hex(), where)
         steps = np.frombuffer(data, "<u2", count, _DIGEST)
         quantised = np.frombuffer(data, np.int8, into.size, _DIGEST + 2 * count).reshape(into.shape)
@@ -138,9 +140,10 @@ def known(storage: str) -> None:
     """
     if storage not in STORAGES:
         raise CacheError(
-            f"values are stored as {storage!r}, which this version does not know", expected=" or ".join(STORAGES),
+            f"values are stored as {storage!r}, which this version does not know",
+            expected=" or ".join(STORAGES),
             fix="use the version of sana-pipe that wrote it, or a newer one",
-        )  # fmt: skip
+        )
 
 
 def writer(files: Files, recipe: layout.Recipe) -> Codec | None:

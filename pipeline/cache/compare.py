@@ -56,11 +56,16 @@ def listed(cache: Cache) -> list[dict[str, Any]]:
         head = opened.head
         found.append(
             {
-                "id": opened.id, "names": sorted(names.get(opened.id, [])), "parent": head["parent"],
-                "samples": len(opened), "buckets": len(opened.buckets), "left_out": sum(head["left_out"].values()),
-                "bytes": sum(opened.shard_files().values()), "packed": opened.packed,
+                "id": opened.id,
+                "names": sorted(names.get(opened.id, [])),
+                "parent": head["parent"],
+                "samples": len(opened),
+                "buckets": len(opened.buckets),
+                "left_out": sum(head["left_out"].values()),
+                "bytes": sum(opened.shard_files().values()),
+                "packed": opened.packed,
             }
-        )  # fmt: skip
+        )
     return _by_age(found)
 
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline import retrying
-from pipeline.cache import layout, owner
+from pipeline.cache import layout, process_identity
 from pipeline.cache.layout import Paths
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 
@@ -514,7 +514,7 @@ def temporary_in(folder: Path) -> Iterator[Path]:
     """A path in a folder (made if need be) that nobody else uses; removed at the end if still there."""
     with explained(folder):
         make_folder(folder)
-    path = folder / f"{owner.mark()}-{uuid.uuid4().hex}"
+    path = folder / f"{process_identity.mark()}-{uuid.uuid4().hex}"
     try:
         yield path
     finally:
@@ -554,7 +554,7 @@ def sweep_in(folder: Path) -> int:
     count, before = 0, now_in(folder) - STALE_TMP_S
     for path in found:
         with suppress(OSError):
-            if path.stat().st_mtime <= before and not owner.lives(path.name):
+            if path.stat().st_mtime <= before and not process_identity.lives(path.name):
                 path.unlink()
                 count += 1
     return count

@@ -52,9 +52,14 @@ class Commit:
 
     def body(self) -> dict[str, Any]:
         return {
-            "unit": self.unit, "shard": self.shard, "bytes": self.bytes, "records": self.records, "table": self.table,
-            "rejects": [vars(r) for r in self.rejects], "provenance": self.provenance,
-        }  # fmt: skip
+            "unit": self.unit,
+            "shard": self.shard,
+            "bytes": self.bytes,
+            "records": self.records,
+            "table": self.table,
+            "rejects": [vars(r) for r in self.rejects],
+            "provenance": self.provenance,
+        }
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Commit:
@@ -156,8 +161,9 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     if table.schema != RECORDS[kind] or table.num_rows != commit.records:
         raise IntegrityError(
             f"{files.where(name)}: is not the record table of unit {commit.unit}",
-            expected=f"{commit.records} {kind} records", found=f"{table.num_rows} rows of {table.schema.names}",
-        )  # fmt: skip
+            expected=f"{commit.records} {kind} records",
+            found=f"{table.num_rows} rows of {table.schema.names}",
+        )
     return _with_shard(table, commit.shard)
 
 
@@ -201,9 +207,10 @@ class RecordIndex:
                 if missing := {*RECORDS[self.kind].names, "shard"} - set(tables[-1].column_names):
                     raise IntegrityError(
                         f"{files.where(Paths.segment(recipe, plan))}: is not of {self.kind} records",
-                        expected=", ".join(sorted(missing)), found=", ".join(tables[-1].column_names),
+                        expected=", ".join(sorted(missing)),
+                        found=", ".join(tables[-1].column_names),
                         fix=layout.REPAIR,
-                    )  # fmt: skip
+                    )
             else:
                 tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
         schema = RECORDS[self.kind]
@@ -261,8 +268,9 @@ class RecordIndex:
             parts.append((one, number, counts[one.columns["shard"]]))
         columns = {
             name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
-            for name in here.columns if name != "shard"
-        }  # fmt: skip
+            for name in here.columns
+            if name != "shard"
+        }
         shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
         whole._fill({"shard": shards, **columns})
         return whole

@@ -53,16 +53,18 @@ class JointWriter(TarWriter):
         latent, text: the recipes of the records.
     """
 
-    def __init__(
-        self, files: Files, folder: str, unit: str, latent: layout.LatentRecipe, text: layout.TextRecipe
-    ):  # fmt: skip
+    def __init__(self, files: Files, folder: str, unit: str, latent: layout.LatentRecipe, text: layout.TextRecipe):
         self.folder, self.latent, self.text = folder, latent, text
         self._rows: list[dict[str, Any]] = []
         self._null: dict[str, Any] | None = None
         head = {
-            "format": layout.FORMAT, "version": layout.VERSION, "pack": folder, "unit": unit, "latent": latent.name,
+            "format": layout.FORMAT,
+            "version": layout.VERSION,
+            "pack": folder,
+            "unit": unit,
+            "latent": latent.name,
             "text": text.name,
-        }  # fmt: skip
+        }
         super().__init__(files, head)
 
     def add(
@@ -71,9 +73,13 @@ class JointWriter(TarWriter):
         """Add a sample. captions: the record, its weight and the caption as it was written."""
         name = f"{sample_id:016x}"
         row: dict[str, Any] = {
-            "sample_id": sample_id, **self._record(f"{name}.latent.npy", latent, self.latent), "source": source,
-            "item": item, "captions": [], "written": [],
-        }  # fmt: skip
+            "sample_id": sample_id,
+            **self._record(f"{name}.latent.npy", latent, self.latent),
+            "source": source,
+            "item": item,
+            "captions": [],
+            "written": [],
+        }
         for number, (record, weight, said) in enumerate(captions):
             own = f"{name}.{number}" if number else name
             place = self._record(f"{own}.text.npy", record, self.text)
@@ -89,9 +95,14 @@ class JointWriter(TarWriter):
         place = self._record(NULL, record, self.text)
         rows, width = record.shape
         self._null = {
-            **place, "rows": rows, "width": width, "valid": valid, "caption_offset": place["offset"],
-            "caption_length": 0, "caption_checksum": layout.digest("caption", record.key, b""),
-        }  # fmt: skip
+            **place,
+            "rows": rows,
+            "width": width,
+            "valid": valid,
+            "caption_offset": place["offset"],
+            "caption_length": 0,
+            "caption_checksum": layout.digest("caption", record.key, b""),
+        }
 
     def finish(self) -> tuple[str, int, pa.Table]:
         """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
@@ -107,6 +118,9 @@ class JointWriter(TarWriter):
         header = npy_header(record.shape) if plain else npy_header((len(record.payload),), "|u1")
         start = self._member(name, header, memoryview(record.payload))
         return {
-            "shard": 0, "offset": start + len(header), "key": record.key, "checksum": record.checksum,
+            "shard": 0,
+            "offset": start + len(header),
+            "key": record.key,
+            "checksum": record.checksum,
             "length": len(record.payload),
-        }  # fmt: skip
+        }

@@ -271,10 +271,14 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
-        "scales": {"recipe": stem}, "sources": {"source": owner}, "plans": {"recipe": owner, "number": stem},
-        "units": {"unit": stem}, "segments": {"recipe": owner, "plan": stem},
-        "snapshots": {"id": stem}, "names": {"name": owner},
-    }.get(folder, {})  # fmt: skip
+        "scales": {"recipe": stem},
+        "sources": {"source": owner},
+        "plans": {"recipe": owner, "number": stem},
+        "units": {"unit": stem},
+        "segments": {"recipe": owner, "plan": stem},
+        "snapshots": {"id": stem},
+        "names": {"name": owner},
+    }.get(folder, {})
     found = {key: body.get(key, value) for key, value in wanted.items()}
     found = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in found.items()}
     return ", ".join(f"{key} {value}" for key, value in found.items() if value != wanted[key])

@@ -67,9 +67,11 @@ class Mirror:
             needed = size()
             if needed > self.limit:
                 raise CacheError(
-                    f"{name}: is larger than the whole mirror {self.root}", expected=f"at most {self.limit:,} bytes",
-                    found=f"{needed:,} bytes", fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
-                )  # fmt: skip
+                    f"{name}: is larger than the whole mirror {self.root}",
+                    expected=f"at most {self.limit:,} bytes",
+                    found=f"{needed:,} bytes",
+                    fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
+                )
             with self._locked("room"):
                 self._make_room(needed, disk=True)
             with self.temporary() as path:
@@ -101,10 +103,11 @@ class Mirror:
 
     def _full(self, needed: int) -> NoSpaceError:
         return NoSpaceError(
-            f"{self.root}: the mirror's disk is full", expected=f"{needed:,} bytes free",
+            f"{self.root}: the mirror's disk is full",
+            expected=f"{needed:,} bytes free",
             found=f"{free_at(self.root):,} bytes, and no copy that could be removed",
             fix=f"free space on the disk of {self.root}, or set mirror.path to a folder on another one",
-        )  # fmt: skip
+        )
 
     def drop(self, name: str) -> None:
         """Forget the copy of an object."""

@@ -45,9 +45,7 @@ _PIECE = 16 << 20
 T = TypeVar("T")
 
 
-def files_at(
-    root: str | Path, mirror: MirrorConfig | None = None, patience_s: float = retrying.PATIENCE_S
-) -> Files:  # fmt: skip
+def files_at(root: str | Path, mirror: MirrorConfig | None = None, patience_s: float = retrying.PATIENCE_S) -> Files:
     """The files of a cache: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder)."""
     text = str(root)
     if isinstance(root, Path) or "://" not in text:
@@ -200,8 +198,9 @@ class ObjectFiles(Files):
         if len(piece) > length:
             raise CacheError(
                 f"{self.where(name)}: the server sent another range than was asked for",
-                expected=f"{length} bytes from {offset}", found=f"{len(piece)} bytes",
-            )  # fmt: skip
+                expected=f"{length} bytes from {offset}",
+                found=f"{len(piece)} bytes",
+            )
         return piece
 
     def digest(self, name: str) -> str:
@@ -220,8 +219,9 @@ class ObjectFiles(Files):
             if len(piece) != end - start:
                 raise CacheError(
                     f"{self.where(name)}: the server sent another range than was asked for",
-                    expected=f"{end - start} bytes from {start}", found=f"{len(piece)} bytes",
-                )  # fmt: skip
+                    expected=f"{end - start} bytes from {start}",
+                    found=f"{len(piece)} bytes",
+                )
             state.update(piece)
         if state.hexdigest() != PurePosixPath(name).stem:
             self.mirror.drop(name)
@@ -253,9 +253,11 @@ class ObjectFiles(Files):
         found = file_digest(temporary)
         if found != digest:
             raise IntegrityError(
-                f"{temporary}: reads back other bytes than were written", expected=digest, found=found,
+                f"{temporary}: reads back other bytes than were written",
+                expected=digest,
+                found=found,
                 fix="check the disk",
-            )  # fmt: skip
+            )
         if not self.publish(temporary, name):  # over it: as young as a new one, and right
             self._write(name, lambda path: self.fs.put_file(str(temporary), path))
 

@@ -45,18 +45,30 @@ _KEY = pa.binary(16)
 RECORDS = {
     "latent": pa.schema(
         [
-            ("key", _KEY), ("offset", pa.uint64()), ("length", pa.uint64()), ("checksum", _KEY),
-            ("channels", pa.uint32()), ("height", pa.uint32()), ("width", pa.uint32()),
+            ("key", _KEY),
+            ("offset", pa.uint64()),
+            ("length", pa.uint64()),
+            ("checksum", _KEY),
+            ("channels", pa.uint32()),
+            ("height", pa.uint32()),
+            ("width", pa.uint32()),
         ]
     ),
     "text": pa.schema(
         [
-            ("key", _KEY), ("offset", pa.uint64()), ("length", pa.uint64()), ("checksum", _KEY),
-            ("rows", pa.uint32()), ("width", pa.uint32()), ("valid", pa.uint32()),
-            ("caption_offset", pa.uint64()), ("caption_length", pa.uint32()), ("caption_checksum", _KEY),
+            ("key", _KEY),
+            ("offset", pa.uint64()),
+            ("length", pa.uint64()),
+            ("checksum", _KEY),
+            ("rows", pa.uint32()),
+            ("width", pa.uint32()),
+            ("valid", pa.uint32()),
+            ("caption_offset", pa.uint64()),
+            ("caption_length", pa.uint32()),
+            ("caption_checksum", _KEY),
         ]
     ),
-}  # fmt: skip
+}
 """Record tables by kind. `offset` and `length` are those of the payload inside the shard, in bytes; the shape is that
 of the values, whatever the storage."""
 
@@ -183,9 +195,14 @@ class ShardWriter(TarWriter):
         return len(self._columns["key"])
 
     def add(
-        self, key: bytes, array: np.ndarray, *, caption: str | None = None, valid: int | None = None,
+        self,
+        key: bytes,
+        array: np.ndarray,
+        *,
+        caption: str | None = None,
+        valid: int | None = None,
         stored: bytes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a record.
 
         Args:
@@ -211,9 +228,11 @@ class ShardWriter(TarWriter):
                 self.measured.add(self._codec, array, payload)
         start = self._member(f"{key.hex()}.npy", header, payload)
         row: dict[str, Any] = {
-            "key": key, "offset": start + len(header), "length": len(payload),
+            "key": key,
+            "offset": start + len(header),
+            "length": len(payload),
             "checksum": layout.checksum(self.recipe.id, key, payload),
-        }  # fmt: skip
+        }
         if self.recipe.kind == "latent":
             row.update(zip(("channels", "height", "width"), array.shape, strict=True))
         else:
@@ -275,9 +294,7 @@ class Reader:
         ranged: read an object store by ranges, without fetching shards whole: for records that are each read once.
     """
 
-    def __init__(
-        self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False
-    ):  # fmt: skip
+    def __init__(self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False):
         self.files, self.recipe, self.folder = files, recipe, folder or recipe
         self._open_file = files.ranged if ranged else files.open
         self.recipe_id = recipe.partition("-")[2]
@@ -294,9 +311,15 @@ class Reader:
         return self._codec is None
 
     def read(
-        self, shard: str, offset: int, key: bytes, expected: bytes, into: np.ndarray, length: int | None = None,
+        self,
+        shard: str,
+        offset: int,
+        key: bytes,
+        expected: bytes,
+        into: np.ndarray,
+        length: int | None = None,
         attempts: int = 2,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read one record into `into` (C-contiguous uint16: bf16 bits) and verify it; a mismatch is read once more.
 
         Args:
@@ -310,18 +333,26 @@ class Reader:
             if length not in (None, into.nbytes):
                 raise IntegrityError(
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
-                    expected=f"{into.nbytes} bytes", found=f"{length} bytes",
+                    expected=f"{into.nbytes} bytes",
+                    found=f"{length} bytes",
                     fix=f"{layout.REPAIR} (the recipe's document says how it is stored)",
-                )  # fmt: skip
+                )
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
             self._codec.decode(self.stored(shard, offset, key, expected, length), into, self.where(shard, offset, key))
 
     def read_batch(
-        self, shards: Sequence[str], columns: Mapping[str, np.ndarray], which: np.ndarray, into: np.ndarray,
-        begin: np.ndarray, end: np.ndarray, *, verify: bool = True,
+        self,
+        shards: Sequence[str],
+        columns: Mapping[str, np.ndarray],
+        which: np.ndarray,
+        into: np.ndarray,
+        begin: np.ndarray,
+        end: np.ndarray,
+        *,
+        verify: bool = True,
         doing: Callable[[str, int, bytes], None] | None = None,
-    ) -> list[tuple[int, RecordError]]:  # fmt: skip
+    ) -> list[tuple[int, RecordError]]:
         """Read many records, in the order of their places; neighbours in one call. Each is verified, and read once
         more alone if it is wrong.
 
@@ -400,9 +431,7 @@ class Reader:
         """A record's place, for messages."""
         return f"{self.files.where(layout.Paths.shard(self.folder, shard))}: record {key.hex()} at byte {offset}"
 
-    def _read(
-        self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2
-    ) -> None:  # fmt: skip
+    def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2) -> None:
         found = b""
 
         def right(data: memoryview) -> bool:
@@ -426,7 +455,7 @@ class Reader:
 
     def _until(
         self, right: Callable[[memoryview], bool], shard: str, offset: int, view: memoryview, attempts: int = 2
-    ) -> tuple[int, str]:  # fmt: skip
+    ) -> tuple[int, str]:
         """Fill `view` from a shard until it is right. The last attempt opens the shard anew: a file that was replaced
         (a repair, a copy put back, NFS) keeps its old bytes for who has it open.
 
@@ -471,8 +500,10 @@ class Reader:
             raise IntegrityError(
                 f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
                 f"byte {offset} has the wrong checksum",
-                expected=expected.hex(), found=found.hex(), fix=_MEND,
-            )  # fmt: skip
+                expected=expected.hex(),
+                found=found.hex(),
+                fix=_MEND,
+            )
         return data.decode("utf-8")
 
     def close(self) -> None:

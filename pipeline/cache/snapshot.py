@@ -33,13 +33,25 @@ CHUNK_ROWS = 1 << 18
 
 _KEY = pa.binary(16)
 CAPTION = pa.struct(
-    [("shard", pa.uint32()), ("offset", pa.uint64()), ("rows", pa.uint32()), ("weight", pa.float32()),
-     ("key", _KEY), ("checksum", _KEY)]
-)  # fmt: skip
+    [
+        ("shard", pa.uint32()),
+        ("offset", pa.uint64()),
+        ("rows", pa.uint32()),
+        ("weight", pa.float32()),
+        ("key", _KEY),
+        ("checksum", _KEY),
+    ]
+)
 SAMPLES = pa.schema(
-    [("sample_id", pa.uint64()), ("shard", pa.uint32()), ("offset", pa.uint64()), ("key", _KEY), ("checksum", _KEY),
-     ("captions", pa.list_(CAPTION))]
-)  # fmt: skip
+    [
+        ("sample_id", pa.uint64()),
+        ("shard", pa.uint32()),
+        ("offset", pa.uint64()),
+        ("key", _KEY),
+        ("checksum", _KEY),
+        ("captions", pa.list_(CAPTION)),
+    ]
+)
 """What training reads of a sample. `shard` counts into the head's `shards` of that kind."""
 
 
@@ -107,8 +119,9 @@ class Columns:
         places = np.arange(first[-1]) + np.repeat(begin - first[:-1], counts)
         return Columns(
             {name: column[which] for name, column in self.samples.items()},
-            {name: column[places] for name, column in self.captions.items()}, first,
-        )  # fmt: skip
+            {name: column[places] for name, column in self.captions.items()},
+            first,
+        )
 
     @classmethod
     def join(cls, parts: list[Columns]) -> Columns:
@@ -163,8 +176,9 @@ def shard_files(head: dict[str, Any]) -> dict[str, int]:
     folders = {kind: layout.RECIPES[kind].from_values(head["recipes"][kind]).name for kind in ("latent", "text")}
     return {
         Paths.shard(head.get("folder", folder), shard["name"]): shard["bytes"]
-        for kind, folder in folders.items() for shard in head["shards"][kind]
-    }  # fmt: skip
+        for kind, folder in folders.items()
+        for shard in head["shards"][kind]
+    }
 
 
 def maker(head: dict[str, Any]) -> str:
@@ -190,8 +204,10 @@ def check_files(files: Files, head: dict[str, Any]) -> None:
         if name in shards and found[name] != shards[name]:
             raise IntegrityError(
                 f"{files.where(name)}: has another size than a snapshot says",
-                expected=f"{shards[name]} bytes", found=f"{found[name]} bytes", fix=fix,
-            )  # fmt: skip
+                expected=f"{shards[name]} bytes",
+                found=f"{found[name]} bytes",
+                fix=fix,
+            )
 
 
 class Snapshot:
@@ -371,9 +387,11 @@ class Snapshot:
         found = digest_of(handle)  # not through the mapping: only what is looked up shall take up memory
         if found != entry[which]:
             raise IntegrityError(
-                f"{path}: a chunk of snapshot {self.id} does not match its name", expected=entry[which], found=found,
+                f"{path}: a chunk of snapshot {self.id} does not match its name",
+                expected=entry[which],
+                found=found,
                 fix=maker(self.head),
-            )  # fmt: skip
+            )
         table = ipc_table(handle.map())
         if table.schema != schema or table.num_rows != entry["rows"]:
             raise IntegrityError(f"{path}: is not chunk {number} of snapshot {self.id}", found=str(table.schema.names))
@@ -410,15 +428,23 @@ class _Chunk:
         own = self.caption
         lengths = own.get("length")
         return Sample(
-            int(self.sample_id[at]), bucket, shards["latent"][int(self.shard[at])], int(self.offset[at]),
-            key_bytes(self.key[at]), key_bytes(self.checksum[at]),
+            int(self.sample_id[at]),
+            bucket,
+            shards["latent"][int(self.shard[at])],
+            int(self.offset[at]),
+            key_bytes(self.key[at]),
+            key_bytes(self.checksum[at]),
             tuple(
                 Caption(
-                    shards["text"][int(own["shard"][i])], int(own["offset"][i]), int(own["rows"][i]),
-                    float(own["weight"][i]), key_bytes(own["key"][i]), key_bytes(own["checksum"][i]),
+                    shards["text"][int(own["shard"][i])],
+                    int(own["offset"][i]),
+                    int(own["rows"][i]),
+                    float(own["weight"][i]),
+                    key_bytes(own["key"][i]),
+                    key_bytes(own["checksum"][i]),
                     None if lengths is None else int(lengths[i]),
                 )
                 for i in range(int(self.columns.first[at]), int(self.columns.first[at + 1]))
             ),
             None if self.length is None else int(self.length[at]),
-        )  # fmt: skip
+        )

@@ -40,17 +40,20 @@ def check_source_name(name: str) -> None:
     """UserError unless a source may be called this."""
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} cannot name a source", expected="letters, digits, '.', '_' and '-', at most 100",
+            f"{name!r} cannot name a source",
+            expected="letters, digits, '.', '_' and '-', at most 100",
             fix="--source-name NAME",
-        )  # fmt: skip
+        )
 
 
 def name_taken(name: str, found: str, wanted: str) -> UserError:
     """The refusal to move a snapshot's name from `found` to `wanted`."""
     return UserError(
-        f"the name {name!r} points to another snapshot already", expected=wanted, found=found,
+        f"the name {name!r} points to another snapshot already",
+        expected=wanted,
+        found=found,
         fix="another name, or --move: what no name points to any more is removed by gc",
-    )  # fmt: skip
+    )
 
 
 def check_snapshot_name(name: str) -> None:
@@ -105,9 +108,13 @@ class Cache:
     """
 
     def __init__(
-        self, root: str | Path, *, create: bool = False, mirror: MirrorConfig | None = None,
+        self,
+        root: str | Path,
+        *,
+        create: bool = False,
+        mirror: MirrorConfig | None = None,
         patience_s: float = PATIENCE_S,
-    ):  # fmt: skip
+    ):
         self.files = files_at(root, mirror, patience_s)
         if create:
             self.files.probe()
@@ -228,9 +235,10 @@ class Cache:
         if last is None:
             known = [name for name in self.sources() if self.last_scan(name) is not None]
             raise CacheError(
-                f"{self.location}: holds no source {source!r}", expected=", ".join(known) or "(none)",
+                f"{self.location}: holds no source {source!r}",
+                expected=", ".join(known) or "(none)",
                 fix="sana-pipe status",
-            )  # fmt: skip
+            )
         try:
             empty = self.table(last["table"]).slice(0, 0)
         except IntegrityError:  # a damaged table is no reason to stay
@@ -267,9 +275,7 @@ class Cache:
 
     # ------------------------------------------------------------ snapshots
 
-    def add_snapshot(
-        self, head: dict[str, Any], name: str | None, *, latest: bool = True, move: bool = False
-    ) -> str:  # fmt: skip
+    def add_snapshot(self, head: dict[str, Any], name: str | None, *, latest: bool = True, move: bool = False) -> str:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
         Its parent is what the name pointed to before, unless the head says it already (a packed snapshot). A head that
@@ -359,7 +365,7 @@ class Cache:
                     f"{self.location}: snapshot {snapshot_id[:12]} has no name that stays, so that gc on another "
                     f"machine may remove it during the training, and none can be written here: {error.what}",
                     fix=f"where the cache can be written: sana-pipe snapshots name {snapshot_id[:12]} NAME",
-                ) from None  # fmt: skip
+                ) from None
 
     def forget_name(self, name: str) -> str:
         """Let a name point to nothing; returns the id of the snapshot that it pointed to.

@@ -25,11 +25,12 @@ from pipeline.cache import codec, layout
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.data import buckets, captions, image
-from pipeline.data.reasons import Kinds
-from pipeline.data.source import Source
-from pipeline.encoding.progress import span
+from pipeline.images import buckets, decoding
 from pipeline.models import encoders
+from pipeline.sources import caption_rules as captions
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Source
+from pipeline.work.progress import span
 
 Shape = tuple[int, int]
 
@@ -193,9 +194,12 @@ class Sizes:
 
 
 def sizes(
-    work: Wanted, config: Config, latent: layout.LatentRecipe, text: layout.TextRecipe,
+    work: Wanted,
+    config: Config,
+    latent: layout.LatentRecipe,
+    text: layout.TextRecipe,
     count_rows: Callable[[Sequence[str]], list[int]],
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """Bytes by kind.
 
     Args:
@@ -218,10 +222,12 @@ def sizes(
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
     index += (image_units + text_units) * _UNIT + sum(size for _, size in work.captions) // 2 + work.items * 48
     return Sizes(
-        latents + image_units * _SHARD, round(body * scale) + null + text_units * _SHARD,
+        latents + image_units * _SHARD,
+        round(body * scale) + null + text_units * _SHARD,
         index if work.images + work.texts else 0,
-        round((sum(rows) - len(rows)) * scale), len(picked),
-    )  # fmt: skip
+        round((sum(rows) - len(rows)) * scale),
+        len(picked),
+    )
 
 
 def _unit_images(config: Config, record: int) -> int:
@@ -302,9 +308,15 @@ def _probe_text(encoder: encoders.TextEncoder, work: Wanted, config: Config, end
 
 
 def _probe_images(
-    encoder: encoders.LatentEncoder, source: Source, items: list[str], shape: Shape, config: Config,
-    recipe: layout.LatentRecipe, end: float, decoded: list[float],
-) -> tuple[float | None, int]:  # fmt: skip
+    encoder: encoders.LatentEncoder,
+    source: Source,
+    items: list[str],
+    shape: Shape,
+    config: Config,
+    recipe: layout.LatentRecipe,
+    end: float,
+    decoded: list[float],
+) -> tuple[float | None, int]:
     """Seconds a picture, and how many were encoded at once. `decoded` gets the seconds of each that was read."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
@@ -315,8 +327,8 @@ def _probe_images(
         try:
             data = source.read(item)
             limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
-            pictures.append(image.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
-        except (OSError, image.ImageReject):
+            pictures.append(decoding.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
+        except (OSError, decoding.ImageReject):
             continue
         decoded.append(time.monotonic() - start)
     if not pictures:
@@ -354,12 +366,18 @@ def times(work: Wanted, found: Sizes, speed: Speed, config: Config, tasks: int) 
     known = encode_s is not None and text_s is not None
     seconds = max(encode_s or 0.0, decode_s) + (text_s or 0.0)
     return {
-        "device": speed.device, "probed_images": speed.images, "probed_captions": speed.captions,
-        "load_s": speed.load_s, "image_encode_s": encode_s, "image_decode_s": decode_s, "text_encode_s": text_s,
+        "device": speed.device,
+        "probed_images": speed.images,
+        "probed_captions": speed.captions,
+        "load_s": speed.load_s,
+        "image_encode_s": encode_s,
+        "image_decode_s": decode_s,
+        "text_encode_s": text_s,
         "decode_bound": encode_s is not None and decode_s > encode_s,
         "device_hours": seconds / 3600 if known else None,
-        "tasks": tasks, "hours_per_task": (seconds / tasks + speed.load_s) / 3600 if known else None,
-    }  # fmt: skip
+        "tasks": tasks,
+        "hours_per_task": (seconds / tasks + speed.load_s) / 3600 if known else None,
+    }
 
 
 # ---------------------------------------------------------------- the report
@@ -371,8 +389,13 @@ def report(
     """The whole estimate as JSON values. reserve: bytes that must stay free (`encode.min_free_gib`);
     free: None where the store does not tell."""
     return {
-        "source": name, "items": work.items, "usable": work.usable, "rejects": sum(work.rejects.counts.values()),
-        "undecided": work.undecided, "unread": work.unread, "reasons": work.rejects.counts,
+        "source": name,
+        "items": work.items,
+        "usable": work.usable,
+        "rejects": sum(work.rejects.counts.values()),
+        "undecided": work.undecided,
+        "unread": work.unread,
+        "reasons": work.rejects.counts,
         "examples": work.rejects.examples,
         "buckets": [
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
@@ -382,9 +405,11 @@ def report(
         "new": {"latents": work.images, "captions": work.texts},
         "tokens": {"total": found.tokens, "captions_tokenized": found.sampled, "captions": len(work.captions)},
         "bytes": {"latents": found.latents, "text": found.text, "index": found.index, "total": found.total},
-        "free_bytes": free, "reserve_bytes": reserve, "enough_space": free is None or found.total + reserve <= free,
+        "free_bytes": free,
+        "reserve_bytes": reserve,
+        "enough_space": free is None or found.total + reserve <= free,
         "time": time_told,
-    }  # fmt: skip
+    }
 
 
 def lines(told: dict[str, Any], cache: str) -> list[str]:

@@ -24,15 +24,15 @@ import pyarrow.compute as pc
 from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
-from pipeline.encoding.claims import BEATS, Claims
-from pipeline.encoding.stopping import Stop
 from pipeline.errors import IntegrityError
+from pipeline.work.claims import BEATS, Claims
+from pipeline.work.stop import Stop
 
 LOOK_S = 1.0
 """How often, at least, a process without work looks for what the others have made."""
 
 
-class Outdated(Exception):
+class ScanSuperseded(Exception):
     """Somebody finished a scan of this source while this process was at one: its rows are to be taken over."""
 
 
@@ -91,7 +91,7 @@ class Fragments:
                         rows = self._published(one)  # between our first look and our claim
                         if rows is None:
                             if 0 <= last < self._scans():
-                                raise Outdated
+                                raise ScanSuperseded
                             rows = make(one)
                             self._publish(one, rows)
                     worked = True

@@ -25,15 +25,22 @@ from pipeline.cache.arrow import taken
 from pipeline.cache.index import as_keys, binary, committed, fixed
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
-from pipeline.data import buckets, captions
-from pipeline.data.join import latent_keys
-from pipeline.data.names import said
 from pipeline.errors import UserError
+from pipeline.images import buckets
+from pipeline.snapshots.join import latent_keys
+from pipeline.sources import caption_rules
+from pipeline.sources.filenames import said
 
 IMAGES = pa.schema(
-    [("key", pa.binary(16)), ("source", pa.string()), ("item", pa.string()), ("digest", pa.binary(16)),
-     ("height", pa.int32()), ("width", pa.int32())]
-)  # fmt: skip
+    [
+        ("key", pa.binary(16)),
+        ("source", pa.string()),
+        ("item", pa.string()),
+        ("digest", pa.binary(16)),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+    ]
+)
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
@@ -42,9 +49,12 @@ CHUNK = 1 << 20
 
 
 def image_work(
-    scan: pa.Table, source: str, recipe: layout.LatentRecipe, table: list[tuple[int, int]],
+    scan: pa.Table,
+    source: str,
+    recipe: layout.LatentRecipe,
+    table: list[tuple[int, int]],
     targets: dict[str, tuple[int, int]] | None = None,
-) -> pa.Table:  # fmt: skip
+) -> pa.Table:
     """Rows of `IMAGES` for the usable items of a scan, in listing order, equal pictures once.
 
     Args:
@@ -80,9 +90,13 @@ def image_work(
     items = taken(usable.select(["item", "digest"]), rows[first])
     counts = [min(CHUNK, len(first) - start) for start in range(0, len(first), CHUNK)]
     columns = [
-        binary(keys[first]), pa.chunked_array([pa.repeat(source, count) for count in counts], pa.string()),
-        items.column("item"), items.column("digest"), pa.array(sides[:, 0]), pa.array(sides[:, 1]),
-    ]  # fmt: skip
+        binary(keys[first]),
+        pa.chunked_array([pa.repeat(source, count) for count in counts], pa.string()),
+        items.column("item"),
+        items.column("digest"),
+        pa.array(sides[:, 0]),
+        pa.array(sides[:, 1]),
+    ]
     return pa.table(columns, schema=IMAGES)
 
 
@@ -121,7 +135,7 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
         pc.list_flatten(chunk).field("text").cast(pa.large_string()) for chunk in usable.column("captions").chunks
     ]
     written = pa.chunked_array(pieces, pa.large_string()).unique()
-    normalised = (captions.normalise(text.as_py(), recipe.normalisation) for text in written)
+    normalised = (caption_rules.normalise(text.as_py(), recipe.normalisation) for text in written)
     keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
     first = np.unique(keys, return_index=True)[1]
     null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)

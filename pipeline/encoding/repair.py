@@ -92,9 +92,14 @@ def _restored(
 
 
 def _replace(
-    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, commit: index.Commit, bad: set[bytes],
+    cache: Cache,
+    recipe: layout.Recipe,
+    plan: Plan,
+    unit: Unit,
+    commit: index.Commit,
+    bad: set[bytes],
     made: dict[bytes, worker.Record],
-) -> None:  # fmt: skip
+) -> None:
     """Commit the damaged records as a plan of their own."""
     rows = cache.table(plan.table).slice(unit.start, unit.count)
     wanted = [i for i, key in enumerate(rows.column("key").to_pylist()) if key in bad]

@@ -32,23 +32,31 @@ from pipeline.cache.arrow import ROWS, combined
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import DataConfig
-from pipeline.data import detect, image
-from pipeline.data.ahead import TOGETHER
-from pipeline.data.reasons import Kinds
-from pipeline.data.source import Item, Reject, Run, Seen, Source
-from pipeline.data.store import Unreadable
-from pipeline.encoding.fragments import Fragments, Outdated, Rows
+from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import IntegrityError, UserError
+from pipeline.images import decoding
+from pipeline.sources import detect
+from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.range_prefetch import TOGETHER
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Item, Reject, Run, Seen, Source
 
 SCAN = pa.schema(
     [
-        ("item", pa.string()), ("size", pa.int64()), ("mtime_ns", pa.int64()), ("digest", pa.binary(16)),
-        ("width", pa.int32()), ("height", pa.int32()),
+        ("item", pa.string()),
+        ("size", pa.int64()),
+        ("mtime_ns", pa.int64()),
+        ("digest", pa.binary(16)),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
         ("captions", pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float32())]))),
-        ("meta", pa.string()), ("reject", pa.string()),
-        ("part", pa.string()), ("stamp", pa.string()), ("where", pa.string()),
+        ("meta", pa.string()),
+        ("reject", pa.string()),
+        ("part", pa.string()),
+        ("stamp", pa.string()),
+        ("where", pa.string()),
     ]
-)  # fmt: skip
+)
 """`reject` is null for usable items. `part`, `stamp` and `where` say where an item's bytes are inside an archive or a
 table (see `Source`); they are null for files, and missing in tables of earlier versions."""
 
@@ -69,7 +77,7 @@ Look = Callable[[Source, str, int, int], dict[str, Any]]
 """(source, key, max_pixels, max_bytes) -> the columns `digest`, `width`, `height`, `reject`, as far as found."""
 
 
-def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = image.MAX_BYTES) -> dict[str, Any]:
+def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
     """Digest and size of a picture, from all of its bytes."""
     try:
         data = source.read(key)
@@ -78,7 +86,7 @@ def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = image
     return {"digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
 
 
-def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = image.MAX_BYTES) -> dict[str, Any]:
+def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
     """Size of a picture from its first bytes, as far as they tell: nothing at all if its header lies further behind.
 
     An orientation that stands behind the pixels (possible in PNG and WebP) is not seen.
@@ -97,18 +105,27 @@ def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = imag
 
 def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:
     try:
-        width, height = image.probe(data, max_pixels, max_bytes)
-    except image.ImageReject as reject:
+        width, height = decoding.probe(data, max_pixels, max_bytes)
+    except decoding.ImageReject as reject:
         return {"reject": str(reject)}
     return {"width": width, "height": height}
 
 
 def scan(
-    source: Source, name: str, cache: Cache | None, *, max_pixels: int, workers: int, rehash: bool,
-    progress: Callable[[int, int | None], None], refuse: Callable[[int, int], str | None] = lambda height, width: None,
-    look: Look = from_bytes, fragments: Fragments | None = None, max_bytes: int = image.MAX_BYTES,
+    source: Source,
+    name: str,
+    cache: Cache | None,
+    *,
+    max_pixels: int,
+    workers: int,
+    rehash: bool,
+    progress: Callable[[int, int | None], None],
+    refuse: Callable[[int, int], str | None] = lambda height, width: None,
+    look: Look = from_bytes,
+    fragments: Fragments | None = None,
+    max_bytes: int = decoding.MAX_BYTES,
     max_shrink: float = 1.0,
-) -> pa.Table:  # fmt: skip
+) -> pa.Table:
     """Read a source's listing and headers.
 
     Args:
@@ -134,7 +151,7 @@ def scan(
                 source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments
             ).tables()
             break
-        except Outdated:
+        except ScanSuperseded:
             continue
         finally:
             pool.shutdown(cancel_futures=True)
@@ -163,9 +180,17 @@ class _Scan:
     """One pass over a source."""
 
     def __init__(
-        self, source: Source, name: str, cache: Cache | None, pool: ThreadPoolExecutor, limits: tuple[int, int],
-        look: Look, rehash: bool, progress: Callable[[int, int | None], None], fragments: Fragments | None,
-    ):  # fmt: skip
+        self,
+        source: Source,
+        name: str,
+        cache: Cache | None,
+        pool: ThreadPoolExecutor,
+        limits: tuple[int, int],
+        look: Look,
+        rehash: bool,
+        progress: Callable[[int, int | None], None],
+        fragments: Fragments | None,
+    ):
         self.source, self.name, self.pool = source, name, pool
         self.limits, self.look, self.rehash = limits, look, rehash
         self.progress, self.fragments = progress, fragments
@@ -385,8 +410,11 @@ def _last(cache: Cache, name: str) -> pa.Table | None:
 def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
     """Part -> (stamp, first row, rows), for the parts whose rows may be taken over as they are."""
     parts, stamps = (table.column(column).to_pylist() for column in ("part", "stamp"))
-    again = {part for part, reject in zip(parts, table.column("reject").to_pylist(), strict=True)
-             if reject is not None and (reject.startswith("unreadable") or _limited(reject))}  # fmt: skip
+    again = {
+        part
+        for part, reject in zip(parts, table.column("reject").to_pylist(), strict=True)
+        if reject is not None and (reject.startswith("unreadable") or _limited(reject))
+    }
     runs: dict[str, tuple[str, int, int]] = {}
     start = 0
     for at in range(1, len(parts) + 1):
@@ -409,7 +437,7 @@ def _known(last: pa.Table | None) -> dict[str, dict[str, Any]]:
 
 def _limited(reject: str) -> bool:
     """Whether a higher limit would let the picture in."""
-    return any(limit in reject for limit in image.LIMITS)
+    return any(limit in reject for limit in decoding.LIMITS)
 
 
 def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:

@@ -29,10 +29,11 @@ import torch
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, Reject
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.data import captions, image
-from pipeline.data.source import Source
 from pipeline.errors import UserError
+from pipeline.images import decoding
 from pipeline.models.encoders import NonFiniteError
+from pipeline.sources import caption_rules as captions
+from pipeline.sources.source import Source
 
 DECODE_AHEAD = 2
 WRITE_BEHIND = 2
@@ -85,9 +86,17 @@ Made = tuple[list[Record], list[Reject]]
 
 
 def image_records(
-    recipe: layout.LatentRecipe, unit: Unit, rows: pa.Table, sources: dict[str, Source], encoder: ImageEncoder, *,
-    max_pixels: int, workers: int, only: Container[bytes] | None = None, max_bytes: int = image.MAX_BYTES,
-) -> Iterator[Made]:  # fmt: skip
+    recipe: layout.LatentRecipe,
+    unit: Unit,
+    rows: pa.Table,
+    sources: dict[str, Source],
+    encoder: ImageEncoder,
+    *,
+    max_pixels: int,
+    workers: int,
+    only: Container[bytes] | None = None,
+    max_bytes: int = decoding.MAX_BYTES,
+) -> Iterator[Made]:
     """Encode an image unit, batch by batch.
 
     Args:
@@ -112,8 +121,8 @@ def image_records(
             return Reject(key, item, "changed since it was scanned", retry=True)
         try:
             size = row["height"], row["width"]
-            return image.load(data, size, recipe.background, max_pixels, recipe.decoder, max_bytes)
-        except image.ImageReject as reject:
+            return decoding.load(data, size, recipe.background, max_pixels, recipe.decoder, max_bytes)
+        except decoding.ImageReject as reject:
             return Reject(key, item, str(reject))
 
     with ExitStack() as stack:
@@ -134,9 +143,13 @@ def image_records(
 
 
 def caption_records(
-    recipe: layout.TextRecipe, unit: Unit, rows: pa.Table, encoder: CaptionEncoder, *,
+    recipe: layout.TextRecipe,
+    unit: Unit,
+    rows: pa.Table,
+    encoder: CaptionEncoder,
+    *,
     only: Container[bytes] | None = None,
-) -> Iterator[Made]:  # fmt: skip
+) -> Iterator[Made]:
     """Encode a text unit, batch by batch. `only` as in `image_records`."""
     for batch in _batches(unit, rows, only):
         if batch[0]["caption"] is None:
@@ -154,10 +167,15 @@ def caption_records(
 
 
 def encode(
-    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, made: Iterable[Made],
-    progress: Callable[[int, int], None], how: dict[str, Any] | None = None,
+    cache: Cache,
+    recipe: layout.Recipe,
+    plan: Plan,
+    unit: Unit,
+    made: Iterable[Made],
+    progress: Callable[[int, int], None],
+    how: dict[str, Any] | None = None,
     measured: codec.Measured | None = None,
-) -> Commit:  # fmt: skip
+) -> Commit:
     """Write the records of a unit into its shard and commit it.
 
     Args:
@@ -198,7 +216,7 @@ def provenance() -> dict[str, Any]:
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
-        **image.versions(),
+        **decoding.versions(),
     }
 
 
@@ -259,9 +277,14 @@ def _ahead(
 
 
 def _commit(
-    cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, writer: shard.ShardWriter, rejects: list[Reject],
+    cache: Cache,
+    recipe: layout.Recipe,
+    plan: Plan,
+    unit: Unit,
+    writer: shard.ShardWriter,
+    rejects: list[Reject],
     how: dict[str, Any] | None = None,
-) -> Commit:  # fmt: skip
+) -> Commit:
     made = {**provenance(), **(how or {})}
     if len(writer):
         name, size, table = writer.finish()

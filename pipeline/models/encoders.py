@@ -34,9 +34,22 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC
 
 __all__ = [
-    "DTYPES", "SELECTION", "TOKENIZER_FILES", "LatentDecoder", "LatentEncoder", "NonFiniteError", "TextEncoder",
-    "bf16_bits", "count_rows", "describe_text", "describe_vae", "from_bits", "origin", "text_width", "vae_shape",
-]  # fmt: skip
+    "DTYPES",
+    "SELECTION",
+    "TOKENIZER_FILES",
+    "LatentDecoder",
+    "LatentEncoder",
+    "NonFiniteError",
+    "TextEncoder",
+    "bf16_bits",
+    "count_rows",
+    "describe_text",
+    "describe_vae",
+    "from_bits",
+    "origin",
+    "text_width",
+    "vae_shape",
+]
 
 _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed
     "in_channels": 3,

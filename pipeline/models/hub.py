@@ -134,9 +134,10 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
             raise
         raise ModelError(  # offline: what the cache holds has to do
             f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
-            expected=error.expected, found=error.found,
+            expected=error.expected,
+            found=error.found,
             fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
-        ) from None  # fmt: skip
+        ) from None
     wanted = {name: (found or there)[name] for name in chosen.files}
     to_fetch = sum(size for name, size in wanted.items() if there.get(name) != size)
     return Look(folder, chosen.files, sum(wanted.values()), to_fetch)
@@ -208,8 +209,11 @@ def sizes(weights: Weights) -> dict[str, int] | None:
             if not _is_network(error):
                 raise
             return None
-    there = {one.rfilename.removeprefix(prefix): one.size or 0 for one in told.siblings or ()
-             if one.rfilename.startswith(prefix)}  # fmt: skip
+    there = {
+        one.rfilename.removeprefix(prefix): one.size or 0
+        for one in told.siblings or ()
+        if one.rfilename.startswith(prefix)
+    }
     return {name: size for name, size in there.items() if "/" not in name}
 
 
@@ -367,8 +371,9 @@ def choose(
             expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
             found=", ".join(others) if others else "no weight files",
             fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(names)}"
-            if names else "give the right `subfolder`; convert other formats with save_pretrained",
-        )  # fmt: skip
+            if names
+            else "give the right `subfolder`; convert other formats with save_pretrained",
+        )
     best = sets[0]
     if best.missing:
         other = ""

@@ -184,9 +184,11 @@ def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
         out = shapes["final_layer.linear.weight"][0]
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
-            f"{path} does not hold a Sana transformer of NVlabs' repository", expected="x_embedder.proj.weight, ..",
-            found=", ".join(sorted(shapes)[:4]) or "no tensors", fix=f"give another file ({error})",
-        ) from None  # fmt: skip
+            f"{path} does not hold a Sana transformer of NVlabs' repository",
+            expected="x_embedder.proj.weight, ..",
+            found=", ".join(sorted(shapes)[:4]) or "no tensors",
+            fix=f"give another file ({error})",
+        ) from None
     if any(name.startswith("cfg_embedder.") for name in shapes):
         raise UserError(
             f"{path} is a guidance-distilled model (Sana-Sprint: it has cfg_embedder)", expected="Sana or SANA-1.5"
@@ -199,15 +201,24 @@ def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
             f"{path} does not say how many heads the cross attention of a model of width {width} has",
             expected=f"width {' or '.join(map(str, CROSS_HEADS))}",
             fix=f"put the model's diffusers config.json at {beside}",
-        )  # fmt: skip
+        )
     side, scale = _positions(path, stored)
     return SanaConfig(
-        in_channels=channels, out_channels=out, num_layers=depth, caption_channels=captions, patch_size=patch,
-        num_attention_heads=width // _HEAD, attention_head_dim=_HEAD, cross_attention_dim=width,
-        num_cross_attention_heads=CROSS_HEADS[width], cross_attention_head_dim=width // CROSS_HEADS[width],
-        mlp_ratio=hidden / width, qk_norm="rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
-        sample_size=side, interpolation_scale=scale,
-    )  # fmt: skip
+        in_channels=channels,
+        out_channels=out,
+        num_layers=depth,
+        caption_channels=captions,
+        patch_size=patch,
+        num_attention_heads=width // _HEAD,
+        attention_head_dim=_HEAD,
+        cross_attention_dim=width,
+        num_cross_attention_heads=CROSS_HEADS[width],
+        cross_attention_head_dim=width // CROSS_HEADS[width],
+        mlp_ratio=hidden / width,
+        qk_norm="rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
+        sample_size=side,
+        interpolation_scale=scale,
+    )
 
 
 def _positions(path: Path, stored: Mapping[str, Any]) -> tuple[int, float | None]:

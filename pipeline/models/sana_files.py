@@ -274,9 +274,11 @@ def write_file(
             stored = deinterleave(name, whole).to(device="cpu", dtype=dtype).contiguous()
             if dtype == torch.float16 and not torch.isfinite(stored).all() and torch.isfinite(whole).all():
                 raise UserError(
-                    f"parameter {name} has values that float16 cannot hold", expected="at most 65504",
-                    found=f"{float(whole.abs().max()):g}", fix="another --dtype",
-                )  # fmt: skip
+                    f"parameter {name} has values that float16 cannot hold",
+                    expected="at most 65504",
+                    found=f"{float(whole.abs().max()):g}",
+                    fix="another --dtype",
+                )
             stored.flatten().view(torch.uint8).numpy().tofile(out)
     os.replace(temporary, path)
 

@@ -212,9 +212,17 @@ _ATTENTION = "sana_pipe_after_prefix"
 
 
 def _attention_after_prefix(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor,
-    *, scaling: float, softcap: float | None = None, after_prefix: _KeysAndValues, **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    after_prefix: _KeysAndValues,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' eager attention of Gemma-2, operation by operation, over a prefix's keys and values and new ones.
 
     What it saves: the prefix's keys are multiplied with all captions' queries at once, without a copy for each caption,

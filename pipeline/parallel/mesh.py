@@ -146,7 +146,7 @@ def _mesh(layout: Layout, device: torch.device, timeout: timedelta) -> DeviceMes
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=DIMS)
 
 
-def on_main(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+def broadcast_from_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `function` on rank 0 and return its result everywhere; an error of rank 0 is raised everywhere.
 
     The result travels pickled between processes of one launch: paths, numbers, dataclasses. A thread beside the main

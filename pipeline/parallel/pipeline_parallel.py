@@ -69,7 +69,7 @@ def stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelCo
     """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
 
     Args:
-        model: with `stage(start, stop)`; see `pipeline.parallel.spread.Model`.
+        model: with `stage(start, stop)`; see `pipeline.parallel.parallelize.Model`.
         blocks: how many blocks it has.
         mesh: one dimension, the processes of a pipeline.
     """

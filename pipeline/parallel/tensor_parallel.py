@@ -152,8 +152,11 @@ class _Norm(_Cut):
 
 _CUT: dict[str, type[_Cut]] = {"region": _Region, "column": _Column, "row": _Row, "norm": _Norm}
 _DIMS: dict[str, dict[str, int]] = {
-    "region": {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}, "norm": {"weight": 0},
-}  # fmt: skip
+    "region": {},
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "norm": {"weight": 0},
+}
 _CLASSES: dict[tuple[type[_Cut], type[nn.Module]], type[nn.Module]] = {}
 
 

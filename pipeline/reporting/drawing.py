@@ -16,7 +16,7 @@ import torch
 
 from pipeline.cache.snapshot import Sample, Snapshot
 from pipeline.config import Config
-from pipeline.data.loader import bf16
+from pipeline.loader.loader import bf16
 from pipeline.models.sampler import draw_noise
 from pipeline.models.sampler import sample as draw
 from pipeline.models.sana import SanaTransformer

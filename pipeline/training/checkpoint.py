@@ -45,12 +45,12 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.cache.files import make_folder
 from pipeline.config import Config, written
-from pipeline.data.loader import State
 from pipeline.errors import ConfigError
+from pipeline.loader.loader import State
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import agree, gather, on_main
+from pipeline.parallel.mesh import agree, broadcast_from_rank_0, gather
 from pipeline.training.lock import Lock
-from pipeline.training.reading import CheckpointError, Reader, read_metadata
+from pipeline.training.metadata_reader import CheckpointError, Reader, read_metadata
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -148,7 +148,7 @@ class Saver:
     def _write(self, tensors: dict[str, Any], state: State) -> Path:
         group, final = self._group, folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
-        on_main(lambda: self._prepare(final, work), group)
+        broadcast_from_rank_0(lambda: self._prepare(final, work), group)
         _dcp(lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written")
         rank, world = dist.get_rank(), dist.get_world_size()
         own: dict[str, list[Any]] = {}
@@ -170,8 +170,8 @@ class Saver:
             "torch": torch.__version__,
             "files": files,
         }
-        on_main(lambda: _publish(work, final, document, self._lock), group)
-        on_main(self._retire, group)
+        broadcast_from_rank_0(lambda: _publish(work, final, document, self._lock), group)
+        broadcast_from_rank_0(self._retire, group)
         self._say(f"saved {final}")
         return final
 

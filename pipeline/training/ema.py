@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import EmaConfig
-from pipeline.training.stochastic import local
+from pipeline.training.optimizers.stochastic_rounding import local
 
 
-def decay_at(config: EmaConfig, step: int) -> float:
+def ema_decay(config: EmaConfig, step: int) -> float:
     """What is left of the average in the update after optimizer step `step` (the first is 1); it stands for `every`
     steps. The warm-up is that of the usual implementations (TensorFlow's `num_updates`)."""
     return min(config.decay, (1 + step) / (10 + step)) ** config.every
 
 
-class Average:
+class EMA:
     """The averages of a model's parameters, by their names.
 
     Attributes:
@@ -55,7 +55,7 @@ class Average:
             return
         averages = [local(value) for value in self.values.values()]
         weights = [local(parameter.detach()) for parameter in self._parameters.values()]
-        share = 1 - decay_at(self.config, step)
+        share = 1 - ema_decay(self.config, step)
         if all(w.dtype == a.dtype and w.device == a.device for w, a in zip(weights, averages, strict=True)):
             torch._foreach_lerp_(averages, weights, share)
             return

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
-from pipeline.data.loader import Batch, State
 from pipeline.errors import RejectRateError
+from pipeline.loader.loader import Batch, State
 from pipeline.parallel.mesh import agree
 
 WINDOW = 10_000
@@ -112,7 +112,9 @@ class Feed:
             self._say(f"warning: {what}; the run ends at {self._most:.1%} (train.max_quarantine_rate). Mend: {mend}")
         if bad > allowed:
             self._error = RejectRateError(
-                what, expected=f"at most {self._most:.1%} (train.max_quarantine_rate)", found=f"{self.share:.1%}",
+                what,
+                expected=f"at most {self._most:.1%} (train.max_quarantine_rate)",
+                found=f"{self.share:.1%}",
                 fix=f"{mend}; or --set train.max_quarantine_rate=1",
-            )  # fmt: skip
+            )
         return bad <= allowed

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.cache import owner as processes
+from pipeline.cache import process_identity as processes
 from pipeline.cache.files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
-from pipeline.parallel.mesh import on_main
+from pipeline.parallel.mesh import broadcast_from_rank_0
 
 NAME = "lock.json"
 BEAT_S = 2.0
@@ -48,7 +48,7 @@ class RunTaken(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """What `lock.json` says. `place`: see `pipeline.cache.owner`. `since`: when it was taken, in seconds of the file
+    """What `lock.json` says. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds of the file
     system's clock. `job`, `attempt`: those of SLURM, where there is one."""
 
     token: str
@@ -139,10 +139,12 @@ def taken(run: Path, say: Callable[[str], None]) -> Iterator[Lock]:
         RunTaken: another training has it.
         UserError: the directory cannot be written.
     """
-    path, newcomer, made = run / NAME, _Newcomer(run / NAME), on_main(lambda: _make(run))
-    token = on_main(lambda: newcomer.token)
+    path, newcomer, made = run / NAME, _Newcomer(run / NAME), broadcast_from_rank_0(lambda: _make(run))
+    token = broadcast_from_rank_0(lambda: newcomer.token)
     try:
-        while (news := on_main(newcomer.attempt)) is not None:  # short calls: no process waits long for the first
+        while (
+            news := broadcast_from_rank_0(newcomer.attempt)
+        ) is not None:  # short calls: no process waits long for the first
             if news:
                 say(news)
             time.sleep(POLL_S)

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch, unpack
 from pipeline.errors import UserError
+from pipeline.loader.loader import Batch, unpack
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.parallel.mesh import gather
-from pipeline.parallel.spread import Spread
+from pipeline.parallel.parallelize import Spread
 from pipeline.training.loss_scale import LossScale
 
 _SHOWN = 64

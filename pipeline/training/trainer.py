@@ -32,9 +32,9 @@ from torch import Tensor
 
 from pipeline.cache.files import make_folder
 from pipeline.config import Config, TrainConfig, dump, reads, written
-from pipeline.data.loader import Batch, State
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
+from pipeline.loader.loader import Batch, State
 from pipeline.models import hub
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
@@ -42,15 +42,16 @@ from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_files import architecture_at
 from pipeline.models.sana_start import Drawn, Start, Stored
 from pipeline.parallel import pipeline_parallel, tensor_parallel
-from pipeline.parallel.filling import fill
-from pipeline.parallel.mesh import DIMS, Layout, check_sizes, gather, on_main, started, together
-from pipeline.parallel.spread import spread
+from pipeline.parallel.load_sharded import fill
+from pipeline.parallel.mesh import DIMS, Layout, broadcast_from_rank_0, check_sizes, gather, started, together
+from pipeline.parallel.parallelize import spread
 from pipeline.retrying import stopping
-from pipeline.training import checkpoint, in_backward, optim, trackers
-from pipeline.training.ema import Average
+from pipeline.training import checkpoint, optimizers, trackers
+from pipeline.training.ema import EMA
 from pipeline.training.feeding import Feed, Interrupted
 from pipeline.training.lock import Lock, taken
 from pipeline.training.metrics import Metrics
+from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Outcome, Step
 from pipeline.training.watch import Watch, memory_errors
 
@@ -95,9 +96,14 @@ class Report:
 
 
 def fit(
-    config: Config, task: Task, launch: Launch, *, resume: str | Path | None = None, say: Say = print,
+    config: Config,
+    task: Task,
+    launch: Launch,
+    *,
+    resume: str | Path | None = None,
+    say: Say = print,
     accepted: Callable[[], None] = lambda: None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
@@ -114,7 +120,7 @@ def fit(
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
     check_restart()
-    optim.check(train.optim)
+    optimizers.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
     _check_packed(train, device)
@@ -132,7 +138,7 @@ def fit(
         _signals(launch.is_main, os.getppid() if launch.kind in ("torchrun", "accelerate") else None) as wanted,
         taken(run, quiet) as lock,
     ):
-        found, notes = on_main(lambda: _choose(run, resume))
+        found, notes = broadcast_from_rank_0(lambda: _choose(run, resume))
         for line in notes:
             quiet(line)
         architecture = together(lambda: architecture_of(config, task))
@@ -141,13 +147,13 @@ def fit(
             together(lambda: checkpoint.check_belongs(*found, task.origin, architecture))
             before = found[1].config["train"]
             recipes = before.get("recipe", "default"), train.recipe
-            optim.check_resumable(before["optim"]["name"], train.optim.name, recipes)
+            optimizers.check_resumable(before["optim"]["name"], train.optim.name, recipes)
             if (done := found[1].state.step) >= train.steps:
                 quiet(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
                 return Report(done, found[0], None, None)
         config = with_residual(config, found[1].config if found is not None else None)
         train = config.train
-        on_main(accepted)
+        broadcast_from_rank_0(accepted)
         values = together(lambda: start_values(config, architecture)) if found is None else None
         model = SanaTransformer.on_meta(architecture, numerics(train))
         model.reset_buffers()
@@ -158,8 +164,8 @@ def fit(
             if isinstance(values, Stored):
                 quiet(f"start weights: {values.taken}")
             together(lambda: fill(held.module, values))
-        optimizer = optim.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
-        averages = [Average(held.module, train.ema)] if train.ema is not None else []
+        optimizer = optimizers.build(held.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+        averages = [EMA(held.module, train.ema)] if train.ema is not None else []
         step = Step(held, FlowMatching(train.flow), optimizer, train, device, task.names)
         done = 0
         if found is not None:
@@ -179,7 +185,7 @@ def fit(
             f"training {parameters / 1e6:.1f} M parameters on {launch.world} x {device.type} ({layout}), "
             f"{train.precision}, steps {done + 1} to {train.steps}, run directory {run}"
         )
-        for line in optim.advice(train.optim, task.batch, train.steps):
+        for line in optimizers.advice(train.optim, task.batch, train.steps):
             quiet(f"note: {line}")
         facts = {"step": done, "processes": launch.world, "device": device.type, "snapshot": task.origin.snapshot}
         journal = on_main_only(launch, lambda: _open_run(run, config, done, quiet, facts))
@@ -439,7 +445,7 @@ def _signals(speaks: bool, launcher: int | None = None) -> Iterator[_Wanted]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
-def _sections(averages: list[Average], step: Step) -> dict[str, dict[str, Tensor]]:
+def _sections(averages: list[EMA], step: Step) -> dict[str, dict[str, Tensor]]:
     """What a checkpoint holds beside model and optimizer."""
     found = {"ema": averages[0].values} if averages else {}
     return {**found, **({"loss_scale": step.scale.state} if step.scale.dynamic else {})}
@@ -453,7 +459,7 @@ class _Loop:
         layout: Layout,
         architecture: SanaConfig,
         step: Step,
-        averages: list[Average],
+        averages: list[EMA],
         device: torch.device,
         journal: Metrics | None,
         wanted: _Wanted,
@@ -480,8 +486,8 @@ class _Loop:
         with ended(iter(loader)) as steps, self._saver() as saver, stopping(self.wanted.check):
             feed = Feed(steps, lambda: getattr(loader, "replaced", 0), self.config, self.say)
             for waited, microbatches, state in feed:
-                rate = optim.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
-                optim.set_learning_rate(self.optimizer, rate)
+                rate = optimizers.learning_rate(self.train.optim, self.task.batch, state.step - 1, self.train.recipe)
+                optimizers.set_learning_rate(self.optimizer, rate)
                 self._seed(state.step)
                 stop = self.wanted.asked() is not None or saver.failed or self.lock.lost
                 outcome = self.step(microbatches, state.step, stop=stop)

@@ -28,8 +28,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch
 from pipeline.errors import UserError
+from pipeline.loader.loader import Batch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import Layout

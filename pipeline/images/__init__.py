@@ -1,0 +1,1 @@
+"""Pictures: decoding, orientation, resizing, resolution buckets."""

@@ -1,0 +1,354 @@
+"""The Pillow decoder: the header of every picture, and the pixels of those that nothing faster gets right.
+
+What: `open_header` identifies a picture and refuses bombs; `load` decodes it, turns it upright and converts any mode to
+sRGB; `apply_profile` serves the other decoder, too.
+Why: what a decoder gets wrong is frozen into a cache. Plain `convert("RGB")` clips 16-bit gray to white, shows the
+hidden colours under transparency and ignores colour profiles; the defaults of decoders ignore orientation. Files come
+from anywhere, so every failure of a decoder is one `ImageReject` with a reason.
+Price: JPEGs are decoded at full size (exact, but 3 times slower on large photos), and JPEG data corrupted in the middle
+is not noticed, because libjpeg conceals it and Pillow does not pass its warnings on. The PNG chunks gAMA and cHRM are
+not applied. Pillow's process-wide guard against bombs is set to the caller's `max_pixels`, and its leniency about
+truncated files is switched off.
+
+`DECODER` names these rules in the cache recipe: whoever changes what pixels come out must change the name, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import io
+import logging
+import math
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageCms, ImageFile
+
+from pipeline.images import resize
+
+DECODER = "pillow-srgb-1"
+
+# Interpreters (EPS, WMF, PDF), containers of scientific data and formats without a tested path stay out. JPEG brings
+# MPO with it. TGA has no signature and comes last.
+ALLOWED = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "JPEG2000", "PPM", "QOI", "ICO", "TGA")
+
+_KNOWN_OTHERS = (
+    (b"%!PS", "EPS/PostScript"),
+    (b"\xc5\xd0\xd3\xc6", "EPS"),
+    (b"%PDF", "PDF"),
+    (b"\xd7\xcd\xc6\x9a", "WMF"),
+    (b"8BPS", "PSD"),
+    (b"DDS ", "DDS"),
+    (b"BLP", "BLP"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "XML or SVG"),
+    (b"<!DOCTYPE", "HTML"),
+    (b"<html", "HTML"),
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (b"PK\x03\x04", "ZIP"),
+    (b"\x1f\x8b", "gzip"),
+    (b"v/1\x01", "OpenEXR"),
+)
+
+_TRANSPOSES = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ORIENTATION = 0x0112
+STRIP = 1 << 20
+"""Pixels that are converted at a time."""
+COST = {"JPEG2000": 32, "WEBP": 32}
+"""Bytes a pixel that decoding takes at its peak, by format (measured); `COST_OF_OTHERS` otherwise."""
+COST_OF_OTHERS = 16
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+# What a decoder has to say goes into the reason of an ImageReject; on the terminal it would name no file.
+warnings.filterwarnings("ignore", module=r"PIL\..*")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
+
+
+class ImageReject(Exception):
+    """This picture cannot be used; the message is the plain reason, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A picture whose header has been read and whose pixels have not."""
+
+    image: Image.Image
+    orientation: int
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """(width, height) after EXIF orientation."""
+        width, height = self.image.size
+        return (height, width) if self.orientation in (5, 6, 7, 8) else (width, height)
+
+
+def open_header(data: bytes, max_pixels: int, max_bytes: int) -> Header:
+    """Identify a picture by its first bytes and read its header; no pixel is decoded.
+
+    Raises:
+        ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
+    """
+    image = _open(data, max_pixels)
+    needed = image.width * image.height * COST.get(str(image.format), COST_OF_OTHERS)
+    if needed > max_bytes:
+        raise ImageReject(
+            f"{_x(image.size)} pixels of {image.format} take {-(-needed >> 20):,} MiB to decode, "
+            f"more than max_picture_mib = {max_bytes >> 20:,}"
+        )
+    return Header(image, _orientation(image, data))
+
+
+def load(header: Header, size: tuple[int, int], background: tuple[int, int, int]) -> Image.Image:
+    """Decode, convert to sRGB, turn upright, resize to cover, crop the centre: RGB of `size` (height, width)."""
+    image = header.image
+    promised = image.size
+    image.load()
+    if image.size != promised:
+        raise ImageReject(f"the header says {_x(promised)}, the picture is {_x(image.size)}")
+    return resize.fit(turn(_to_srgb(image, background), header.orientation), size)
+
+
+def turn(image: Image.Image, orientation: int) -> Image.Image:
+    """The picture as EXIF `orientation` wants it seen."""
+    return image.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else image
+
+
+@contextlib.contextmanager
+def rejecting() -> Iterator[None]:
+    """Turns whatever a decoder raises into one ImageReject whose reason is the same in every run."""
+    try:
+        yield
+    except ImageReject:
+        raise
+    except Image.DecompressionBombError:  # of a picture inside the file, where the header did not show it
+        raise ImageReject("holds a picture of more than max_pixels") from None
+    except Exception as error:  # decoders raise nearly every type there is on hostile bytes
+        said = re.sub(r"<[\w.]+ object at 0x[0-9a-fA-F]+>", "the data", str(error)).strip()
+        name = type(error).__name__
+        raise ImageReject(f"{name}: {said}" if said else name) from None
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """The allowed formats that this build of Pillow can read."""
+    Image.init()
+    _hush_libtiff()
+    return tuple(name for name in ALLOWED if name in Image.OPEN)
+
+
+def _hush_libtiff() -> None:
+    """Keeps libtiff from writing to the terminal; what it complains of still fails the decoder or is harmless."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # a build of Pillow without a shared libtiff
+        library = ctypes.CDLL(Image.core.__file__)
+        for setter in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+            function = getattr(library, setter)
+            function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            function(None)
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    if not data:
+        raise ImageReject("the file is empty")
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    # Pillow errors above twice this value. It serves for what is allocated or decoded out of our sight (WebP's canvas,
+    # pictures inside an ICO); the check below is the one that states the limit.
+    Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]
+    try:
+        image = Image.open(io.BytesIO(data), formats=_formats())
+    except Image.DecompressionBombError:
+        raise ImageReject(f"more than max_pixels = {max_pixels:,} pixels") from None
+    except Image.UnidentifiedImageError:
+        raise ImageReject(_unidentified(data)) from None
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise ImageReject(f"the header says {width}x{height} pixels")
+    if width * height > max_pixels:
+        raise ImageReject(f"{width}x{height} = {width * height:,} pixels, more than max_pixels = {max_pixels:,}")
+    return image
+
+
+def _unidentified(data: bytes) -> str:
+    allowed = ", ".join(_formats())
+    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n")
+    for magic, name in _KNOWN_OTHERS:
+        if start.startswith(magic):
+            return f"{name} is not an allowed format (allowed: {allowed})"
+    if data[4:8] == b"ftyp" and data[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
+        return f"HEIC is not an allowed format (allowed: {allowed})"
+    return f"not a picture in an allowed format, or its header is damaged (allowed: {allowed})"
+
+
+def _x(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """EXIF (else XMP) orientation 1..8 without decoding. Metadata that cannot be read leaves the picture as stored."""
+    if image.format == "TIFF":
+        return 1  # Pillow turns TIFFs upright itself while it decodes, and states the upright size before
+    try:
+        if image.format == "PNG":  # PNG may keep its metadata behind the pixels, where Pillow looks only by decoding
+            with Image.open(io.BytesIO(_png_metadata(data)), formats=("PNG",)) as stub:
+                value = Image.Image.getexif(stub).get(_ORIENTATION, 1)
+        else:
+            value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # a damaged EXIF block is no reason to lose a picture
+        return 1
+    return value if isinstance(value, int) and value in _TRANSPOSES else 1
+
+
+def _png_metadata(data: bytes) -> bytes:
+    """A PNG that has the header and the metadata chunks of `data`, wherever they stood, and no pixels."""
+    parts, at = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
+    while at + 12 <= len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        kind, end = data[at + 4 : at + 8], at + 12 + length
+        if end > len(data) or kind == b"IEND":
+            break
+        if kind in (b"IHDR", b"eXIf", b"iTXt", b"zTXt", b"tEXt"):
+            parts.append(data[at:end])
+        at = end
+    for kind in (b"IDAT", b"IEND"):
+        parts.append(struct.pack(">I", 0) + kind + struct.pack(">I", zlib.crc32(kind)))
+    return b"".join(parts)
+
+
+def _to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Any mode to RGB, strip by strip: beside the picture and the result there is little in memory."""
+    if image.mode == "RGB" and not {"icc_profile", "transparency"} & image.info.keys():
+        return image
+    wide = image.mode.startswith("I") or image.mode == "F"
+    levels = _levels(image) if wide else None
+    out = Image.new("RGB", image.size)
+    for top, strip in _strips(image):
+        out.paste(_strip_to_srgb(strip, levels, background), (0, top))
+    return out
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """(first row, those rows) of a decoded picture, about `STRIP` pixels each."""
+    rows = max(1, STRIP // image.width)
+    for top in range(0, image.height, rows):
+        whole = rows >= image.height
+        yield top, image if whole else image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def _strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[int, int, int]) -> Image.Image:
+    """Any mode to RGB: numeric range (by `levels`), palette, colour profile, transparency, in this order."""
+    profile = image.info.get("icc_profile")
+    alpha: Image.Image | None = None
+    if levels is not None:
+        values, key = np.asarray(image), image.info.get("transparency")
+        if isinstance(key, int):
+            alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))
+        image = Image.fromarray(levels(values))
+    elif image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or image.info.get("transparency") is not None:
+        straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)
+        rgba = (image.convert(straight) if straight else _with_8bit_key(image)).convert("RGBA")
+        alpha = rgba.getchannel("A")
+        image = rgba.convert("L" if image.mode in ("LA", "La", "L") else "RGB")  # an LA's three channels are equal
+    elif image.mode == "P":
+        image = image.convert("RGB")
+    elif image.mode in ("1", "RGBX", "YCbCr", "HSV"):
+        image = image.convert("L" if image.mode == "1" else "RGB")
+
+    if image.mode == "LAB":
+        rgb = ImageCms.applyTransform(image, _lab_transform())
+    else:
+        rgb = apply_profile(image, profile) if profile else None
+    if rgb is None:
+        rgb = image.convert("RGB")
+    if alpha is None:
+        return rgb
+    rgb.putalpha(alpha)
+    return Image.alpha_composite(Image.new("RGBA", rgb.size, (*background, 255)), rgb).convert("RGB")
+
+
+def _with_8bit_key(image: Image.Image) -> Image.Image:
+    """A 16-bit RGB PNG names its transparent colour in 16 bits, while Pillow keeps the high bytes of its pixels."""
+    key = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(key, tuple) and any(value > 255 for value in key):
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    return image
+
+
+Levels = Callable[[np.ndarray], np.ndarray]
+"""Samples of any depth to uint8, in the same shape."""
+
+
+def _levels(image: Image.Image) -> Levels:
+    """How the samples of a 16- or 32-bit integer or float gray picture become 8-bit, by the rules in `load`."""
+    tags = getattr(image, "tag_v2", None)
+    white_is_zero = tags is not None and tags.get(262) == 0  # PhotometricInterpretation; Pillow inverts 8 bits only
+    if image.mode.startswith("I;16"):
+        bits = tags.get(258, (16,)) if tags is not None else (16,)
+        white = 2 ** (bits[0] if isinstance(bits, tuple) else bits) - 1
+        levels = np.rint(np.minimum(np.arange(65536) / white, 1) * 255).astype(np.uint8)
+        table = 255 - levels if white_is_zero else levels
+        return lambda values: table[values]
+    low, high = math.inf, -math.inf
+    for _, strip in _strips(image):
+        values = np.asarray(strip)
+        if not np.isfinite(values).all():
+            raise ImageReject("the picture has samples that are not finite")
+        low, high = min(low, float(values.min())), max(high, float(values.max()))
+    if image.format in ("PPM", "PNG") and image.mode == "I":
+        low, high = 0.0, 65535.0  # both readers scale to 16 bits
+    elif low >= 0 and high <= 1 and image.mode == "F":
+        low, high = 0.0, 1.0
+    elif low >= 0 and high <= 255:
+        low, high = 0.0, 255.0
+    elif low >= 0 and high <= 65535 and image.mode == "I":
+        low, high = 0.0, 65535.0
+
+    def scaled(values: np.ndarray) -> np.ndarray:
+        wide = values.astype(np.float64)
+        gray = np.clip((wide - low) / (high - low), 0, 1) if high > low else np.zeros_like(wide)
+        return np.rint((1 - gray if white_is_zero else gray) * 255).astype(np.uint8)
+
+    return scaled
+
+
+_PROFILE_SPACES = {"RGB": "RGB", "L": "GRAY", "CMYK": "CMYK"}
+
+
+@functools.lru_cache(maxsize=64)
+def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Transform of `mode` pixels to sRGB; None where the profile is damaged or describes another colour space."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if source.profile.xcolor_space.strip() != _PROFILE_SPACES[mode]:
+            return None
+        return ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.PERCEPTUAL)
+    except Exception:  # a damaged profile is no reason to lose a picture: it then counts as sRGB
+        return None
+
+
+@functools.cache
+def _lab_transform() -> ImageCms.ImageCmsTransform:
+    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
+
+
+def apply_profile(image: Image.Image, profile: bytes) -> Image.Image | None:
+    """The picture (RGB, L or CMYK) in sRGB; None where the profile is damaged or describes another colour space."""
+    if image.mode not in _PROFILE_SPACES or not isinstance(profile, bytes):
+        return None
+    transform = _profile_transform(profile, image.mode)
+    return ImageCms.applyTransform(image, transform) if transform is not None else None

@@ -1,0 +1,235 @@
+"""The fast decoder: libvips resizes, and reads PNG and WebP; libjpeg-turbo reads JPEG and says when it is damaged.
+
+What: `load` decodes 8-bit JPEG, PNG and WebP, and resizes by libvips what has to shrink; for everything else it returns
+None, and Pillow does it. Which way a picture goes is decided by its header alone.
+Why: Pillow spends more time on the resize than on the decoding; libvips' kernels are vectorised. Large JPEGs are shrunk
+while they are decoded (by 2, 4 or 8), but only so far that the filter still has a factor of three left to do: at two,
+the usual choice, the shrinking shows in fine detail (43 dB from the exact result; at three 48, at four 51, without it
+55). JPEG is read by simplejpeg (libjpeg-turbo) and not by libvips, because libvips does not look at the warnings that
+come after the last line: of 100 baseline files with damaged bytes in the middle its strictest setting noticed 8,
+simplejpeg's 48 (the others decode without any sign), Pillow 7.
+Traps that are closed here: `fail_on` is set (libvips by default fills truncated pictures with gray or black), the whole
+picture is decoded before it is cropped (so that damage below the crop is noticed), sizes were checked in the header.
+libvips' reduce has no notion of a fractional crop; `window` finds integer borders at which its sampling grid falls on
+the exact one.
+Price: decoded pixels are in memory at once (3 bytes each, after shrinking on load). libvips is set to one thread per
+picture, for the process: pictures are decoded side by side. JPEGs with extra bytes in their data that are not plain
+padding are rejected, though some of them look right.
+
+`DECODER` names these rules in the cache recipe: whoever changes what pixels come out must change the name, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pipeline.images import pillow_decoder, resize
+from pipeline.images.pillow_decoder import Header, ImageReject
+
+DECODER = "vips-srgb-1"
+
+_MODES = {
+    "JPEG": ("L", "RGB"),
+    "MPO": ("L", "RGB"),
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
+    "WEBP": ("RGB", "RGBA"),
+}
+_LOADERS = {"PNG": "pngload_buffer", "WEBP": "webpload_buffer"}
+_KERNELS = {Image.Resampling.BICUBIC: ("cubic", 2), Image.Resampling.LANCZOS: ("lanczos3", 3)}  # and its radius
+_LEFT_TO_DO = 3.0
+_MOST = 8.0  # above, libvips' rounded coefficients no longer sum up to one: white becomes light gray
+_EXACT, _NEAR = 1 / 128, 1 / 32
+_SLACK = 24
+
+_PNG_END = b"IEND\xaeB`\x82"
+_EXTRA = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
+
+
+@functools.cache
+def why_not() -> str | None:
+    """None if this decoder can be used, else what is missing."""
+    try:
+        import pyvips
+        import simplejpeg  # noqa: F401
+    except Exception as error:  # a libvips that does not load raises OSError, cffi's own errors and others
+        return f"{type(error).__name__}: {error}"
+    missing = [name for name in _LOADERS.values() if not pyvips.type_find("VipsOperation", name)]
+    if missing:
+        return f"this libvips was built without {', '.join(missing)}"
+    logging.getLogger("pyvips").setLevel(logging.CRITICAL)  # what it has to say is raised, too
+    pyvips.concurrency_set(1)
+    pyvips.cache_set_max(0)  # it would keep decoded pictures for a second call that never comes
+    return None
+
+
+def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[int, int, int]) -> Image.Image | None:
+    """Decode and cover `size` (height, width): RGB; None if the picture is not of a kind that is read here.
+
+    Raises:
+        ImageReject: truncated or corrupt data.
+        Exception: anything a decoder raises.
+    """
+    image, profile = header.image, header.image.info.get("icc_profile")
+    if image.mode not in _MODES.get(image.format or "", ()):
+        return None
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # an MPO's other pictures are no frames
+        return None
+    if image.format == "PNG" and (data[24] > 8 or _PNG_END not in data):  # libvips would not miss the end
+        return None
+    if header.orientation in (5, 6, 7, 8):
+        size = size[1], size[0]  # everything up to the turn happens to the picture as stored
+    if image.format in ("JPEG", "MPO"):
+        shrunk = _shrink_on_load(image.size, size)
+        pixels = _jpeg(data, image, shrunk)
+    else:
+        if profile and image.has_transparency_data:
+            return None  # the profile goes before the background, at full size
+        shrunk, pixels = 1, _decode(data, _LOADERS[str(image.format)], background)
+    if pixels is None:
+        return None
+    promised = (math.ceil(image.height / shrunk), math.ceil(image.width / shrunk))
+    if pixels.shape[:2] != promised:
+        raise ImageReject(
+            f"the header says {image.width}x{image.height}, the picture is {pixels.shape[1]}x{pixels.shape[0]}"
+            + (f" at 1/{shrunk}" if shrunk > 1 else "")
+        )
+    fitted = _fit(pixels, image.size, shrunk, size)
+    rgb = pillow_decoder.apply_profile(fitted, profile) if profile else None
+    return pillow_decoder.turn(rgb if rgb is not None else fitted.convert("RGB"), header.orientation)
+
+
+def _shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
+    """By how much a JPEG of `stored` (width, height) is shrunk while it is decoded: 1, 2, 4 or 8."""
+    left, _, right, _ = resize.cover_box(*stored, size)
+    factor = (right - left) / size[1]
+    return next((by for by in (8, 4, 2) if factor / by >= _LEFT_TO_DO), 1)
+
+
+def _jpeg(data: bytes, image: Image.Image, shrunk: int) -> np.ndarray | None:
+    """A JPEG's pixels, (height, width) or (height, width, 3); None if this library cannot read its kind."""
+    import simplejpeg
+
+    least = {"min_width": math.ceil(image.width / shrunk), "min_height": math.ceil(image.height / shrunk)}
+    options = {"colorspace": "GRAY" if image.mode == "L" else "RGB", **(least if shrunk > 1 else {})}
+    try:
+        pixels = simplejpeg.decode_jpeg(data, strict=True, **options)
+    except ValueError as error:  # a warning or an error
+        said = str(error).strip()
+        if not said.startswith(("Corrupt JPEG data", "Premature end")) or _only_odd(said, data):
+            return None  # without `strict`, too, this library refuses some that only have an odd header
+        reason = said.removeprefix("Corrupt JPEG data: ").replace("0x", "")
+        raise ImageReject(f"damaged JPEG: {reason}") from None
+    return pixels[..., 0] if pixels.shape[2] == 1 else pixels
+
+
+def _only_odd(said: str, data: bytes) -> bool:
+    """Whether a warning of libjpeg says nothing about the pixels: it concerns the header, or padding at the end."""
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg_header(data, strict=True)
+    except ValueError:
+        return True
+    extra = _EXTRA.search(said)
+    end = data.rfind(b"\xff\xd9")
+    return extra is not None and len(set(data[max(0, end - int(extra[1])) : end])) == 1  # some cameras fill up files
+
+
+def _decode(data: bytes, loader: str, background: tuple[int, int, int]) -> np.ndarray:
+    """An 8-bit PNG's or WebP's pixels over the background: (height, width) or (height, width, 3)."""
+    import pyvips
+
+    picture = getattr(pyvips.Image, loader)(data, fail_on="error").copy_memory()
+    if picture.bands in (2, 4):
+        colours = [picture[band] for band in range(picture.bands)]
+        straight = colours[0].bandjoin([colours[0], colours[0], colours[1]]) if len(colours) == 2 else picture
+        picture = straight.flatten(background=list(background))
+    return _array(picture)
+
+
+def _fit(pixels: np.ndarray, stored: tuple[int, int], shrunk: int, size: tuple[int, int]) -> Image.Image:
+    """What `cover.fit` does; by libvips where the picture shrinks.
+
+    Args:
+        pixels: the picture, shrunk on load.
+        stored: (width, height) of the file, of which `pixels` may cover a fraction of a pixel more.
+        size: (height, width) of the result.
+    """
+    left, top, right, bottom = (side / shrunk for side in resize.cover_box(*stored, size))
+    height, width = size
+    kernel, radius = _KERNELS[resize.resample_filter(size)]
+    across, down = window(left, right, width, radius), window(top, bottom, height, radius)
+    if shrunk == 1 and (min(stored[0] - width, stored[1] - height) <= 0 or across is None or down is None):
+        return resize.fit(Image.fromarray(pixels), size)
+    if across is None or down is None:  # nothing stands at such a factor; Pillow's filter takes any border
+        return Image.fromarray(pixels).resize((width, height), resize.resample_filter(size), (left, top, right, bottom))
+    return Image.fromarray(reduce(pixels, across, down, size, kernel))
+
+
+Window = tuple[int, int, int, float]
+"""First source pixel, number of source pixels, results to skip, source pixels per result."""
+
+
+def window(low: float, high: float, count: int, margin: int) -> Window | None:
+    """Integer borders at which libvips' reduce samples the source where `count` results between `low` and `high` lie.
+
+    libvips lays its results symmetrically over its input. With input `first .. first + width`, `out` results and a
+    factor f, result `skip` begins at first + (width - out * f) / 2 + skip * f; that has to be `low`. Wider inputs, of
+    which the first results are thrown away, give all phases there are when f is not a whole number.
+
+    Args:
+        low, high: borders in source pixels, may be fractions.
+        margin: results that must lie beyond each border, so that the filter sees the pixels there.
+
+    Returns:
+        The smallest window that is exact to 1/128 of a source pixel, else the best one if it is exact to 1/32; None
+        if there is none, or if the factor is below 1 or above 8. Windows may reach beyond the source.
+    """
+    factor = (high - low) / count
+    if not 1 <= factor <= _MOST:
+        return None
+    best: tuple[float, Window] | None = None
+    for beyond in range(2 * margin, 2 * margin + _SLACK):
+        out = count + beyond
+        for skip in range(margin, beyond - margin + 1):
+            exact = 2 * low + (out - 2 * skip) * factor  # 2 * first + width
+            twice = round(exact)
+            error = abs(exact - twice) / 2
+            if best is not None and error >= best[0]:
+                continue
+            width = math.ceil((out - 0.49) * factor)
+            width += (twice - width) % 2
+            if width < (out + 0.49) * factor:  # else libvips would make another number of results
+                best = error, ((twice - width) // 2, width, skip, factor)
+        if best is not None and best[0] <= _EXACT:
+            break
+    return best[1] if best is not None and best[0] <= _NEAR else None
+
+
+def reduce(pixels: np.ndarray, across: Window, down: Window, size: tuple[int, int], kernel: str) -> np.ndarray:
+    """Shrink `pixels` to `size` (height, width) through two windows. Beyond its border it is mirrored."""
+    import pyvips
+
+    x, width, skip_x, factor_x = across
+    y, height, skip_y, factor_y = down
+    inside = pixels[max(0, y) : y + height, max(0, x) : x + width]
+    beyond = [
+        (max(0, -first), max(0, first + count - side))
+        for first, count, side in ((y, height, pixels.shape[0]), (x, width, pixels.shape[1]))
+    ]
+    mirrored = np.pad(inside, [*beyond, (0, 0)][: pixels.ndim], mode="symmetric")
+    picture = pyvips.Image.new_from_array(mirrored).reducev(factor_y, kernel=kernel).reduceh(factor_x, kernel=kernel)
+    return _array(picture.crop(skip_x, skip_y, size[1], size[0]))
+
+
+def _array(picture: Any) -> np.ndarray:
+    """Pixels of a libvips picture; its own `numpy()` drops every dimension of length 1."""
+    values = np.frombuffer(picture.write_to_memory(), np.float32 if picture.format == "float" else np.uint8)
+    return values.reshape(picture.height, picture.width, picture.bands)[..., 0 if picture.bands == 1 else slice(None)]

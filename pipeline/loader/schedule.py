@@ -1,0 +1,481 @@
+"""The training order: a pure function of (the snapshot's head, seed, phase, step).
+
+What: `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch.
+Why: ranks, microbatches and prefetching only slice it, so any number of nodes agree without talking, and the state of
+a run is one integer. Step t is found in O(batch) time and memory at any t.
+Price: a keyed permutation of six Feistel rounds per index instead of a stored shuffle.
+
+An epoch of a bucket with n samples and global batch B visits each sample once:
+* `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; what does not fill a
+  batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one (n >= B).
+* `drop`: each epoch uses floor(n / B) whole batches of its own permutation; the remainder is another one each epoch.
+* `repeat`: each epoch has ceil(n / B) batches; what the last one lacks is filled with a second visit of samples of the
+  bucket, which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
+
+Weights. A bucket may consist of parts, each with a weight w = p / q (at most three decimals). A part of n samples gets
+floor((e + 1) n w) - floor(e n w) visits in epoch e: after E epochs floor(E n w), exactly. It spends them pass after
+pass over its own permutations, so that at the end of any epoch two samples of a part differ by at most one visit (but
+for `drop`'s remainder). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice an epoch,
+weight 0.5 every other epoch; the weights of other parts do not enter.
+
+The order of batches within an epoch is a permutation of its own, across all buckets. `largest_first` begins the first
+epoch of a phase with one batch of each bucket that fills one in that epoch, in falling order of pixels per sample: a
+step that does not fit into memory fails among the first. The rest of that epoch, and all others, are permuted.
+
+Packed snapshots have a block order, so that storage is read in long runs. A bucket's positions lie in blocks (about one
+shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and
+permutes the samples inside each window. A bucket's batches follow one another in that order; which bucket comes next is
+permuted within groups of a few batches, in which every bucket has its share. So at any time each bucket has one window
+open, two where they meet. Buckets take turns as in the plain order, instead of staying open one after the other: fewer
+windows would be open then, but for a long time all batches would be of a few buckets, and a batch that lies on the edge
+of two windows would open both of them twice. Exactly the same laws hold; everything is found in O(batch) still.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+import numpy as np
+import xxhash
+
+_ROUNDS = 6
+_SMALL = 1 << 15
+"""Permutations of up to this size are worked out whole and kept, 16 MiB of them at most."""
+_FEW = 20
+"""So many indexes are permuted faster one by one than as an array."""
+_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST = np.uint64(31)
+"""Shifts and factors of SplitMix64's finaliser (Steele, Lea and Flood, 2014), the round function of `permute`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's global batch.
+
+    Attributes:
+        step: its number.
+        epoch: the epoch it belongs to.
+        bucket: index of its bucket.
+        positions: (B,) int64 positions of the samples in the bucket.
+        visits: (B,) int64 how often each of them was visited before; under `repeat` twice that (first visits of an
+            epoch) or an odd number (the fillers): no two visits of a sample have the same number.
+    """
+
+    step: int
+    epoch: int
+    bucket: int
+    positions: np.ndarray
+    visits: np.ndarray
+
+
+def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+    """Keyed pseudo-random permutation of range(size), evaluated at `index` (int64 array).
+
+    A balanced Feistel network (Luby and Rackoff, 1988) on the smallest even number of bits that covers `size`,
+    with cycle walking for the values outside; O(1) memory.
+    """
+    if size <= 1:
+        return np.zeros_like(index)
+    half = (max(2, (size - 1).bit_length()) + 1) // 2
+    material = _material(*key)
+    keys = [xxhash.xxh3_64_intdigest(material, seed=r) for r in range(_ROUNDS)]
+    if len(index) <= _FEW:
+        return np.array([_permute_one(one, size, half, keys) for one in index.tolist()], np.int64)
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    rounds = np.array(keys, np.uint64)
+    todo = index.astype(np.uint64)
+    value, outside = todo, np.arange(len(todo))
+    while len(outside) > _FEW:
+        left, right = todo >> bits, todo & mask
+        mixed, shifted = np.empty_like(left), np.empty_like(left)
+        for own in rounds:
+            np.bitwise_xor(right, own, out=mixed)
+            for shift, factor in _MIX:
+                np.right_shift(mixed, shift, out=shifted)
+                mixed ^= shifted
+                mixed *= factor
+            np.right_shift(mixed, _LAST, out=shifted)
+            mixed ^= shifted
+            mixed &= mask
+            mixed ^= left
+            left, right, mixed = right, mixed, left
+        left <<= bits
+        left |= right
+        value[outside] = left
+        outside = outside[left >= size]
+        todo = value[outside]
+    value[outside] = [_permute_one(one, size, half, keys) for one in todo.tolist()]
+    return value.astype(np.int64)
+
+
+def _permute_one(value: int, size: int, half: int, keys: Sequence[int]) -> int:
+    """`permute` of one index."""
+    mask, whole = (1 << half) - 1, (1 << 64) - 1
+    while True:
+        left, right = value >> half, value & mask
+        for own in keys:
+            mixed = right ^ own
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & whole
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & whole
+            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
+        value = left << half | right
+        if value < size:
+            return value
+
+
+def _material(*key: int | str) -> bytes:
+    return b"".join(k.to_bytes(8, "little") if isinstance(k, int) else k.encode() + b"\0" for k in key)
+
+
+def _drawn(size: int, *key: int | str) -> int:
+    """A keyed pseudo-random number below `size`."""
+    return xxhash.xxh3_64_intdigest(_material(*key)) % size
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the positions of a packed bucket lie: runs of `block` samples, `window` of which are open at a time."""
+
+    block: int
+    window: int
+
+    def permute(self, index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+        """A keyed permutation of range(size) as `permute`, of which places near one another lie in few blocks.
+
+        The last block may be short: it takes a slot of its own choice among the others, so that every block begins at
+        a place that is known without adding up the ones before it.
+        """
+        count = -(-size // self.block)
+        if count <= 1:
+            return permute(index, size, *key)
+        last, rest = count - 1, size - (count - 1) * self.block
+        at = _drawn(count, "short", *key)
+        windows = -(-count // self.window)
+
+        def begin(slot: np.ndarray | int) -> Any:
+            return slot * self.block - (slot > at) * (self.block - rest)
+
+        def slot_of(place: np.ndarray) -> np.ndarray:
+            after = place - at * self.block
+            return np.where(after < 0, place // self.block, at + (after >= rest) * ((after - rest) // self.block + 1))
+
+        place = np.asarray(index, np.int64)
+        window = ((slot_of(place) + 1) * windows - 1) // count
+        mixed = np.empty_like(place)
+        for own in np.unique(window).tolist():
+            low, high = begin(own * count // windows), begin((own + 1) * count // windows)
+            mine = window == own
+            mixed[mine] = low + permute(place[mine] - low, high - low, "window", *key, own)
+        slot = slot_of(mixed)
+        block = np.where(slot == at, last, permute(np.minimum(slot - (slot > at), last - 1), last, "blocks", *key))
+        return block * self.block + mixed - begin(slot)
+
+
+GROUP = 64
+"""Batches of all buckets, about, within which their order is permuted where it is a block order."""
+
+
+def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
+    """Several streams as one, in which each keeps its order and they are evenly mixed.
+
+    The slots are cut into groups of about `group`; each holds every stream's share of it, rounded by a keyed offset, in
+    a permuted order.
+
+    Args:
+        slots: (n,) int64 below sum(counts).
+        counts: how much each stream holds.
+
+    Returns:
+        Of each slot: the stream, and its number in the stream, (n,) int64 each.
+    """
+    total = sum(counts)
+    groups = max(1, total // group)
+    shift = np.array([_drawn(groups, "shift", *key, own) for own in range(len(counts))])
+    held = np.array(counts, np.int64)
+
+    def upto(number: int) -> np.ndarray:
+        return (number * held + shift) // groups
+
+    streams, numbers = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    left = np.arange(len(slots))
+    while len(left):
+        slot = int(slots[left[0]])
+        low, high = 0, groups
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if upto(middle).sum() <= slot else (low, middle)
+        before, after = upto(low), upto(low + 1)
+        begin, size = int(before.sum()), int((after - before).sum())
+        labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
+        order = np.argsort(labels, kind="stable")
+        own = np.empty(size, np.int64)
+        own[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
+        here = (slots[left] >= begin) & (slots[left] < begin + size)
+        at = slots[left[here]] - begin
+        streams[left[here]], numbers[left[here]] = labels[at], own[at]
+        left = left[~here]
+    return streams, numbers
+
+
+class _Plain:
+    """A bucket without parts, under `carry` or `drop`."""
+
+    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None = None):
+        self.count, self.batch, self.small, self.key, self.blocks = count, batch, small, key, blocks
+
+    def upto(self, epochs: int) -> int:
+        """Batches in the first `epochs` epochs."""
+        return epochs * self.count // self.batch if self.small == "carry" else epochs * (self.count // self.batch)
+
+    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and visits of batch `own` of an epoch."""
+        if self.small == "carry":
+            visits = np.arange(self.batch, dtype=np.int64) + (self.upto(epoch) + own) * self.batch
+            epochs, places = visits // self.count, visits % self.count
+        else:
+            epochs = np.full(self.batch, epoch, np.int64)
+            places = np.arange(self.batch, dtype=np.int64) + own * self.batch
+        return _passes("samples", self.key, self.count, epochs, places, self.blocks), epochs
+
+
+class _Mixed:
+    """A bucket of weighted parts, or one under `repeat`. parts: (samples, weight)."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, Fraction]],
+        batch: int,
+        small: str,
+        key: tuple[int, int, int],
+        blocks: Blocks | None = None,
+    ):
+        self.parts, self.batch, self.small, self.key, self.blocks = parts, batch, small, key, blocks
+        self.count = sum(samples for samples, _ in parts)
+        self.rate = sum((samples * weight for samples, weight in parts), Fraction(0))
+        # Visits per epoch repeat with the weights' common denominator, and so do whole batches per epoch.
+        self.period = lcm(*(weight.denominator for _, weight in parts))
+        self.prefix = [0]
+        if small != "carry":
+            up = 0 if small == "drop" else batch - 1
+            for epoch in range(self.period):
+                self.prefix.append(self.prefix[-1] + (self.visits(epoch + 1) - self.visits(epoch) + up) // batch)
+
+    def visits(self, epochs: int) -> int:
+        """Visits due to the weights in the first `epochs` epochs."""
+        return sum(self.spent(part, epochs) for part in range(len(self.parts)))
+
+    def spent(self, part: int, epochs: int) -> int:
+        samples, weight = self.parts[part]
+        return epochs * samples * weight.numerator // weight.denominator
+
+    def upto(self, epochs: int) -> int:
+        if self.small == "carry":
+            return self.visits(epochs) // self.batch
+        whole, rest = divmod(epochs, self.period)
+        return whole * self.prefix[-1] + self.prefix[rest]
+
+    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.small != "carry":
+            return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + own * self.batch)
+        at = (self.upto(epoch) + own) * self.batch
+        end, found = at + self.batch, []
+        while at < end:
+            epoch = self.epoch_of(at)
+            start, after = self.visits(epoch), self.visits(epoch + 1)
+            found.append(self.slots(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
+            at = min(end, after)
+        return np.concatenate([p for p, _ in found]), np.concatenate([v for _, v in found])
+
+    def epoch_of(self, visit: int) -> int:
+        """The epoch of a visit of the bucket's stream: visits(epoch) <= visit < visits(epoch + 1)."""
+        low = int(visit / self.rate)  # visits(e) lies above e * rate - parts and not above e * rate
+        high = low + int((len(self.parts) + 1) / self.rate) + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.visits(middle) <= visit else (low, middle)
+        return low
+
+    def slots(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and visits at some of an epoch's slots, which mix the parts and, under `repeat`, the fillers."""
+        due = self.visits(epoch + 1) - self.visits(epoch)
+        size = -(-due // self.batch) * self.batch if self.small == "repeat" else due
+        if self.blocks is None:
+            mixed = permute(slots, size, "mix", *self.key, epoch)
+        else:
+            counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
+            counts.append(size - due)
+            stream, number = _woven(slots, counts, self.batch, "mix", *self.key, epoch)
+            mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
+        positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+        low = first = 0
+        for part, (samples, _) in enumerate(self.parts):
+            start = self.spent(part, epoch)
+            high = low + self.spent(part, epoch + 1) - start
+            mine = (mixed >= low) & (mixed < high)
+            if mine.any():
+                passes, places = np.divmod(mixed[mine] - low + start, samples)
+                positions[mine] = first + _passes("part", (*self.key, part), samples, passes, places, self.blocks)
+                visits[mine] = passes
+            low, first = high, first + samples
+        if self.small == "repeat":
+            visits *= 2
+            mine = mixed >= due
+            if mine.any():
+                filled = self.batch * self.upto(epoch) - self.visits(epoch)
+                passes, places = np.divmod(mixed[mine] - due + filled, self.count)
+                positions[mine] = _passes("fill", self.key, self.count, passes, places, self.blocks)
+                visits[mine] = 2 * passes + 1
+        return positions, visits
+
+
+def _passes(
+    what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
+) -> np.ndarray:
+    """Place -> position by the permutation of its pass."""
+    first, last = int(passes.min()), int(passes.max())
+    if first == last:
+        return _one_pass(what, key, size, first, places, blocks)
+    positions = np.empty(len(places), np.int64)
+    for own in range(first, last + 1):
+        mine = passes == own
+        positions[mine] = _one_pass(what, key, size, own, places[mine], blocks)
+    return positions
+
+
+def _one_pass(
+    what: str, key: tuple[int, ...], size: int, own: int, places: np.ndarray, blocks: Blocks | None
+) -> np.ndarray:
+    if blocks is not None:
+        return blocks.permute(places, size, what, *key, own)
+    return _whole(size, what, *key, own)[places] if size <= _SMALL else permute(places, size, what, *key, own)
+
+
+@lru_cache(maxsize=64)
+def _whole(size: int, *key: int | str) -> np.ndarray:
+    """`permute` of all of range(size): for a small bucket it is soon asked for all the same."""
+    return permute(np.arange(size), size, *key)
+
+
+class Schedule:
+    """The order of training.
+
+    Args:
+        counts: samples per bucket.
+        batches: global batch per bucket.
+        seed, phase: other values, another order.
+        small: `carry`, `drop` or `repeat` (see the module's docstring).
+        parts: per bucket None, or (samples, weight) of its parts in the order of positions.
+        first: buckets of which the first epoch of the phase shows one batch each at its beginning, in this order.
+        blocks: of each bucket of a packed snapshot, how its positions lie; None: the plain order.
+
+    Raises:
+        ValueError: no bucket ever fills a batch, or the parts do not add up.
+    """
+
+    def __init__(
+        self,
+        counts: list[int],
+        batches: list[int],
+        *,
+        seed: int,
+        phase: int,
+        small: str,
+        parts: Sequence[Sequence[tuple[int, Fraction]] | None] | None = None,
+        first: Sequence[int] = (),
+        blocks: Sequence[Blocks] | None = None,
+    ):
+        if small not in ("carry", "drop", "repeat"):
+            raise ValueError(f"small must be 'carry', 'drop' or 'repeat', found {small!r}")
+        self.counts, self.batches = list(counts), list(batches)
+        self.seed, self.phase, self.small = seed, phase, small
+        self._buckets: list[_Plain | _Mixed] = []
+        for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
+            own, key = parts[bucket] if parts else None, (seed, phase, bucket)
+            lie = blocks[bucket] if blocks else None
+            if own is not None and (sum(n for n, _ in own) != count or any(w <= 0 for _, w in own)):
+                raise ValueError(f"bucket {bucket} has {count} samples; its parts are {own}")
+            if own is None and small != "repeat":
+                self._buckets.append(_Plain(count, batch, small, key, lie))
+            else:
+                self._buckets.append(_Mixed(own or [(count, Fraction(1))], batch, small, key, lie))
+        self._blocks = blocks is not None
+        self._first = [bucket for bucket in first if self._buckets[bucket].upto(1)]
+        if not any(bucket.upto(1 << 32) for bucket in self._buckets):
+            raise ValueError("no bucket ever fills a batch")
+
+    @classmethod
+    def of(cls, head: dict[str, Any], *, seed: int, phase: int) -> Schedule:
+        """The order of a snapshot, from its head."""
+        buckets, policies = head["buckets"], head["policies"]
+        parts = [
+            [(part["samples"], Fraction(*part["weight"])) for part in bucket["parts"]] if "parts" in bucket else None
+            for bucket in buckets
+        ]
+        packed = policies.get("packed")
+        blocks = [Blocks(b["block"], packed["window"]) for b in buckets] if packed else None
+        first: list[int] = []
+        if policies.get("order") == "largest_first":
+            first = sorted(
+                range(len(buckets)),
+                key=lambda b: (-buckets[b]["height"] * buckets[b]["width"], -buckets[b]["batch"], b),
+            )
+        return cls(
+            [b["samples"] for b in buckets],
+            [b["batch"] for b in buckets],
+            seed=seed,
+            phase=phase,
+            small=policies["small"],
+            parts=parts,
+            first=first,
+            blocks=blocks,
+        )
+
+    def steps_upto(self, epochs: int) -> int:
+        """Optimizer steps in the first `epochs` epochs."""
+        return sum(bucket.upto(epochs) for bucket in self._buckets)
+
+    def steps_in(self, epoch: int) -> int:
+        return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that holds a step: the only one with steps_upto(epoch) <= step < steps_upto(epoch + 1)."""
+        low, high = 0, 1
+        while self.steps_upto(high) <= step:
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.steps_upto(middle) <= step else (low, middle)
+        return low
+
+    def step(self, step: int) -> Step:
+        """The global batch of a step."""
+        epoch = self.epoch_of(step)
+        before = [bucket.upto(epoch) for bucket in self._buckets]
+        here = [bucket.upto(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
+        at, shown = step - sum(before), self._first if epoch == 0 else []
+        if at < len(shown):
+            bucket, own = shown[at], 0
+        else:
+            for b in shown:
+                here[b] -= 1
+            bucket, own = self._turn(epoch, at - len(shown), here)
+            own += bucket in shown
+        positions, visits = self._buckets[bucket].members(epoch, own)
+        return Step(step, epoch, bucket, positions, visits)
+
+    def _turn(self, epoch: int, at: int, here: list[int]) -> tuple[int, int]:
+        """Which batch of an epoch comes at a place: its bucket and its number there. here: batches per bucket."""
+        key = ("order", self.seed, self.phase, epoch)
+        if self._blocks:
+            streams, numbers = _woven(np.array([at], np.int64), here, GROUP, *key)
+            return int(streams[0]), int(numbers[0])
+        ends = np.cumsum(here).tolist()
+        slot = int(permute(np.array([at]), ends[-1], *key)[0])
+        bucket = bisect_right(ends, slot)
+        return bucket, slot - (ends[bucket] - here[bucket])

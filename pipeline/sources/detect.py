@@ -1,0 +1,319 @@
+"""What `--data` names: a folder, tars, tables or a listing, here or anywhere, and the `Source` that reads it.
+
+What: `open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`), looks at what is there unless told, and
+opens it.
+Why a look and not the name alone: `--data DIR` is what everybody types, for folders of pictures, of tars and of
+parquet alike. A folder that holds several kinds is refused with the choice, never guessed.
+Price: a folder is looked through until its first file of a known kind; a folder of pictures is then listed again.
+
+The root that keys are relative to: the folder itself; for a file its folder; for a pattern the folder before the first
+part that varies. So the keys of a set do not change when files are added to it, and `image_root` counts from there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import posixpath
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import braceexpand
+
+from pipeline.cache import drivers
+from pipeline.config import DataConfig
+from pipeline.errors import UserError
+from pipeline.retrying import PATIENCE_S
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.filenames import EXTENSIONS, extension, is_url, said
+from pipeline.sources.filesystem import Disk, Store, Unreadable
+from pipeline.sources.remote import Remote, last_part
+from pipeline.sources.source import METADATA_NAMES, FolderSource, Source, parse_json
+from pipeline.sources.tables import ListingSource, ParquetSource
+from pipeline.sources.tars import TarSource
+
+FORMATS = ("folder", "webdataset", "wids", "parquet", "jsonl", "csv")
+WIDS = "wids-meta.json"
+LOOKS = 10_000
+"""Files looked at before a folder counts as one of pictures."""
+
+_KINDS = {"tar": "webdataset", "parquet": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv"}
+_SUFFIXES = {
+    "webdataset": ("tar",),
+    "parquet": ("parquet",),
+    "jsonl": ("jsonl", "ndjson"),
+    "csv": ("csv",),
+    "wids": ("json",),
+}
+_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_PATTERN = re.compile(r"[{*?]")
+
+
+def open_source(
+    data: str,
+    config: DataConfig,
+    name: str | None = None,
+    format: str | None = None,
+    patience_s: float = PATIENCE_S,
+    raw: bool = False,
+) -> Source:
+    """Open what `--data` names.
+
+    Args:
+        data: a path, a URL or a pattern of either.
+        name: the source's name; default: the folder's, or the file's without its ending.
+        format: one of `FORMATS`; default: seen from what is there.
+        patience_s: how long a store that does not answer is waited for.
+        raw: captions as NVlabs' trainer takes them, see `candidates`.
+
+    Raises:
+        UserError: nothing is there, several kinds are there, or it is not of the format.
+    """
+    if format is not None and format not in FORMATS:
+        raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
+    store, files, called = _resolve(data, patience_s)
+    rule = CaptionRule.of(config, raw)
+    if files is None and format is None and not _is_folder(store, data):
+        raise _missing(data, data.removeprefix("file://"))
+    if files is None:
+        format = format or _kind_of_folder(store, data)
+    elif format is None:
+        format = _kind_of_files(files, data)
+    name = name or called
+    if format == "folder":
+        if files is not None:
+            raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
+        if isinstance(store, Disk):
+            return FolderSource(Path(data.removeprefix("file://")), rule, name)
+        return FolderSource(store, rule, name)
+    if format == "wids":
+        told = _wids(store, files, data)
+        return TarSource(store, told, replace(rule, instead=("prompt",)), name, "wids", told)
+    if files is None:
+        every = store.find()
+        files = [file for file in every if extension(file) in _SUFFIXES[format]]
+        if format in ("jsonl", "csv"):
+            files = [file for file in files if posixpath.dirname(file) == ""]
+        if not files:
+            raise UserError(
+                f"{data}: holds no {' or '.join('.' + s for s in _SUFFIXES[format])} file",
+                found=f"{len(every)} other files",
+                fix="leave --format out, or give the folder that holds them",
+            )
+    if format == "webdataset":
+        return TarSource(store, files, rule, name)
+    if format == "parquet":
+        return ParquetSource(store, files, rule, name, image_field=config.image_field, image_root=config.image_root)
+    return ListingSource(
+        store, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
+    )
+
+
+def reopen(
+    location: str, format: str, parts: Iterable[str], config: DataConfig, name: str, patience_s: float = PATIENCE_S
+) -> Source:
+    """A source that was listed before, for reading: nothing is looked for.
+
+    Args:
+        location, format, name: as the source said of itself.
+        patience_s: how long a store that does not answer is waited for.
+        parts: the names of its parts.
+
+    Raises:
+        UserError: it is not there any more.
+    """
+    rule = CaptionRule.of(config)
+    if is_url(location):
+        store: Store = Remote(location, patience_s)
+    elif format == "folder":
+        return FolderSource(Path(location), rule, name)
+    else:
+        store = _disk(location, location)
+    if format == "folder":
+        return FolderSource(store, rule, name)
+    if format in ("webdataset", "wids"):
+        return TarSource(store, parts, rule, name, format)
+    if format == "parquet":
+        return ParquetSource(store, parts, rule, name, image_field=config.image_field, image_root=config.image_root)
+    return ListingSource(store, (), rule, name, format=format)
+
+
+def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str]:
+    """The store, the files that are meant (None: all of the folder), and what to call them."""
+    remote = is_url(data) and not data.startswith("file://")
+    path = data.removeprefix("file://")
+    if remote:
+        drivers.refuse_credentials(data)
+    pattern = _PATTERN.search(path)
+    if pattern and (remote or not os.path.exists(path)):
+        head, slash, rest = path[: pattern.start()].rpartition("/")
+        # A brace may hold slashes; the folder before it is what does not vary.
+        rest = path[len(head) + len(slash) :]
+        store: Store = Remote(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
+        files = _expand(store, rest, data)
+        return store, files, last_part(head) if remote else Path(head or ".").resolve().name
+    if remote:
+        ending = extension(path)
+        if ending in _KINDS or path.endswith((*_PACKED, ".json")):
+            head, _, file = path.rpartition("/")
+            return Remote(head, patience_s), [file], file.partition(".")[0]
+        return Remote(path, patience_s), None, last_part(path)
+    if os.path.isfile(path):
+        given = Path(path)
+        return Disk(given.parent), [given.name], given.name.partition(".")[0]
+    return Disk(path), None, Path(path).resolve().name
+
+
+def _disk(folder: str, data: str) -> Disk:
+    if not os.path.isdir(folder):
+        raise _missing(data, folder)
+    return Disk(folder)
+
+
+def _missing(data: str, path: str) -> UserError:
+    try:
+        os.stat(path)
+        why = None
+    except (OSError, ValueError) as error:
+        why = said(error)
+    return UserError(
+        f"the data folder {data!r} does not exist or may not be read",
+        found=why,
+        expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
+        fix="sana-pipe encode --data DIR",
+    )
+
+
+def _is_folder(store: Store, data: str) -> bool:
+    return not isinstance(store, Disk) or store.root.is_dir()
+
+
+def _expand(store: Store, pattern: str, data: str) -> list[str]:
+    try:
+        names = list(braceexpand.braceexpand(pattern))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{data}: is no pattern: {said(error)}", expected="such as shard-{0000..0099}.tar") from None
+    if not any("*" in name or "?" in name for name in names):
+        return names
+    every = store.find()
+    found = [file for file in every if any(_matches(file, name) for name in names)]
+    if not found:
+        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {store.location}")
+    return found
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """`*` and `?` within one part of the name, as in a shell."""
+    own, parts = file.split("/"), pattern.split("/")
+    return len(own) == len(parts) and all(map(fnmatch.fnmatchcase, own, parts))
+
+
+def _kind(file: str) -> str | None:
+    base = posixpath.basename(file)
+    if base == WIDS:
+        return "wids"
+    if base.lower() in METADATA_NAMES or extension(file) in EXTENSIONS:
+        return "folder"
+    if base.lower().endswith(_PACKED):
+        return "packed"
+    kind = _KINDS.get(extension(file))
+    return kind if kind in ("webdataset", "parquet") else None
+
+
+def _kind_of_folder(store: Store, data: str) -> str:
+    kinds: dict[str, str] = {}
+    listings: list[str] = []
+    for file in _look(store):
+        kind = _kind(file)
+        if kind is not None:
+            kinds.setdefault(kind, file)
+        elif "/" not in file and extension(file) in _KINDS:
+            listings.append(file)
+    if "wids" in kinds and kinds["wids"] == WIDS:
+        return "wids"
+    kinds.pop("wids", None)
+    if set(kinds) == {"packed"}:
+        raise UserError(
+            f"{data}: holds compressed tars, which cannot be read by range",
+            found=kinds["packed"],
+            fix="unpack them (.tar)",
+        )
+    kinds.pop("packed", None)
+    if len(kinds) > 1:
+        raise UserError(
+            f"{data}: holds data of several kinds",
+            found="; ".join(f"{kind} ({file})" for kind, file in sorted(kinds.items())),
+            fix="--format " + "|".join(sorted(kinds)),
+        )
+    if not kinds and listings:
+        return _kind_of_files(listings, data)
+    return next(iter(kinds), "folder")
+
+
+def _look(store: Store) -> Iterable[str]:
+    """Files of a folder, upper ones first; on a disk at most `LOOKS` of them, and no folder after those that decide."""
+    if not isinstance(store, Disk):
+        yield from store.find()
+        return
+    waiting, seen, decided = [""], 0, False
+    while waiting and seen < LOOKS and not decided:
+        below: list[str] = []
+        for folder in waiting:
+            try:
+                with os.scandir(os.path.join(store.root, folder)) as entries:
+                    for entry in entries:
+                        if entry.name.startswith("."):
+                            continue
+                        name = f"{folder}/{entry.name}" if folder else entry.name
+                        if entry.is_dir(follow_symlinks=False):
+                            below.append(name)
+                            continue
+                        seen += 1
+                        decided = decided or _kind(name) is not None
+                        yield name
+            except OSError:
+                continue
+            if seen >= LOOKS:
+                break
+        waiting = sorted(below)
+
+
+def _kind_of_files(files: list[str], data: str) -> str:
+    packed = [file for file in files if file.lower().endswith(_PACKED)]
+    if packed:
+        raise UserError(f"{data}: is a compressed tar, which cannot be read by range", found=packed[0], fix="unpack it")
+    kinds = {"wids" if extension(file) == "json" else _KINDS.get(extension(file)) for file in files}
+    kind = next(iter(kinds))
+    if len(kinds) > 1 or kind is None:
+        raise UserError(
+            f"{data}: is no kind of data that is known, or several",
+            expected="one of .tar, .parquet, .jsonl, .csv, or wids-meta.json",
+            found=", ".join(sorted({"." + extension(file) for file in files})),
+            fix="--format " + "|".join(FORMATS),
+        )
+    return kind
+
+
+def _wids(store: Store, files: list[str] | None, data: str) -> dict[str, Any]:
+    """The tars that an index of NVlabs' loader lists -> how many samples it says they hold (None if it does not)."""
+    index = files[0] if files else WIDS
+    try:
+        value = parse_json(store.read(index).decode("utf-8-sig"))
+    except (Unreadable, UnicodeDecodeError) as error:
+        raise UserError(f"{data}: {said(error)}", expected=f"a folder with {WIDS}, or that file") from None
+    shards = value.get("shardlist") if isinstance(value, dict) else None
+    urls = [shard.get("url") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+    if not urls or not all(isinstance(url, str) for url in urls):
+        raise UserError(
+            f"{store.location}/{index}: is no index of tars",
+            expected='{"shardlist": [{"url": "0000.tar", ...}, ...]}',
+            found=value if isinstance(value, str) else json.dumps(value)[:80],
+        )
+    folder = posixpath.dirname(index)
+    assert isinstance(shards, list)
+    said_of = zip(urls, (shard.get("nsamples") for shard in shards if isinstance(shard, dict)), strict=True)
+    return {posixpath.normpath(posixpath.join(folder, str(url))): count for url, count in said_of}

@@ -1,0 +1,125 @@
+"""Names of files that come from anywhere: which of them may be used, and how they are shown.
+
+What: `hostile` says why a relative name must not be used as one; `shown`, `brief` and `said` make names, values and
+errors fit for a table or a terminal.
+Why here: folders, archives, tables and object stores all carry names that somebody else chose, and all must refuse the
+same ones.
+Price: names that some file systems allow (backslashes, control characters, bytes that are no UTF-8) are refused.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import unicodedata
+from typing import Any
+
+# Formats that `image` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
+EXTENSIONS = frozenset(
+    {
+        "jpg",
+        "jpeg",
+        "jpe",
+        "jfif",
+        "jif",
+        "mpo",
+        "png",
+        "apng",
+        "webp",
+        "bmp",
+        "dib",
+        "gif",
+        "tif",
+        "tiff",
+        "avif",
+        "avifs",
+        "jp2",
+        "j2k",
+        "j2c",
+        "jpc",
+        "jpf",
+        "jpx",
+        "jpm",
+        "ppm",
+        "pgm",
+        "pbm",
+        "pnm",
+        "pfm",
+        "qoi",
+        "tga",
+        "icb",
+        "vda",
+        "vst",
+        "ico",
+        "heic",
+        "heif",
+        "hif",
+        "jxl",
+        "psd",
+        "dds",
+        "exr",
+        "hdr",
+        "eps",
+        "svg",
+        "pcx",
+        "sgi",
+        "dng",
+        "cr2",
+        "cr3",
+        "nef",
+        "arw",
+        "raf",
+        "orf",
+        "rw2",
+    }
+)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def extension(name: str) -> str:
+    return posixpath.splitext(name)[1][1:].lower()
+
+
+def stem(key: str) -> str:
+    return posixpath.splitext(key)[0]
+
+
+def is_url(name: str) -> bool:
+    return _SCHEME.match(name) is not None
+
+
+def broken(text: str) -> bool:
+    """Holds surrogates: from a name or a text that is not UTF-8, or an escape that stands for half a character."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def hostile(name: str) -> str | None:
+    """Why a relative name must not be used as one, or None."""
+    if broken(name):
+        return "the name is not valid UTF-8"
+    if any(unicodedata.category(character) == "Cc" for character in name):
+        return "the name has control characters"
+    if "\\" in name:
+        return "the name has a backslash"
+    if name.startswith("/") or not name:
+        return "the name is absolute" if name else "the name is empty"
+    if ".." in name.split("/"):
+        return "the name climbs with '..'"
+    return None
+
+
+def shown(name: str) -> str:
+    """The name for tables and terminals: control characters, surrogates and invisible marks escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in name
+    )
+
+
+def brief(value: Any) -> str:
+    text = shown(repr(value))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def said(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,445 @@
+"""Tables of pictures: parquet with image bytes or names, and JSONL or CSV listings of files.
+
+What: `ParquetSource` reads parquet files, each of them a part, with Hugging Face's image struct {bytes, path}, a column
+of bytes, or a column of names; `ListingSource` reads rows of JSONL or CSV that name files.
+Keys: `<file>/<row, nine digits>` for rows of a parquet file; for a listing the picture's own name, so that a listing
+and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table; absolute
+ones, URLs and ones that climb are refused row by row.
+Price: parquet is read by the row group. `GROUP_BYTES` of row groups are kept, so reading near the order of the table
+costs one decode per group, reading anywhere one per picture. A row group above `MAX_GROUP_BYTES` is refused with the
+command that writes smaller ones.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.cache.arrow import ParquetFile
+from pipeline.cache.layout import digest
+from pipeline.errors import UserError
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.filenames import broken, hostile, is_url, said, shown
+from pipeline.sources.filesystem import Store, Unreadable
+from pipeline.sources.source import FILE_COLUMN, FolderSource, Item, Part, Reject, Source, _Listing, _Told
+
+RULE = "parquet-1"
+GROUP_BYTES = 512 << 20
+MAX_GROUP_BYTES = 1 << 30
+BYTE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
+NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
+
+
+class ListingSource(FolderSource):
+    """Files that JSONL or CSV files name.
+
+    Rows that name the same file add up to one item with all their captions. Whether a file is there is seen when it is
+    read; a missing one is a reject of its own.
+
+    Args:
+        store: where the listings and the pictures are.
+        files: names of the listings.
+        rule: which captions.
+        name: the source's name in sample identities.
+        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that is there.
+        image_root: what the names are relative to, within the store; None: each listing's folder.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        files: Iterable[str],
+        rule: CaptionRule,
+        name: str,
+        *,
+        image_field: str | None = None,
+        image_root: str | None = None,
+        format: str = "jsonl",
+    ):
+        super().__init__(store, rule, name)
+        self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
+
+    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
+        self.store.refresh()
+        self.store.listed(self.files)
+        self.ignored_kinds = Counter()
+        self.ignored = 0
+        listing = _Listing()
+        told: dict[str, _Told] = {}
+        rejects: list[Reject] = []
+        for file in self.files:
+            rejects += self._read_listing(file, listing, told)
+        if not listing.pictures and not rejects:
+            raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
+        return listing, rejects, told
+
+    def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
+        rows, columns, rejects = self._rows(file)
+        if not columns:
+            return rejects
+        column = self.image_field or next((name for name in NAME_COLUMNS if name in columns), None)
+        if column is None or column not in columns:
+            raise UserError(
+                f"{self.location}/{file} has no column " + (repr(column) if column else "that names the pictures"),
+                expected="one of " + ", ".join(NAME_COLUMNS) + ", or what data.image_field says",
+                found="the columns " + ", ".join(repr(shown(column)) for column in columns),
+                fix="--set data.image_field=COLUMN",
+            )
+        self._check_columns(file, columns, column, "")
+        base = posixpath.dirname(file) if self.image_root is None else self.image_root
+        for line, row in rows:
+            where = f"{file}:{line}"
+            named = self._named(where, row, column, rejects)
+            if named is None:
+                continue
+            if is_url(named):
+                rejects.append(Reject(where, f"names {shown(named)!r}: is a URL, not a name within the data"))
+                continue
+            key = posixpath.normpath(posixpath.join(base, named))
+            listing.pictures.add(key)
+            self._enter(where, row, column, told.setdefault(key, _Told()), rejects)
+        return rejects
+
+
+class ParquetSource(Source):
+    """Parquet files of a store; see the module.
+
+    Args: as of `ListingSource`; `image_field`: the column of the picture, its bytes or its name.
+    """
+
+    format = "parquet"
+
+    def __init__(
+        self,
+        store: Store,
+        files: Iterable[str],
+        rule: CaptionRule,
+        name: str,
+        *,
+        image_field: str | None = None,
+        image_root: str | None = None,
+    ):
+        self.rule: CaptionRule
+        self.store, self.rule, self.name = store, rule, name
+        self.image_field, self.image_root = image_field, image_root
+        self.location = store.location
+        self.files = sorted(set(files), key=lambda file: file + "/")
+        self.ignored_kinds: Counter[str] = Counter()
+        self._places: dict[str, tuple[str, int, int, int]] = {}  # part, row group, row in it, bytes
+        self._names: dict[str, str] = {}  # the file, where a row names one
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
+        self._open: OrderedDict[str, ParquetFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------ listing
+
+    def parts(self) -> list[Part]:
+        self.store.refresh()
+        with self._lock:
+            self._versions = self.store.listed(self.files)
+            self._open, self._groups = OrderedDict(), OrderedDict()
+        self.ignored_kinds.clear()
+        self.ignored = 0
+        return [Part(file, self._stamp(file)) for file in self.files]
+
+    def items(self) -> Iterator[Item | Reject]:
+        for part in self.parts():
+            yield from self.part(part.name)
+
+    def part(self, name: str) -> Iterator[Item | Reject]:
+        try:
+            self._versions[name] = self.store.stat(name)
+            with self._lock:
+                table = self._file(name)
+        except Unreadable as error:
+            yield Reject(shown(name), f"unreadable: {str(error).removeprefix(shown(name) + ': ')}")
+            return
+        except (pa.ArrowException, OSError) as error:
+            yield Reject(shown(name), f"is no parquet file: {shown(said(error))}")
+            return
+        column, _ = self._picture(name, table.schema_arrow)
+        wanted = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
+        if self.rule.wanting(wanted):
+            raise UserError(
+                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
+                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
+                found="the columns " + ", ".join(repr(shown(field)) for field in table.schema_arrow.names),
+                fix=f"--set data.caption_field={shown(wanted[0])}" if wanted else "add a caption column",
+            )
+        first = 0
+        odd: Counter[str] = Counter()
+        for group in range(table.metadata.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            try:
+                with self._lock:
+                    rows = _rows(table.read_row_group(group, columns=wanted))
+                pictures = self._group(name, group)
+                if len(pictures) != count or len(rows or pictures) != count:
+                    raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
+            except (pa.ArrowException, OSError) as error:
+                yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
+                first += count
+                continue
+            for row, said_of_it in enumerate(rows or [{}] * count):
+                values = {**said_of_it, column: _value(pictures[row])}
+                unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
+                odd.update(unreadable.keys())
+                if unreadable:
+                    reasons = (f"its {shown(field)!r} {reason}" for field, reason in unreadable.items())
+                    yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
+                else:
+                    yield from self._row(name, group, row, first + row, said_of_it, values[column])
+            first += count
+        for field in sorted(field for field, rows in odd.items() if rows == first):
+            kind = table.schema_arrow.field(field).type
+            yield Reject(
+                shown(name),
+                f"no value of its column {shown(field)!r} ({kind}) can be read; write it as text, or leave it out",
+            )
+        if not first:
+            yield Reject(shown(name), "holds no row")
+
+    def _row(
+        self, part: str, group: int, row: int, number: int, said_of_it: dict[str, Any], picture: Any
+    ) -> Iterator[Item | Reject]:
+        own = f"{part}/{number:09d}"
+        data, named = _bytes_and_name(picture)
+        if data is None and named is None:
+            yield Reject(own, "has no picture")
+            return
+        if data is None:
+            assert named is not None
+            problem = "is a URL, not a name within the data" if is_url(named) else hostile(named)
+            if problem is not None:
+                yield Reject(own, f"names {shown(named)!r}: {problem}")
+                return
+        found = self.rule.read(said_of_it)
+        captions, dropped = self.rule.settle(found.candidates, own, self.name)
+        if dropped:
+            self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
+            self.ignored = self.ignored_kinds.total()
+        if any(broken(text) for text, _ in captions):
+            yield Reject(own, "its caption is not valid Unicode")
+        elif not captions:
+            yield Reject(own, "; ".join(found.problems))
+        else:
+            if found.problems:
+                yield Reject(own + " (caption)", "; ".join(found.problems))
+            meta = {column: value for column, value in said_of_it.items() if column not in self.rule.columns}
+            if data is not None and named:
+                meta.setdefault("path", named)
+            if data is None:
+                assert named is not None
+                where = "=" + self._beside(part, named)
+            else:
+                where = f"{group}:{row}+{len(data)}"
+            self._place(own, part, where)
+            yield Item(own, captions, meta, where)
+
+    def _beside(self, part: str, named: str) -> str:
+        base = posixpath.dirname(part) if self.image_root is None else self.image_root
+        return posixpath.normpath(posixpath.join(base, named))
+
+    def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
+        """The column of the picture, and whether it holds bytes."""
+        twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
+        if twice:
+            raise UserError(
+                f"{self.location}/{part} has two columns {shown(twice[0])!r}",
+                fix="write it again with one name for each",
+            )
+        if self.image_field is not None:
+            candidates = [self.image_field] if self.image_field in schema.names else []
+        else:
+            binary = [f.name for f in schema if _binary(f.type)]
+            structs = [f.name for f in schema if _holds_bytes(f.type) and f.name not in binary]
+            named = [n for n in BYTE_COLUMNS if n in binary]
+            texts = [n for n in NAME_COLUMNS if n in schema.names and _text(schema.field(n).type)]
+            candidates = structs[:1] or named[:1] or (binary if len(binary) == 1 else []) or texts[:1]
+        for name in candidates:
+            kind = schema.field(name).type
+            if _holds_bytes(kind):
+                return name, True
+            if _text(kind):
+                return name, False
+        raise UserError(
+            f"{self.location}/{part} has no column of pictures"
+            + (f" {self.image_field!r}" if self.image_field is not None else ""),
+            expected="a struct of bytes and path (Hugging Face), a column of bytes, or a column of file names",
+            found=", ".join(f"{shown(field.name)}: {field.type}" for field in schema),
+            fix="--set data.image_field=COLUMN",
+        )
+
+    def _stamp(self, file: str) -> str | None:
+        """None where rows name files: those may change without the table."""
+        try:
+            version = self._versions[file]
+            with self._lock:
+                table = self._file(file)
+        except (OSError, pa.ArrowException):
+            return None
+        column, holds_bytes = self._picture(file, table.schema_arrow)
+        if not holds_bytes or _nulls(table, column):
+            return None
+        return digest(RULE, self.rule.identity(), str(self.image_field), *map(str, version)).hex()
+
+    # ------------------------------------------------------------ reading
+
+    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
+        for key, part, where in places:
+            self._place(key, part, where)
+
+    def _place(self, key: str, part: str, where: str) -> None:
+        if where.startswith("="):
+            self._names[key] = where[1:]
+            return
+        group, row, size = where.replace("+", ":").split(":")
+        self._places[key] = part, int(group), int(row), int(size)
+
+    def stat(self, key: str) -> tuple[int, int]:
+        if key in self._names:
+            return self.store.stat(self._names[key])
+        part, _, _, size = self._found(key)
+        version = self._versions.get(part)
+        if version is None:
+            version = self._versions[part] = self.store.stat(part)
+        return size, version[1]
+
+    def read(self, key: str) -> bytes:
+        if key in self._names:
+            return self.store.read(self._names[key])
+        part, group, row, _ = self._found(key)
+        try:
+            data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
+        except (pa.ArrowException, IndexError, OSError) as error:
+            raise Unreadable(f"{shown(key)}: {shown(said(error))}") from None
+        if data is None:
+            raise Unreadable(f"{shown(key)}: has no picture any more")
+        return data
+
+    def head(self, key: str, length: int) -> bytes:
+        if key in self._names:
+            return self.store.read(self._names[key], length)
+        return self.read(key)  # parquet has no smaller piece than a row group's column
+
+    def _found(self, key: str) -> tuple[str, int, int, int]:
+        try:
+            return self._places[key]
+        except KeyError:
+            raise Unreadable(f"{shown(key)}: is in none of the tables that were listed") from None
+
+    def _file(self, name: str) -> ParquetFile:
+        """The open file; called with the lock held."""
+        table = self._open.get(name)
+        if table is None:
+            table = self._open[name] = ParquetFile(self.store.open(name))
+            if len(self._open) > 16:
+                self._open.popitem(last=False)
+        return table
+
+    def _group(self, part: str, group: int) -> pa.Array:
+        """The pictures of a row group."""
+        with self._lock:
+            found = self._groups.get((part, group))
+            if found is None:
+                table = self._file(part)
+                column, _ = self._picture(part, table.schema_arrow)
+                size = _size(table, group, column)
+                if size > MAX_GROUP_BYTES:
+                    raise UserError(
+                        f"{self.location}/{part}: row group {group} holds {size:,} bytes of pictures, and no smaller "
+                        "piece of a parquet file can be read",
+                        expected=f"row groups of at most {MAX_GROUP_BYTES:,} bytes",
+                        fix="write it again: pyarrow.parquet.write_table(table, file, row_group_size=256)",
+                    )
+                found = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
+                self._groups[part, group] = found
+                while len(self._groups) > 1 and sum(one.nbytes for one in self._groups.values()) > GROUP_BYTES:
+                    self._groups.popitem(last=False)
+            else:
+                self._groups.move_to_end((part, group))
+            return found
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """Stands for a value that Python has no object for."""
+
+    reason: str
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _Odd("is not UTF-8")
+    except Exception:  # ValueError, OverflowError, KeyError of a time zone
+        return _Odd(f"holds a {scalar.type} that Python's types cannot hold")
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows of a table; an `_Odd` stands in the place of a value that cannot be read."""
+
+    def values(column: pa.ChunkedArray) -> list[Any]:
+        try:
+            return column.to_pylist()
+        except Exception:
+            return [_value(one) for one in column]
+
+    columns = [values(column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _bytes_and_name(picture: Any) -> tuple[bytes | None, str | None]:
+    if isinstance(picture, dict):
+        data, named = picture.get("bytes"), picture.get("path")
+        return (data if isinstance(data, bytes) and data else None), (
+            named if isinstance(named, str) and named else None
+        )
+    if isinstance(picture, bytes):
+        return (picture or None), None
+    return None, picture if isinstance(picture, str) and picture else None
+
+
+def _binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _image_struct(kind: pa.StructType) -> bool:
+    names = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    return "bytes" in names and _binary(names["bytes"])
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
+
+
+def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
+    found = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
+    return [chunk for chunk in found if chunk.path_in_schema.split(".")[0] == column]
+
+
+def _size(table: ParquetFile, group: int, column: str) -> int:
+    return sum(chunk.total_uncompressed_size for chunk in _columns(table, group, column))
+
+
+def _nulls(table: ParquetFile, column: str) -> bool:
+    """Whether a row may hold no bytes (and so name a file)."""
+    for group in range(table.metadata.num_row_groups):
+        for chunk in _columns(table, group, column):
+            if chunk.path_in_schema in (column, f"{column}.bytes"):
+                statistics = chunk.statistics
+                if statistics is None or not statistics.has_null_count or statistics.null_count:
+                    return True
+    return False

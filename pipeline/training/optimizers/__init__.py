@@ -1,0 +1,175 @@
+"""The optimizer that the configuration names, and its learning rate as a pure function of the step.
+
+What: `build` makes it with two groups (matrices decay; biases, norms and tables do not, except under `train.recipe:
+nvlabs`), `learning_rate` gives the rate of a step: linear warm-up, then constant.
+Which: `adamw`, 8 bytes of state per fp32 parameter, 4 in pure bf16; `came`, 4 and 2; `adamw8bit`, 2. Not Adafactor:
+torch's fails on DTensors (its norms would need another placement in place): it would be for one process in fp32 only.
+Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps whatever the
+number of processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
+Price: schedules other than warm-up and constant have to be written here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config import OptimConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.training.optimizers import stochastic_rounding
+from pipeline.training.optimizers.came import CAME
+
+_STATE = {"adamw": "AdamW", "adamw8bit": "AdamW", "came": "CAME"}
+"""Whose state a checkpoint of a run with this optimizer holds."""
+
+NEW_CONCEPTS = 5e-5
+"""Rate below which people who fine-tune Sana report that new concepts come slowly."""
+
+
+def peak_learning_rate(config: OptimConfig, batch: int) -> float:
+    """The rate after the warm-up: `lr`, times sqrt(batch / 256) for `scale_lr: sqrt` (the rule of NVlabs' trainer).
+
+    Args:
+        batch: the global batch of one optimizer step.
+    """
+    return config.lr * (math.sqrt(batch / 256) if config.scale_lr == "sqrt" else 1.0)
+
+
+def learning_rate(config: OptimConfig, batch: int, step: int, recipe: str = "default") -> float:
+    """The rate of optimizer step `step` (the first one is 0): peak * min(1, (step + 1) / warmup_steps).
+
+    The first step thus takes 1/warmup_steps of the peak, not 0, and step `warmup_steps - 1` takes all of it. NVlabs'
+    recipe is one step behind: its first step has rate 0.
+    """
+    peak, done = peak_learning_rate(config, batch), step if recipe == "nvlabs" else step + 1
+    return peak * min(1.0, done / config.warmup_steps) if config.warmup_steps else peak
+
+
+def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
+    """What to say before a run of so many steps about rates that will not do what one expects of them."""
+    peak, found = peak_learning_rate(config, batch), []
+    if 2 * config.warmup_steps > steps:
+        reached = learning_rate(config, batch, steps - 1)
+        found.append(
+            f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
+            f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
+            f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
+        )
+    if peak < NEW_CONCEPTS:
+        found.append(
+            f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
+            f"--set train.optim.scale_lr=none --set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before "
+            "a first concept shows"
+        )
+    return found
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay pulls this parameter to zero: matrices and convolutions yes, the rest no. What is small and
+    has a meaning of its own size (a norm's scale, a gate) is not a matrix that could grow without bounds."""
+    return parameter.ndim > 1 and not name.endswith("scale_shift_table")
+
+
+def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The parameters that are rows of one matrix (or bias) in NVlabs' model: query, key and value of self attention,
+    key and value of cross attention."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in named:
+        if match := re.fullmatch(r"(.*\.)(attn1\.to_[qkv]|attn2\.to_[kv])\.(weight|bias)", name):
+            before, layer, kind = match.groups()
+            found.setdefault(f"{before}{layer[:5]}.{kind}", []).append(parameter)
+    return list(found.values())
+
+
+def build(
+    model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0, recipe: str = "default"
+) -> torch.optim.Optimizer:
+    """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after the model was spread.
+
+    AdamW is fused on a GPU (the default `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B), a
+    plain loop on the CPU.
+
+    Args:
+        seed: of the rounding by chance, for bf16 parameters.
+        recipe: `train.recipe`.
+
+    Raises:
+        UserError: torchao is not there.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    nvlabs = recipe == "nvlabs"
+    groups = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": config.weight_decay if nvlabs else 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    on_gpu = device.type == "cuda" and all(p.device.type == "cuda" for _, p in named)  # they may wait in host memory
+    if config.name == "came":
+        joint = joint_weights(named) if nvlabs else []
+        return CAME(groups, config.lr, config.betas, seed=seed, factor_kernels=not nvlabs, joint=joint)  # type: ignore[arg-type]
+    usual: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.name == "adamw8bit":
+        check(config)
+        from pipeline.training.optimizers.adamw_8bit import AdamW8bit
+
+        there = all(parameter.device.type == "cuda" for _, parameter in named)  # not offloaded to host memory
+        return AdamW8bit(groups, **usual, compiled=there, seed=seed)
+    if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
+        return stochastic_rounding.AdamW(groups, **usual, seed=seed)
+    return torch.optim.AdamW(groups, **usual, foreach=None if on_gpu else False, fused=True if on_gpu else None)
+
+
+def check(config: OptimConfig) -> None:
+    """Refuse an optimizer that this installation does not have.
+
+    Raises:
+        UserError: torchao is not there, or a version without what is used of it.
+    """
+    if config.name != "adamw8bit":
+        return
+    try:
+        import pipeline.training.optimizers.adamw_8bit  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "train.optim.name: adamw8bit needs torchao, which is not installed or does not fit this torch",
+            found=str(error),
+            fix="pip install 'sana-pipe[torchao]', or train.optim.name: came (4 bytes of state per parameter)",
+        ) from None
+
+
+def check_resumable(before: str, now: str, recipes: tuple[str, str] = ("default", "default")) -> None:
+    """Refuse to continue with an optimizer that cannot use what the checkpoint holds.
+
+    Args:
+        before, now: `train.optim.name` of the checkpoint and of this run.
+        recipes: `train.recipe` of both.
+
+    Raises:
+        ConfigError: the states differ in kind.
+    """
+    if before == now == "came" and recipes[0] != recipes[1]:
+        raise ConfigError(
+            "the checkpoint holds the state of another CAME",
+            expected=f"train.recipe: {recipes[0]}",
+            found=f"train.recipe: {recipes[1]}",
+            fix=f"--set train.recipe={recipes[0]}, or start a new run in another train.output with model.weights set "
+            "to an export of the checkpoint",
+        )
+    if _STATE[before] != _STATE[now]:
+        raise ConfigError(
+            f"the checkpoint holds the state of {before}, this run has train.optim.name: {now}",
+            expected=" or ".join(name for name, kind in _STATE.items() if kind == _STATE[before]),
+            fix="restore it, or start a new run in another train.output with model.weights set to an export of the "
+            "checkpoint",
+        )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

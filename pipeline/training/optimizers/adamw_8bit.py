@@ -1,0 +1,171 @@
+"""AdamW with moments in 8 bits, on torchao's quantised tensors.
+
+What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.04
+bytes of state per parameter. Tensors whose shard has less than 4096 values or no multiple of 256 keep fp32 moments.
+Why not torchao's own class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then mixes up
+the kinds of tensors inside (another kind's code is loaded for the same shapes). Here its kernel gets this process's
+plain shards. For bf16 parameters the rounding by chance is ours too: torchao draws from each process's random state,
+and replicas of a shard would part.
+The state dict holds the moments dequantised, as AdamW's: a checkpoint fits any number of processes, and a run may go
+from `adamw` to `adamw8bit` and back.
+Price: a save holds both moments in fp32 in host memory, 8 bytes per parameter of this process (for a moment 16, where
+it is written beside the training); values that are quantised again for another sharding lose up to half a code. On a
+GPU the kernel is compiled once per shape, at the start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchao.optim.adam import single_param_adam
+from torchao.optim.quant_utils import quantize_8bit_with_qmap
+from torchao.optim.subclass_8bit import OptimState8bit
+
+from pipeline.training.optimizers.stochastic_rounding import Noise, local, to_bf16
+
+BLOCK = 256
+_SMALLEST = 4096
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The optimizer.
+
+    Args:
+        params: plain tensors or DTensors of any placement, fp32 or bf16; nothing is communicated.
+        compiled: whether torch.compile fuses the update. Without it the temporaries of a parameter are several times
+            its size.
+        seed: of the rounding of bf16 parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        compiled: bool = True,
+        seed: int = 0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.noise = Noise(seed)
+        self._update = single_param_adam
+        if compiled:
+            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # for people who write torchao
+            self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update. Parameters without a gradient are left alone."""
+        index = -1
+        with torch._dynamo.utils.disable_cache_limit():  # as many graphs as shapes
+            for group in self.param_groups:
+                rate = torch.tensor(group["lr"], dtype=torch.float32)
+                for parameter in group["params"]:
+                    index += 1
+                    if parameter.grad is None:
+                        continue
+                    state = self.state[parameter]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state |= {name: _zeros(parameter, signed) for name, signed in _MOMENTS.items()}
+                    state["step"] += 1
+                    if local(parameter).numel():
+                        self._one(parameter, state, rate, group, index)
+
+    def _one(
+        self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor, group: dict[str, Any], index: int
+    ) -> None:
+        stored, gradient = local(parameter.detach()), parameter.grad
+        assert gradient is not None
+        value = stored.float()
+        self._update(
+            value,
+            local(gradient),
+            state["step"],
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            None,
+            rate,
+            *group["betas"],
+            group["weight_decay"],
+            group["eps"],
+            True,
+            False,
+        )
+        if value is not stored:
+            stored.copy_(to_bf16(value, self.noise.at(parameter, int(state["step"].item()), index)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's form with fp32 moments on the CPU, DTensors where the parameters are."""
+        found = super().state_dict()
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        parameters = dict(zip(_identities(found), ours, strict=True))
+        found["state"] = {
+            identity: {
+                name: _unpacked(value, parameters[identity]) if name in _MOMENTS else value
+                for name, value in state.items()
+            }
+            for identity, state in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take fp32 moments and quantise them."""
+        super().load_state_dict({**state_dict, "state": {}})
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for identity, parameter in zip(_identities(state_dict), ours, strict=True):
+            given = state_dict["state"].get(identity)
+            if given is None:
+                continue
+            state = self.state[parameter]
+            state["step"] = torch.as_tensor(given["step"], dtype=torch.float32).clone()
+            for name, signed in _MOMENTS.items():
+                state[name] = _zeros(parameter, signed)
+                _pack(state[name], local(given[name]).to(state[name].device, torch.float32))
+
+
+def _identities(state_dict: dict[str, Any]) -> list[Any]:
+    return list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+
+
+def _zeros(parameter: Tensor, signed: bool) -> Tensor:
+    """A zero moment for this process's part of a parameter."""
+    own = local(parameter.detach())
+    if own.numel() >= _SMALLEST and own.numel() % BLOCK == 0:
+        return OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=torch.float32)
+    return torch.zeros_like(own, dtype=torch.float32)
+
+
+def _unpacked(moment: Tensor, parameter: Tensor) -> Tensor:
+    """fp32 on the CPU, placed as the parameter is."""
+    whole = (moment.dequantize() if isinstance(moment, OptimState8bit) else moment).to("cpu", torch.float32, copy=True)
+    if not isinstance(parameter, DTensor):
+        return whole
+    # By `to` of an empty tensor on the right mesh: from_local would move the values to the mesh's device.
+    like = torch.empty_like(parameter, dtype=torch.float32).to("cpu")
+    local(like).copy_(whole)
+    return like
+
+
+def _pack(moment: Tensor, value: Tensor) -> None:
+    """Quantise `value` into a moment. The scale is the one with which the block's extreme value has a code of its own
+    (1 above, -0.993 below), so that what was dequantised gets its codes back."""
+    if not isinstance(moment, OptimState8bit):
+        moment.copy_(value)
+        return
+    blocks = value.reshape(-1, BLOCK)
+    scale = blocks.amax(1)
+    if moment.signed:
+        scale = torch.maximum(scale, blocks.amin(1) / moment.qmap.min())
+    scale = scale.clamp(min=1e-12)
+    moment.codes.copy_(quantize_8bit_with_qmap((blocks / scale[:, None]).view(-1), moment.qmap).view(moment.shape))
+    moment.scale.copy_(scale)

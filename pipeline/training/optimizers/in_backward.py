@@ -1,0 +1,55 @@
+"""The optimizer's step within the backward pass, parameter by parameter.
+
+What: `fuse` has a `Spread` hand each parameter over as soon as its gradient is complete, and lets the run's one
+optimizer step that parameter alone. The step after the backward pass then finds no gradients and does nothing.
+Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays what
+it is, and the setting can change when a run is resumed.
+Price: a call of the optimizer per parameter. No clipping, since the global norm is not known yet; no accumulation over
+microbatches. A gradient that is not a number is found when it has been applied: the weights in memory are then spoilt,
+the last checkpoint is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.config import TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.parallel.parallelize import Spread
+
+
+def check(train: TrainConfig, batch: int, parts: int) -> None:
+    """Refuse a batch that a process would have to work off in several microbatches.
+
+    Args:
+        batch: the largest global batch of an optimizer step.
+        parts: into how many parts it is divided.
+
+    Raises:
+        ConfigError: with the sizes that would work.
+    """
+    share = -(-batch // parts)
+    if train.optim.in_backward and share > train.microbatch:
+        raise ConfigError(
+            "train.optim.in_backward needs a process's part of a batch in one microbatch",
+            expected=f"train.microbatch = {share} or more (batch {batch} in {parts} part(s)), or bucket.batch = "
+            f"{train.microbatch * parts} or less",
+            found=f"train.microbatch = {train.microbatch}",
+            fix=f"--set train.microbatch={share}, or --set train.optim.in_backward=false",
+        )
+
+
+def fuse(optimizer: torch.optim.Optimizer, spread: Spread) -> None:
+    """Update every parameter of `spread` with `optimizer` within each backward pass from now on."""
+    group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def update(parameter: nn.Parameter) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[group_of[parameter]], "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+
+    spread.hand_over(update)

@@ -1,0 +1,1 @@
+"""Work over units: claims, engines, stop signals, disk space, progress."""

@@ -1,0 +1,143 @@
+"""One line that says how far the work is: done of total, rates, how busy the encoder is, time left, rejects.
+
+On a terminal the line is redrawn; elsewhere (a log file) a new one is written every half minute.
+Price: the rates are means since the start (loading the encoder included), so they lag behind sudden changes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Meter:
+    """What encoders did: caption tokens, and seconds that they computed.
+
+    wall_s: seconds that they had for it, where several worked at once; None: ask the clock.
+    """
+
+    tokens: int = 0
+    busy_s: float = 0.0
+    wall_s: float | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Counts the seconds of its block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.busy_s += time.monotonic() - began
+
+
+class Progress:
+    """Counts done and rejected things of a known or unknown total.
+
+    Args:
+        noun: what is counted.
+        meter: what the encoders do meanwhile; what it says now is where it begins.
+    """
+
+    def __init__(self, noun: str, total: int | None, meter: Meter | None = None):
+        self.noun, self.total, self.meter = noun, total, meter
+        self.done = self.rejected = 0
+        self._tokens, self._busy_s = (meter.tokens, meter.busy_s) if meter is not None else (0, 0.0)
+        self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
+        self._live = sys.stderr.isatty()
+        self._start = self._last = time.monotonic()
+        self._wide = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.done or self.rejected:
+            self._show(final=True)
+
+    def add(self, done: int, rejected: int = 0) -> None:
+        self.done += done
+        self.rejected += rejected
+        self._show()
+
+    def expect(self, more: int) -> None:
+        """The total is larger than was thought (or smaller)."""
+        self.total = (self.total or 0) + more
+
+    def reach(self, done: int, total: int | None = None) -> None:
+        self.done, self.total = done, total
+        self._show()
+
+    def forget(self, done: int, rejected: int) -> None:
+        """Set the counts back: what was counted since is done again."""
+        self.done, self.rejected = done, rejected
+
+    @property
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
+
+    @property
+    def tokens(self) -> int:
+        """Caption tokens encoded since the start."""
+        return self.meter.tokens - self._tokens if self.meter is not None else 0
+
+    @property
+    def busy(self) -> float:
+        """Share of the time (0 to 1) in which the encoder computed."""
+        if self.meter is None:
+            return 0.0
+        wall = self._seconds if self.meter.wall_s is None else self.meter.wall_s - self._wall_s
+        return min(1.0, (self.meter.busy_s - self._busy_s) / wall) if wall > 0 else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the line as JSON values."""
+        seconds = self._seconds
+        return {
+            "done": self.done,
+            "rejected": self.rejected,
+            "seconds": seconds,
+            "per_s": self.done / seconds,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens / seconds,
+            "encoder_busy": self.busy,
+        }
+
+    def line(self) -> str:
+        seconds = self._seconds
+        rate = (self.done + self.rejected) / seconds
+        unit = self.noun if self.meter is not None else ""
+        parts = [f"{self.noun}: {self.done}" + (f"/{self.total}" if self.total is not None else "")]
+        parts.append(f"{rate:.1f} {unit}/s" if unit else f"{rate:.1f}/s")
+        if self.tokens:
+            parts.append(f"{self.tokens / seconds:.0f} tokens/s")
+        if self.meter is not None:
+            parts.append(f"encoder {self.busy:.0%} busy")
+        if self.total is not None and rate:
+            parts.append(f"{span((self.total - self.done - self.rejected) / rate)} left")
+        if self.rejected:
+            parts.append(f"{self.rejected} rejected")
+        return ", ".join(parts)
+
+    def _show(self, final: bool = False) -> None:
+        now = time.monotonic()
+        if not final and now - self._last < (0.2 if self._live else 30):
+            return
+        self._last = now
+        text = self.line()
+        if self._live:
+            sys.stderr.write("\r" + text.ljust(self._wide) + ("\n" if final else ""))
+            self._wide = len(text)
+        else:
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def span(seconds: float) -> str:
+    """Seconds for people."""
+    minutes, left = divmod(int(max(0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{left:02d}s" if minutes else f"{left}s"

@@ -1,0 +1,175 @@
+"""Caches without encoders: real shards, tables, plans and scans whose records are small and random.
+
+Pictures are 16 to 32 pixels a side and latents 4 channels at compression 8, so that thousands cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache import index, layout, shard
+from pipeline.cache.store import Cache, Unit
+from pipeline.config import Config, load
+from pipeline.encoding.scan import SCAN
+from pipeline.images import buckets
+from pipeline.sources import caption_rules as captions
+
+LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
+TABLE = [(16, 32), (16, 24), (24, 24), (24, 16), (32, 16)]
+PER_UNIT = 50
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One item of a source. `content` decides its digest: equal contents are equal pictures."""
+
+    item: str
+    content: str
+    height: int = 24
+    width: int = 24
+    captions: tuple[tuple[str, float], ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    reject: str | None = None
+
+    @property
+    def texts(self) -> tuple[tuple[str, float], ...]:
+        return self.captions or ((f"caption of {self.content}", 1.0),)
+
+
+def config(root: Path | str, *overrides: str) -> Config:
+    table = ", ".join(f"[{h}, {w}]" for h, w in TABLE)
+    return load(
+        "tiny", [f"cache={root}", f"train.output={root}-run", f"data.buckets=[{table}]", "bucket.batch=4", *overrides]
+    )
+
+
+def text_recipe(of: Config) -> layout.TextRecipe:
+    return layout.TextRecipe(
+        weights="w",
+        width=6,
+        dtype=of.text.dtype,
+        instruction=captions.instruction(of.text),
+        normalisation=of.text.recipe,
+        max_length=of.text.max_length,
+    )
+
+
+def add(
+    of: Config,
+    source: str,
+    pictures: Iterable[Picture],
+    *,
+    table: list[tuple[int, int]] | None = None,
+    without: Iterable[str] = (),
+) -> Cache:
+    """Scan a source and make its records.
+
+    Args:
+        table: the bucket table that its latents are made for.
+        without: items whose latents are not made.
+    """
+    pictures, table = list(pictures), table or TABLE
+    cache = Cache.of(of, create=True)
+    text = text_recipe(of)
+    rows = [
+        {
+            "item": p.item,
+            "size": 1,
+            "mtime_ns": 1,
+            "digest": layout.digest(p.content),
+            "width": p.width,
+            "height": p.height,
+            "captions": [{"text": t, "weight": w} for t, w in p.texts],
+            "meta": json.dumps(p.meta),
+            "reject": p.reject,
+        }
+        for p in pictures
+    ]
+    scan = pa.Table.from_pylist(rows, schema=SCAN)
+    for recipe in (LATENT, text):
+        cache.add_recipe(recipe)
+    cache.add_scan(
+        source,
+        {
+            "source": source,
+            "root": "/nowhere",
+            "table": cache.put_table(scan),
+            "latent": LATENT.name,
+            "text": text.name,
+            "buckets": [list(b) for b in table],
+        },
+    )
+    usable = [p for p in pictures if p.reject is None and p.item not in set(without)]
+    latents = {
+        layout.latent_key(LATENT.id, layout.digest(p.content), *size): (size, source, p)
+        for p in usable
+        for size in [buckets.nearest(table, p.height, p.width)]
+    }
+    texts = {
+        layout.text_key(text.id, captions.normalise(t, text.normalisation)): t
+        for p in pictures
+        if p.reject is None
+        for t, _ in p.texts
+    }
+    _make(cache, LATENT, {k: _bits(k, (4, h // 8, w // 8)) for k, ((h, w), _, _) in latents.items()}, {})
+    rows_of = {k: _bits(k, (1 + k[0] % 9, 6)) for k in sorted(texts)}
+    _make(cache, text, {layout.null_key(text.id): _bits(b"null", (300, 6)), **rows_of}, texts)
+    return cache
+
+
+def _make(cache: Cache, recipe: layout.Recipe, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
+    """Append one plan with the records that no shard holds yet, committed unit by unit."""
+    held = cache.index(recipe.name)
+    missing = [key for key in arrays if not held.has(key)]
+    if not missing:
+        return
+    number, units, commits = len(cache.plans(recipe.name)), [], []
+    for start in range(0, len(missing), PER_UNIT):
+        keys = missing[start : start + PER_UNIT]
+        unit = layout.digest("unit", recipe.name, str(number), *keys).hex()
+        with shard.ShardWriter(cache.files, recipe, unit) as writer:
+            for key in keys:
+                if recipe.kind == "latent":
+                    writer.add(key, arrays[key])
+                elif key in texts:
+                    writer.add(key, arrays[key], caption=texts[key])
+                else:
+                    writer.add(key, arrays[key], caption="", valid=1)
+            name, size, records = writer.finish()
+        digest = cache.files.put_content(index.table_bytes(records), "tables", "arrow")
+        units.append(Unit(unit, start, len(keys), 8))
+        commits.append(index.Commit(unit, name, size, records.num_rows, digest, (), {}))
+    cache.add_plan(recipe.name, number, units, pa.table({"key": pa.array(missing, pa.binary(16))}))
+    for commit in commits:
+        index.publish_commit(cache.files, recipe.name, number, commit)
+    index.merge(cache.files, recipe.name, number, [unit.unit for unit in units])
+
+
+def _bits(key: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    seed = int.from_bytes(layout.digest(key)[:8], "little")
+    return np.random.default_rng(seed).integers(0, 0x7F80, shape, np.uint16)
+
+
+SIZES = [(24, 24), (16, 24), (24, 16), (16, 32), (32, 16)]
+
+
+def pictures(count: int, prefix: str = "", first: int = 0) -> list[Picture]:
+    """Different pictures, most of them square, with one or two captions and a score."""
+    shape = [0, 0, 0, 0, 1, 1, 2, 2, 2, 3]
+    return [
+        Picture(
+            f"{prefix}{i:05d}.png",
+            f"{prefix}{i}",
+            *SIZES[shape[i % 10]],
+            ((f"a {prefix}{i}", 1.0), (f"the {prefix}{i}", 3.0)) if i % 3 == 0 else (),
+            {"score": i % 7, "tag": "even" if i % 2 == 0 else "odd"},
+        )
+        for i in range(first, first + count)
+    ]

@@ -1,0 +1,142 @@
+"""A cache of a few small records with a snapshot, written by the real writers in milliseconds and without encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache.store import Cache, Unit
+
+SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
+BATCH = 24
+
+
+def recipes(storage: str = "bf16", weights: str = "w") -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    return (
+        layout.LatentRecipe(weights=weights, compression=8, channels=2, storage=storage),
+        layout.TextRecipe(weights=weights, width=3, max_length=9, storage=storage),
+    )
+
+
+def build(
+    root: Path,
+    sizes: dict[tuple[int, int], int] = SIZES,
+    *,
+    batch: int = BATCH,
+    per_shard: int = 8,
+    small: str = "carry",
+    storage: str = "bf16",
+    seed: int = 0,
+    names: str = "item",
+    weights: str = "w",
+) -> Cache:
+    """`sizes`: samples by bucket. Every third sample has two captions. Equal arguments, equal bytes."""
+    cache = Cache(root, create=True)
+    rng = np.random.default_rng(seed)
+    latent, text = recipes(storage, weights)
+    records: dict[str, list[dict[str, Any]]] = {"latent": [], "text": []}
+    order = [size for size, count in sizes.items() for _ in range(count)]
+    for i, (height, width) in enumerate(order):
+        values = _bits(rng, (2, height // 8, width // 8))
+        records["latent"].append(
+            {"key": layout.latent_key(latent.id, layout.digest(names, str(i)), height, width), "array": values}
+        )
+        for j in range(2 if i % 3 == 0 else 1):
+            said = f"{names} {i} said in way {j}"
+            values = _bits(rng, (1 + (i * 5 + j * 3) % 9, 3))
+            records["text"].append({"key": layout.text_key(text.id, said), "array": values, "caption": said, "of": i})
+    records["text"].append({"key": layout.null_key(text.id), "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
+    found: dict[bytes, dict[str, Any]] = {}
+    shards: dict[str, list[dict[str, Any]]] = {"latent": [], "text": []}
+    for recipe in (latent, text):
+        own = records[recipe.kind]
+        cache.add_recipe(recipe)
+        units, commits = [], []
+        for start in range(0, len(own), per_shard):
+            unit = f"{start:032x}"
+            with shard.ShardWriter(cache.files, recipe, unit) as writer:
+                for record in own[start : start + per_shard]:
+                    more = {name: record[name] for name in ("caption", "valid") if name in record}
+                    writer.add(record["key"], record["array"], **more)
+                name, size, table = writer.finish()
+            number = len(shards[recipe.kind])
+            found.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
+            shards[recipe.kind].append({"name": name, "bytes": size})
+            digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
+            units.append(Unit(unit, start, table.num_rows, 1))
+            commits.append(index.Commit(unit, name, size, table.num_rows, digest, (), {}))
+        cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array([r["key"] for r in own], pa.binary(16))}))
+        for commit in commits:
+            index.publish_commit(cache.files, recipe.name, 0, commit)
+        assert index.merge(cache.files, recipe.name, 0, [u.unit for u in units])
+    rows, written, buckets, first = [], [], [], 0
+    for (height, width), count in sizes.items():
+        buckets.append({"height": height, "width": width, "samples": count, "batch": batch})
+        picked = []
+        for i in range(first, first + count):
+            captions = [found[r["key"]] for r in records["text"] if r.get("of") == i]
+            identity = layout.sample_id(names, str(i))
+            picked.append(
+                (
+                    {
+                        "sample_id": identity,
+                        **_place(found[records["latent"][i]["key"]]),
+                        "captions": [
+                            {**_place(c), "rows": c["valid"], "weight": 1.0 + k} for k, c in enumerate(captions)
+                        ],
+                    },
+                    {
+                        "sample_id": identity,
+                        "source": names,
+                        "item": str(i),
+                        "captions": [
+                            {
+                                "offset": c["caption_offset"],
+                                "length": c["caption_length"],
+                                "checksum": c["caption_checksum"],
+                            }
+                            for c in captions
+                        ],
+                    },
+                )
+            )
+        picked.sort(key=lambda pair: pair[0]["sample_id"])
+        rows += [pair[0] for pair in picked]
+        written += [pair[1] for pair in picked]
+        first += count
+    null = found[layout.null_key(text.id)]
+    head = {
+        "recipes": {"latent": latent.values(), "text": text.values()},
+        "policies": {"small": small, "pad_text_multiple": 2},
+        "buckets": buckets,
+        "left_out": {},
+        "sources": {},
+        "shards": shards,
+        "null": {
+            "shard": null["name"],
+            "offset": null["offset"],
+            "key": null["key"].hex(),
+            "checksum": null["checksum"].hex(),
+            "rows": 9,
+            "valid": 1,
+            "length": null["length"],
+        },
+    }
+    tables = (
+        pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
+        pa.Table.from_pylist(written, schema=snapshot.NAMES),
+    )
+    cache.add_snapshot(snapshot.build(cache.files, head, *tables), None)
+    return cache
+
+
+def _place(row: dict[str, Any]) -> dict[str, Any]:
+    return {"shard": row["number"], **{name: row[name] for name in ("offset", "key", "checksum", "length")}}
+
+
+def _bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(0, 0x7F80, shape, np.uint16)

@@ -1,0 +1,29 @@
+"""Small real models for the tests: VAE, text encoder, tokenizer and scheduler, unfitted, made in a few seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.models import tiny
+from pipeline.sources.caption_rules import INSTRUCTIONS
+
+CAPTIONS = (
+    "a red circle on a white table",
+    "two small dogs run through green grass",
+    "an old house by the sea at night",
+    'a sign that says "open" in a shop window',
+    "portrait of a woman with short hair",
+    "a bowl of fruit, bananas and apples",
+    "snow on the mountains behind a lake",
+    "a yellow bicycle leaning against a brick wall",
+)
+
+
+def build(folder: Path, seed: int = 0) -> Path:
+    """Make `vae/` (f8, 16 channels), `text_encoder/` (128 wide), `tokenizer/` and `scheduler/` in `folder`.
+
+    The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration with the
+    default subfolders names them all.
+    """
+    tiny.make_all(folder, [], CAPTIONS, instruction=INSTRUCTIONS["diffusers"], steps=0, seed=seed)
+    return folder

@@ -1,0 +1,195 @@
+"""Memory techniques under sharding, in one launch: torchrun -m tests.support.workers.memory_modes FOLDER.
+
+Both processes read the same batch, so the averaged gradient is that of one process, which is computed first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from benchmarks.saved_bytes import saved_bytes
+from pipeline.launch import Launch, detect
+from pipeline.models.objective import FlowMatching
+from pipeline.parallel import mesh, saved_tensors
+from pipeline.parallel.parallelize import Spread, spread
+from pipeline.processes import run_and_exit
+from pipeline.training import optimizers
+from pipeline.training.optimizers import in_backward
+from pipeline.training.step import Step
+from tests import test_activation as one
+from tests.support.workers import tiny_run
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "every-2": {"activation_checkpointing": "every-2"},
+    "int8": {"activation_compression": "int8"},
+    "full, int8": {"activation_checkpointing": "full", "activation_compression": "int8"},
+    "offload": {"activation_offload": True},
+    "full, offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "parameters on the host": {"parallel": {"offload": "all"}},
+}
+IN_BF16 = ("none", "full", "selective", "int8", "full, offload")
+
+
+def settings(precision: str, **train: Any) -> Any:
+    return tiny_run.config(precision=precision, **train).train
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
+    layout = mesh.check_sizes(train.parallel, dist.get_world_size())
+    return layout, init_device_mesh("cpu", layout.sizes, mesh_dim_names=mesh.DIMS)
+
+
+def held(found: Any, train: Any, layers: int = 4) -> Spread:
+    return spread(one.model(torch.float32, layers=layers), found, train)
+
+
+def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
+    """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
+    dtype = one.PRECISIONS[train.precision]
+    given, counts = one.inputs(dtype), []
+    for layers in (2, 4):
+        module = held(found, train, layers).module
+        total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
+        host = sum(keeper.host_bytes() for keeper in one.keepers(module))
+        counts.append((total - host, host))
+        out.float().square().mean().backward()
+    device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters()}
+    return device, host, gradients
+
+
+def sharded(found: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for precision, dtype in one.PRECISIONS.items():
+        _, _, alone = one.measure(one.model(dtype), dtype)
+        plain = {name: gradient.float() for name, gradient in alone.items()}
+        for name in WAYS if precision == "fp32" else IN_BF16:
+            device, host, gradients = kept(found, settings(precision, **WAYS[name]))
+            result[f"{precision} {name}"] = {
+                "device": device,
+                "host": host,
+                "distance": tiny_run.distance(gradients, plain),
+            }
+            if name == "none":
+                reference = gradients
+            result[f"{precision} {name}"]["from none"] = tiny_run.distance(gradients, reference)
+    return result
+
+
+def cut(found: Any) -> dict[str, Any]:
+    """The same where every process has a slice of each matrix."""
+    result: dict[str, Any] = {}
+    _, _, alone = one.measure(one.model(torch.float32), torch.float32)
+    for name in ("none", "selective", "int8", "full, int8", "offload"):
+        train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
+        device, host, gradients = kept(laid_out(train)[1], train)
+        result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, alone)}
+    return result
+
+
+def parameters_left_alone(found: Any) -> dict[str, Any]:
+    """What would be kept if the gathered parameters were not recognised."""
+    result = {}
+    for name in ("int8", "offload"):
+        for sabotaged in (False, True):
+            blind = mock.patch.object(saved_tensors, "_own", return_value=set()) if sabotaged else nullcontext()
+            with blind:
+                device, host, gradients = kept(found, settings("fp32", **WAYS[name]))
+            result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
+    block = one.model(torch.float32).blocks[0]
+    result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
+    return result
+
+
+def count_gradients(parameters: list[Any], alive: list[int]) -> None:
+    """Note how many gradients there are whenever one is complete."""
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
+
+
+def updates(found: Any) -> dict[str, Any]:
+    """Losses, norms and weights of five steps with the optimizer after and within the backward pass."""
+    result: dict[str, Any] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
+    plain = {"clip": None, "lr": 3e-4}
+    variants: dict[str, dict[str, Any]] = {
+        "after": {},
+        "within": {"optim": {"in_backward": True}},
+        "on the host": {"parallel": {"offload": "all"}},
+        "within, on the host": {"optim": {"in_backward": True}, "parallel": {"offload": "all"}},
+        "copies, within": {"optim": {"in_backward": True}, "parallel": {"dp_replicate": 2, "dp_shard": 1}},
+        "cut, within": {"optim": {"in_backward": True}, "parallel": {"dp_shard": 1, "tp_size": 2}},
+        "came after": {"optim": {"name": "came", "betas": None, "eps": None}},
+        "came within": {"optim": {"name": "came", "betas": None, "eps": None, "in_backward": True}},
+        "stages, on the host": {
+            "parallel": {"dp_shard": 1, "pp_size": 2, "offload": "all"},
+            "activation_checkpointing": "selective",
+            "activation_offload": True,
+        },
+    }
+    for name, way in variants.items():
+        train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
+        layout, here = laid_out(train)
+        spreaded = spread(tiny_run.model(tiny_run.config()), here, train)
+        optimizer = optimizers.build(spreaded.module, train.optim, CPU)
+        alive: list[int] = []
+        if train.optim.in_backward:
+            in_backward.fuse(optimizer, spreaded)
+        parameters = list(spreaded.module.parameters())
+        count_gradients(parameters, alive)
+        step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
+        size = 4 if layout.pp > 1 else 8
+        own = layout.data_rank(dist.get_rank()), layout.data_world
+        batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
+        outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
+        weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
+        reference = weights["came after" if "came" in name else "after"]
+        result[name] = {
+            "losses": [float(o.loss) for o in outcomes],
+            "norms": [float(o.grad_norm) for o in outcomes],
+            "gradients at once": max(alive),
+            "distance": tiny_run.distance(weights[name], {n: reference[n] for n in weights[name]}),
+            "devices": sorted({saved_tensors.local(p).device.type for p in parameters}),
+            "offloaded": sum(
+                group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
+                for module in spreaded.module.modules()
+                if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None
+            ),
+            "wrapped": sum(isinstance(module, FSDPModule) for module in spreaded.module.modules()),
+        }
+    return result
+
+
+def main() -> None:
+    folder, launch = Path(sys.argv[1]), detect()
+    assert isinstance(launch, Launch)
+    with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
+        result = {check.__name__: check(found) for check in (sharded, cut, parameters_left_alone, updates)}
+        if launch.is_main:
+            (folder / "found.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

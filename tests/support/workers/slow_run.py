@@ -1,0 +1,24 @@
+"""A run that would take minutes, in argv[1]; each process leaves its id beside the run directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pipeline.launch import detect
+from pipeline.processes import run_and_exit
+from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
+
+
+def main() -> None:
+    run, launch = Path(sys.argv[1]), detect()
+    (run.parent / f"rank-{launch.rank}.pid").write_text(str(os.getpid()))
+    settings = tiny_run.config(run, steps=8000, microbatch=2)
+    task = tiny_run.task(settings, launch.rank, launch.world, delay=0.02)
+    fit(settings, task, launch, say=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

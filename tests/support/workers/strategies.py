@@ -1,0 +1,196 @@
+"""Every strategy against one process: python -m tests.support.workers.strategies FOLDER [WORLD ...].
+
+Imports once, then forks the processes of each launch. What one process alone does is worked out first and kept in
+FOLDER; the first process of each launch writes what it found to FOLDER/found-WORLD.json, and the tests judge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from pipeline.config import Config
+from pipeline.launch import Launch
+from pipeline.parallel import mesh
+from pipeline.parallel.parallelize import Spread, spread
+from pipeline.processes import run_and_exit
+from tests.support.workers import tiny_run
+
+CPU = torch.device("cpu")
+STEPS = 20
+FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
+TP = {"dp_shard": 1, "tp_size": 2}
+COMPILED = {"compile": "block", "compile_backend": "aot_eager"}
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "DDP": {"parallel": DDP},
+        "FSDP2, prefetch 2": {"parallel": {**FSDP2, "prefetch_blocks": 2}},
+        "TP": {"parallel": TP},
+        "TP, microbatch 3 (3 + 3 + 2), recomputed": {
+            "parallel": TP,
+            "microbatch": 3,
+            "activation_checkpointing": "full",
+        },
+        "TP, norm": {"parallel": TP, "norm": True},
+        "TP, bf16": {"parallel": TP, "precision": "bf16", "residual": "fp32"},
+        "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
+        "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED},
+        "TP, compiled": {"parallel": TP, **COMPILED},
+    },
+    4: {
+        "HSDP": {"parallel": HSDP},
+        "FSDP2 x TP": {"parallel": {"tp_size": 2}},
+        "FSDP2 x TP, norm, recomputed": {
+            "parallel": {"tp_size": 2},
+            "norm": True,
+            "activation_checkpointing": "full",
+        },
+        "DDP x TP": {"parallel": {**DDP, "tp_size": 2}},
+        "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32"},
+    },
+    8: {"HSDP x TP": {"parallel": {**HSDP, "tp_size": 2}}},
+}
+"""Launch size -> name -> settings of the train section; `norm`: with RMS norm of queries and keys."""
+
+
+def settings_of(case: dict[str, Any]) -> Config:
+    norm = {"qk_norm": "rms_norm_across_heads"} if case.get("norm") else {}
+    return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name != "norm"})
+
+
+def alone(case: dict[str, Any]) -> Config:
+    """The same model and batch in one plain process, in fp32."""
+    return settings_of({"microbatch": 8, "norm": case.get("norm")})
+
+
+def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> None:
+    """Run `function` in `world` forked processes that have imported what this one has.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                function(Launch(rank, world, rank, world, rendezvous=f"file://{folder}/meeting-{world}"))
+                code = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise SystemExit(f"a launch of {world} ended with {codes}")
+
+
+def wrapping(held: Spread) -> dict[str, Any]:
+    """What is really there."""
+    parameters = dict(held.module.named_parameters())
+    dims = {name: p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for name, p in parameters.items()}
+    blocks = [m for m in held.module.modules() if type(m).__name__.endswith("SanaTransformerBlock")]
+    over_tp = sorted(
+        name
+        for name, p in parameters.items()
+        if isinstance(p, DTensor) and "tp" in dims[name] and any(isinstance(q, Shard) for q in p.placements[-1:])
+    )
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values())
+    return {
+        "fsdp_blocks": sum(isinstance(block, FSDPModule) for block in blocks),
+        "blocks": len(blocks),
+        "compiled": sum("forward" in vars(block) for block in blocks),
+        "over_tp": len(over_tp),
+        "dims": sorted({"/".join(names) for names in dims.values()}),
+        "share": local / sum(p.numel() for p in parameters.values()),
+        "data_world": held.data_world,
+    }
+
+
+def tokens_of(held: Spread) -> set[str]:
+    """Filled with the dtypes of what the blocks return from now on."""
+    found: set[str] = set()
+    for block in held.module.modules():
+        if type(block).__name__.endswith("SanaTransformerBlock"):
+            block.register_forward_hook(lambda module, inputs, output: found.add(str(output.dtype)))
+    return found
+
+
+def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
+    settings = settings_of(case)
+    held = spread(tiny_run.model(settings), group, settings.train)
+    return tiny_run.gradients(held, settings, pieces(settings, launch))
+
+
+def pieces(settings: Config, launch: Launch) -> list[Any]:
+    layout = mesh.check_sizes(settings.train.parallel, launch.world)
+    whole = tiny_run.global_batch(0, logit=1.5)
+    return tiny_run.microbatches(whole, settings.train.microbatch, layout.data_rank(launch.rank), layout.data_world)
+
+
+def reference(folder: Path) -> None:
+    for norm in (False, True):
+        settings = alone({"norm": norm})
+        loss, length, found = tiny_run.gradients(tiny_run.model(settings), settings, pieces(settings, Launch()))
+        losses = tiny_run.train_losses(tiny_run.model(settings), settings, STEPS)
+        # With bf16 tokens, whose rounding outweighs that of the partial sums under tensor parallelism.
+        plain = tiny_run.gradients(
+            tiny_run.model(settings).bfloat16(), settings_of({"precision": "bf16"}), pieces(settings, Launch())
+        )
+        kept = {
+            "loss": loss,
+            "norm": length,
+            "gradients": found,
+            "losses": losses,
+            "bf16": tiny_run.distance({n: g.float() for n, g in plain[2].items()}, found),
+        }
+        torch.save(kept, folder / f"alone-{norm}.pt")
+
+
+def compare(launch: Launch, folder: Path) -> None:
+    found = {}
+    for number, (name, case) in enumerate(CASES[launch.world].items()):
+        settings = settings_of(case)
+        expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
+        own = Launch(launch.rank, launch.world, launch.rank, launch.world, rendezvous=f"{launch.rendezvous}-{number}")
+        with mesh.started(own, settings.train.parallel, CPU) as group:
+            layout = mesh.check_sizes(settings.train.parallel, launch.world)
+            held = spread(tiny_run.model(settings), group, settings.train)
+            what, tokens = wrapping(held), tokens_of(held)
+            loss, norm, mine = tiny_run.gradients(held, settings, pieces(settings, own))
+            held = spread(tiny_run.model(settings), group, settings.train)
+            losses = tiny_run.train_losses(held, settings, STEPS, layout.data_rank(own.rank), layout.data_world)
+        found[name] = {
+            "precision": settings.train.precision,
+            "qk_norm": bool(case.get("norm")),
+            "wrapping": what,
+            "tokens": sorted(tokens),
+            "loss": abs(loss - expected["loss"]),
+            "norm": abs(norm / expected["norm"] - 1),
+            "gradient": tiny_run.distance(mine, expected["gradients"]),
+            "plain_bf16": expected["bf16"],
+            "losses": max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True)),
+        }
+    if launch.is_main:
+        (folder / f"found-{launch.world}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    folder, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or list(CASES)
+    torch.set_num_threads(1)
+    launches(1, folder, lambda launch: reference(folder))
+    for world in worlds:
+        launches(world, folder, lambda launch: compare(launch, folder))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

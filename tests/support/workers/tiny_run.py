@@ -1,0 +1,203 @@
+"""A tiny Sana and a loader of made-up batches, for tests of the trainer in one process and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.loader.loader import Batch, State
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel.parallelize import Spread
+from pipeline.training import optimizers
+from pipeline.training.step import Step
+from pipeline.training.trainer import Task, numerics
+
+ROOT = Path(__file__).resolve().parents[3]
+CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
+SHAPES = ((8, 8, 12), (6, 10, 16))
+"""(latent height, latent width, text rows) of the buckets, taken in turn."""
+
+
+def environ() -> dict[str, str]:
+    """Of processes that tests start."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def config(
+    output: Path | str = "unused", *, layers: int = 3, arch: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    """A valid configuration; `train` overrides fields of the train section, nested ones as dictionaries."""
+    base: dict[str, Any] = {
+        "output": str(output),
+        "steps": 8,
+        "microbatch": 4,
+        "precision": "fp32",
+        "activation_checkpointing": "none",
+        "device": "cpu",
+        "log_every": 1,
+        "trackers": [],
+        "save_every": 1000,
+        "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
+        "parallel": {"timeout_s": 60},
+    }
+    for name, value in train.items():
+        base[name] = {**base[name], **value} if isinstance(value, dict) and name in base else value
+    shape = {
+        "in_channels": CHANNELS,
+        "num_layers": layers,
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 16,
+        "caption_channels": TEXT_WIDTH,
+    }
+    sections = {
+        "vae": {"id": "none"},
+        "text": {"id": "none"},
+        "model": {"arch": {**shape, **(arch or {})}},
+        "train": base,
+        "patience_s": 1.0,
+    }
+    return Config.model_validate(sections)
+
+
+def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Batch:
+    """The whole batch of a step, from (seed, step) alone. `logit` fixes all time draws."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    height, width, rows = SHAPES[step % len(SHAPES)]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(1, rows + 1, (GLOBAL_BATCH,), generator=generator)
+    mask = torch.arange(rows)[None] < lengths[:, None]
+    captions = normal(GLOBAL_BATCH, rows, TEXT_WIDTH) * mask[..., None]
+    times = normal(GLOBAL_BATCH)
+    return Batch(
+        latents=normal(GLOBAL_BATCH, CHANNELS, height, width).bfloat16(),
+        captions=captions.bfloat16(),
+        mask=mask,
+        noise=normal(GLOBAL_BATCH, CHANNELS, height, width),
+        logit=times if logit is None else torch.full_like(times, logit) + 0.2 * times,
+        sample_ids=tuple(step * 1000 + i for i in range(GLOBAL_BATCH)),
+        bucket=(height * 8, width * 8),
+    )
+
+
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start` to `stop` of a batch."""
+    tensors = {name: getattr(batch, name)[start:stop] for name in ("latents", "captions", "mask", "noise", "logit")}
+    return replace(batch, **tensors, sample_ids=batch.sample_ids[start:stop])
+
+
+def microbatches(batch: Batch, size: int, rank: int = 0, world: int = 1) -> list[Batch]:
+    """A rank's share of a batch in pieces of `size`; the last may be smaller."""
+    share = len(batch.sample_ids) // world
+    mine = part(batch, rank * share, (rank + 1) * share)
+    return [part(mine, at, min(at + size, share)) for at in range(0, share, size)]
+
+
+def task(
+    settings: Config,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    snapshot: str = "5eed",
+    touch: Callable[[int], Batch | None] | None = None,
+    delay: float = 0.0,
+) -> Task:
+    """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
+    train = settings.train
+
+    def loader(start: int, stop: int) -> Iterator[tuple[list[Batch], State]]:
+        for step in range(start, stop):
+            batch = (touch(step) if touch else None) or global_batch(step, train.seed)
+            time.sleep(delay)
+            state = State(snapshot, train.seed, train.phase, step + 1, train.length_window)
+            yield microbatches(batch, train.microbatch, rank, world), state
+
+    return Task(
+        State(snapshot, train.seed, train.phase, 0, train.length_window),
+        GLOBAL_BATCH,
+        CHANNELS,
+        TEXT_WIDTH,
+        8,
+        loader,
+        {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
+    )
+
+
+def model(settings: Config, seed: int = 0) -> SanaTransformer:
+    assert settings.model.arch is not None
+    shape = SanaConfig.from_arch(settings.model.arch, 8)
+    return SanaTransformer.from_scratch(shape, seed, numerics=numerics(settings.train))
+
+
+class Recorder:
+    """Stands where the optimizer stands and keeps the gradients of the step instead of applying them."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.gradients = module, dict[str, Tensor]()
+
+    def step(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            self.gradients[name] = whole.clone()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+
+def losses(step: Step, batch: Batch) -> Tensor:
+    """Losses of the samples of one microbatch, with their graph."""
+    inputs, target = step.part(batch)
+    return step.objective.loss(step.spread.module(*inputs), target)
+
+
+def gradients(
+    model: torch.nn.Module | Spread, settings: Config, pieces: list[Batch]
+) -> tuple[float, float, dict[str, Tensor]]:
+    """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
+    free = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
+    held = model if isinstance(model, Spread) else Spread(model)
+    recorder = Recorder(held.module)
+    step = Step(held, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
+    outcome = step(pieces, 1)
+    return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
+
+
+def train_losses(
+    model: torch.nn.Module | Spread, settings: Config, steps: int, rank: int = 0, world: int = 1
+) -> list[float]:
+    """The losses of `steps` optimizer steps over made-up batches."""
+    train, held = settings.train, model if isinstance(model, Spread) else Spread(model)
+    optimizer = optimizers.build(held.module, train.optim, torch.device("cpu"), recipe=train.recipe)
+    step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
+    found = []
+    for number in range(steps):
+        optimizers.set_learning_rate(
+            optimizer, optimizers.learning_rate(train.optim, GLOBAL_BATCH, number, train.recipe)
+        )
+        outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
+        found.append(float(outcome.loss))
+    return found
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative L2 distance over all tensors together. Not per tensor: the bias of the cross attention's keys has a
+    gradient of exactly zero in theory, so its relative error means nothing."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
+    return (difference / sum(float(expected[n].double().square().sum()) for n in expected)) ** 0.5
