@@ -106,7 +106,7 @@ class DataConfig(_Section):
     Captions: `caption_field` is the column that holds them. Several columns with their shares go into
     `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
     `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
-    `pipeline/sources/caption_columns.py` for Sana's rule, of which `score_threshold` and `score_power` are the constants.
+    `pipeline/sources/caption_columns.py` for Sana's rule, whose constants are `score_threshold` and `score_power`.
     caption: what a picture says that has no caption: `none` (nothing: the empty caption), `filename` (its name without
     the ending), `folder` (the name of its folder; underscores of both read as spaces), or any other text, such as
     `a photo of sks dog`; null: such pictures are rejected.
@@ -258,7 +258,7 @@ class BucketConfig(_Section):
     subset: use so many pictures, those with the smallest sample ids: a larger number later keeps all of them, in the
     same order. grow: name of an earlier snapshot whose pictures are taken before all others.
     pack_mib, pack_window: `--pack` writes shards of about so many MiB; training from them shuffles the samples of so
-    many shards of a bucket together (pipeline/loader/schedule.py), so the mirror has to hold four times as many of each.
+    many shards of a bucket together (pipeline/loader/schedule.py), so the mirror needs room for four times as many.
     resolutions: Sana's table at each of these, for caches that were encoded at several `data.resolution`; none: at
     `data.resolution` alone.
     """

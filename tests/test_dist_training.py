@@ -1,6 +1,7 @@
 """Several processes against one: parity, resuming across numbers of processes, one verdict for all, signals.
 
-One launch of torchrun runs all the checks (`tests/support/workers/two_processes.py`); the tests below judge what it found.
+One launch of torchrun runs all the checks (`tests/support/workers/two_processes.py`); the tests
+below judge its results.
 """
 
 from __future__ import annotations

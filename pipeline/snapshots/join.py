@@ -1,7 +1,7 @@
 """Join: scans and stores to the samples of a snapshot, with every item that is left out and why.
 
 What: `join` finds for each usable item of a source its latent at the bucket it belongs to and the rows of its captions;
-`assemble` groups what was found (and selected since, see `pipeline.snapshots.selection`) into a snapshot's head and tables.
+`assemble` groups the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables.
 Why: a snapshot lists only what is there and whole; what is not there is counted by reason, never dropped silently.
 Price: scans, indexes and about 150 bytes a sample are held in memory while joining; all of it in columns.
 """

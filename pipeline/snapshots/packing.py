@@ -3,7 +3,7 @@
 What: `planned` cuts a snapshot into units of about one shard each: runs of a keyed permutation of each bucket. `Packer`
 copies the records of a unit into a joint shard and commits it; `assembled` makes the packed snapshot of all units.
 Why: a random order over shards that lie in the order of encoding fetches every shard again and again, unless all of
-them fit into the mirror. Records that lie in a shuffled order need only a shuffle of blocks (`pipeline.loader.schedule`).
+them fit into the mirror. Records in a shuffled order need only a shuffle of blocks (`pipeline.loader.schedule`).
 Units are committed like those of `encode`, so packing is resumed, shared and taken over by the same rules.
 Price: the cache holds every packed record twice. Each record is read by itself (an object store is asked for ranges);
 one shard at a time is held in memory. In training every machine reads a part of each batch, so every machine fetches

@@ -48,8 +48,8 @@ class RunTaken(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """What `lock.json` says. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds of the file
-    system's clock. `job`, `attempt`: those of SLURM, where there is one."""
+    """What `lock.json` says. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds of
+    the file system's clock. `job`, `attempt`: those of SLURM, if any."""
 
     token: str
     host: str
