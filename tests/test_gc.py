@@ -9,6 +9,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -192,9 +193,9 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
 def unnamed(cache: Cache) -> str:
     """A snapshot with a table of its own that no name points to, everything old; its id."""
     first = cache.open_snapshot().id
-    head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
+    head = replace(cache.open_snapshot().head, parent=None)
     chunk = cache.files.put_content(b"of that snapshot alone", "tables", "parquet")
-    other = cache.add_snapshot({**head, "sources": {"gone": chunk}}, None)
+    other = cache.add_snapshot(replace(head, sources={"gone": chunk}), None)
     cache.point("latest", first)
     age(cache.files, Paths.snapshot(other), Paths.table(chunk, "parquet"))
     return other
@@ -369,15 +370,15 @@ def test_a_put_that_is_asked_twice_accuses_nobody(
 def test_a_name_stays_until_it_is_moved(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
     first = cache.open_snapshot()
-    head = {k: v for k, v in first.head.items() if k != "parent"}
+    head = replace(first.head, parent=None)
     assert cache.add_snapshot(head, "r1") == first.id
     with pytest.raises(UserError) as error:
-        cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1")
+        cache.add_snapshot(replace(head, left_out={"x": 1}), "r1")
     assert "--move" in str(error.value) and error.value.found == first.id
     assert cache.snapshot_of("r1") == cache.snapshot_of("latest") == first.id, "nothing was named in part"
-    second = cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1", move=True)
+    second = cache.add_snapshot(replace(head, left_out={"x": 1}), "r1", move=True)
     assert second != first.id and cache.snapshot_of("r1") == cache.snapshot_of("latest") == second
-    assert cache.add_snapshot({**head, "left_out": {"x": 2}}, None) == cache.snapshot_of("latest") != second
+    assert cache.add_snapshot(replace(head, left_out={"x": 2}), None) == cache.snapshot_of("latest") != second
 
 
 def test_bucket_refuses_a_name_that_points_elsewhere(
