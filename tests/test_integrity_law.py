@@ -139,7 +139,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
             if (place is sample) == (kind == "latent"):
                 records.setdefault(place.shard, []).append((place.offset, size, place.key.hex()))
     if kind == "text":
-        records[null["shard"]].append((null["offset"], null["rows"] * 6, null["key"]))
+        records[null.shard].append((null.offset, null.rows * 6, null.key.hex()))
     tally, inside = Tally(reading()), 0
     for path in shards(copy, kind):
         held = records[path.stem]

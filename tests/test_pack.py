@@ -95,7 +95,7 @@ def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) 
     assert packed.id != source.id and packed.head.parent == source.id and packed.packed and not source.packed
     assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == Packed(2)
     assert not compare.difference(source, packed)
-    assert packed.buckets == source.buckets
+    assert tuple(replace(bucket, block=None) for bucket in packed.buckets) == source.buckets
     assert not list(audit.verify(cache))
     for path in packed.shard_files():
         assert path.startswith(f"shards/{packed.head.folder}/")
@@ -192,7 +192,7 @@ def test_the_commands(
     opened = cache.open_snapshot("far")
     assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
     assert told["shards"] == len(opened.shard_files()) and (told["made"], told["left"]) == (13, 0)
-    assert opened.id == packed and opened.head["parent"] == source.id
+    assert opened.id == packed and opened.head.parent == source.id
     assert cache.open_snapshot().id == source.id, "nobody asked for another newest snapshot"
     assert told["bytes"] == sum(opened.shard_files().values())
     before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
