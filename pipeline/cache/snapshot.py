@@ -16,9 +16,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -84,11 +84,6 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """How a field is written: JSON to value, value to JSON."""
 
 
-@cache
-def _field_names(cls: type[Entry]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(cls)) - {"other"}
-
-
 @dataclass(frozen=True)
 class Entry:
     """One JSON object of a head. A field that is None is not written.
@@ -102,7 +97,9 @@ class Entry:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        names = _field_names(cls)
+        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
+        if not cls.forms and values.keys() == set(names):
+            return cls(**values)  # the usual case of shards and chunks, of which there are many
         known = {name: value for name, value in values.items() if name in names}
         for name in cls.forms.keys() & known.keys():
             known[name] = cls.forms[name][0](known[name])
@@ -110,10 +107,11 @@ class Entry:
 
     def values(self) -> dict[str, Any]:
         """The JSON object."""
-        written = {name: value for name in _field_names(type(self)) if (value := getattr(self, name)) is not None}
-        for name in self.forms.keys() & written.keys():
-            written[name] = self.forms[name][1](written[name])
-        return {**written, **self.other}
+        names: tuple[str, ...] = self.__match_args__
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name in self.forms.keys() & values.keys():
+            values[name] = self.forms[name][1](values[name])
+        return {**values, **self.other}
 
 
 def _one(entry: type[Entry]) -> Form:

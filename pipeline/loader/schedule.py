@@ -426,7 +426,7 @@ class Schedule:
             seed=seed,
             phase=phase,
             small=head.policies.small,
-            parts=[bucket.parts and [(part.samples, part.weight) for part in bucket.parts] for bucket in buckets],
+            parts=[None if b.parts is None else [(part.samples, part.weight) for part in b.parts] for b in buckets],
             first=first,
             blocks=[Blocks(bucket.block or bucket.samples, packed.window) for bucket in buckets] if packed else None,
         )

@@ -186,8 +186,8 @@ class Filter:
                 return self._call(node, _ARITHMETIC[type(operator)], *numbers)
             case ast.Compare(left=left, ops=operators, comparators=others):
                 result = None
-                for operator, right in zip(operators, others, strict=True):
-                    comparison = self._compare(node, left, operator, right, columns)
+                for relation, right in zip(operators, others, strict=True):
+                    comparison = self._compare(node, left, relation, right, columns)
                     result = comparison if result is None else pc.and_kleene(result, comparison)
                     left = right
                 return _array(result)

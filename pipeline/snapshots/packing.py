@@ -38,6 +38,7 @@ from pipeline.cache.snapshot import (
     Head,
     NullRecord,
     Packed,
+    Part,
     Sample,
     ShardFile,
     Snapshot,
@@ -120,7 +121,8 @@ class _Run(NamedTuple):
 def _runs(buckets: Sequence[Bucket], blocks: list[int]) -> Iterator[_Run]:
     first = 0
     for number, bucket in enumerate(buckets):
-        for part, piece in enumerate(bucket.parts or [bucket]):
+        pieces: Sequence[Bucket | Part] = bucket.parts or (bucket,)
+        for part, piece in enumerate(pieces):
             yield _Run((number, part), first, piece.samples, blocks[number])
             first += piece.samples
 
