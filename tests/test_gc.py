@@ -189,6 +189,39 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
     assert cache.files.exists(left)
 
 
+def test_the_references_are_read_again_by_time_and_not_by_number_of_files(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, readings, real = [0.0], list[float](), garbage._Needed
+
+    def needed(of: Cache, before: float) -> object:
+        readings.append(now[0])
+        return real(of, before)
+
+    monkeypatch.setattr(garbage, "_Needed", needed)
+    left = [a_shard(cache, number) for number in range(3)]
+    age(cache.files, *left)
+    many = [(f"tables/{number:032x}.arrow", 1, "") for number in range(1001)]
+    garbage.remove(cache, many, STALE_TMP_S, clock=lambda: now[0])
+    assert readings == [0.0]
+    readings.clear()
+    latent, of = tiny_cache.recipes()[0].name, sorted(left)
+
+    def committed(name: str) -> None:
+        """By a writer that does not freshen, long after the references were read."""
+        if name == of[0]:
+            cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
+            commit = index.Commit("f" * 32, Path(of[2]).stem, 1, 1, None, (), {})
+            index.publish_commit(cache.files, latent, 1, commit)
+        now[0] += garbage.REREAD_S / 2 + 1
+
+    racing(cache, monkeypatch, committed)
+    listed = [(name, 1, "") for name in of]
+    removed = garbage.remove(cache, listed, STALE_TMP_S, clock=lambda: now[0])
+    assert [name for name, _, _ in removed] == of[:2]
+    assert readings == [0.0, garbage.REREAD_S + 2]
+
+
 def unnamed(cache: Cache) -> str:
     """A snapshot with a table of its own that no name points to, everything old; its id."""
     first = cache.open_snapshot().id
@@ -378,6 +411,30 @@ def test_a_name_stays_until_it_is_moved(tmp_path: Path) -> None:
     second = cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1", move=True)
     assert second != first.id and cache.snapshot_of("r1") == cache.snapshot_of("latest") == second
     assert cache.add_snapshot({**head, "left_out": {"x": 2}}, None) == cache.snapshot_of("latest") != second
+
+
+def test_a_new_snapshot_reads_no_head_that_only_older_names_pointed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
+    made = [cache.add_snapshot({**head, "left_out": {"x": number}}, None) for number in range(4)]
+    cache.point("mine", made[1])
+    opened, real = set[str](), Files.document
+
+    def document(self: Files, name: str) -> dict:
+        opened.update([Path(name).stem] if name.startswith("snapshots/") else [])
+        return real(self, name)
+
+    monkeypatch.setattr(Files, "document", document)
+    newest = cache.add_snapshot({**head, "left_out": {"x": 4}}, None)
+    assert opened - {newest} == {made[1], made[3]}
+    path = cache.root / Paths.snapshot(made[1])
+    good = path.read_bytes()
+    for place in (path, cache.root / Paths.copy(Paths.snapshot(made[1]))):
+        place.unlink()
+    cache.add_snapshot({**head, "left_out": {"x": 1}}, None)
+    assert path.read_bytes() == good, "its parent is one that no name points to now"
 
 
 def test_bucket_refuses_a_name_that_points_elsewhere(
