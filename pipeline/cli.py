@@ -233,11 +233,10 @@ def bucket(
 
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
-    from pipeline.cache.store import check_snapshot_name
     from stages import pack as packing
 
     if name is not None:
-        check_snapshot_name(name)  # before the snapshot is made that is to be packed
+        packing.check_snapshot_name(name)  # before the snapshot is made that is to be packed
     made = stage.run(config) if snapshot is None else snapshot
     return packing.run(config, snapshot=made, name=name, as_json=as_json, move=move, latest=latest)
 
