@@ -24,7 +24,7 @@ from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
@@ -65,9 +65,12 @@ def run(
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
-        UserError: nothing is left to train on, a setting names what is not there, or the name is taken.
+        UserError: nothing is left to train on, a setting names what is not there, or the name is none or taken.
     """
     own = config.bucket
+    heldout_name = f"{name or 'latest'}.heldout"
+    for label in ([name] if name is not None else []) + ([heldout_name] if own.heldout else []):
+        check_snapshot_name(label)
     caches = _caches(config, dry_run)
     cache = caches[0]
     if not dry_run:
@@ -159,8 +162,7 @@ def run(
     made = make(frame, joined, own.small, policies)
     told |= _publish(made, caches, (latents, texts), dry_run, name, move)
     if kept_away is not None:
-        label = f"{name or 'latest'}.heldout"
-        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, move, latest=False)
+        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, heldout_name, move, latest=False)
     told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
     if joined.examples:
         lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)

@@ -22,6 +22,12 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 
 
+def check_name(name: str | None) -> None:
+    """UserError if a name is given that no snapshot may have."""
+    if name is not None:
+        check_snapshot_name(name)
+
+
 def run(
     config: Config,
     snapshot: str | None = None,
@@ -44,15 +50,15 @@ def run(
 
     Raises:
         CacheError: no such snapshot, or a record of it is damaged.
-        UserError: it is packed already, or the name is taken.
+        UserError: it is packed already, or the name is none or taken.
     """
+    check_name(name)
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
     copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
     of = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
-    name = name or f"{of[:93]}.packed"
-    check_snapshot_name(name)
+    name = name if name is not None else f"{of[:93]}.packed"
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     taken = cache.snapshot_of(name)  # asked before the work; `add_snapshot` asks again
     if taken is not None and not move and cache.open_snapshot(taken).head.get("folder") != plan.recipe:

@@ -31,6 +31,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
+from tests.support.synthetic import with_another
 
 MakeConfig = Callable[..., Config]
 OLD = 10 * STALE_TMP_S
@@ -630,12 +631,8 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
 
 
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:
-    from tests.test_bucket import add, config, pictures
-
-    here, there = tmp_path / "here", tmp_path / "there"
-    add(config(here), "one", pictures(10))
-    add(config(there), "two", pictures(60, "two-"))
-    of = config(here, f"bucket.caches=[{there}]")
+    of = with_another(tmp_path)
+    here, there = Path(of.cache), Path(of.bucket.caches[0])
     first = stages.bucket.run(of)
     shards = {p.relative_to(here) for p in here.glob("shards/*/*/*.tar")} & {
         p.relative_to(there) for p in there.glob("shards/*/*/*.tar")
