@@ -235,8 +235,7 @@ def bucket(
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
     from stages import pack as packing
 
-    if name is not None:
-        packing.check_snapshot_name(name)  # before the snapshot is made that is to be packed
+    packing.check_name(name)  # before the snapshot is made that is to be packed
     made = stage.run(config) if snapshot is None else snapshot
     return packing.run(config, snapshot=made, name=name, as_json=as_json, move=move, latest=latest)
 

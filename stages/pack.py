@@ -22,6 +22,12 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 
 
+def check_name(name: str | None) -> None:
+    """UserError if a name is given that no snapshot may have."""
+    if name is not None:
+        check_snapshot_name(name)
+
+
 def run(
     config: Config,
     snapshot: str | None = None,
@@ -46,8 +52,7 @@ def run(
         CacheError: no such snapshot, or a record of it is damaged.
         UserError: it is packed already, or the name is none or taken.
     """
-    if name is not None:
-        check_snapshot_name(name)
+    check_name(name)
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
     copies.complete(cache.files)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from PIL import Image
 
 from pipeline.config import Config, load
 
@@ -71,6 +72,14 @@ def small_cache(photos: Path, make_config: Callable[..., Config], tmp_path_facto
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     return folder / "cache"
+
+
+@pytest.fixture(autouse=True)
+def pixel_limit() -> Iterator[None]:
+    """The limit is Pillow's, and thus the whole process's: what a test sets is not for the next one."""
+    before = Image.MAX_IMAGE_PIXELS
+    yield
+    Image.MAX_IMAGE_PIXELS = before
 
 
 @pytest.fixture
