@@ -233,9 +233,10 @@ def bucket(
 
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
-    made = stage.run(config) if snapshot is None else snapshot
     from stages import pack as packing
 
+    packing.check_name(name)  # before the snapshot is made that is to be packed
+    made = stage.run(config) if snapshot is None else snapshot
     return packing.run(config, snapshot=made, name=name, as_json=as_json, move=move, latest=latest)
 
 

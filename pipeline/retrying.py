@@ -5,6 +5,10 @@ for `NOTICE_S` is named on stderr, with the time that it will be waited for, and
 Why one helper: every read and write over a network gives up at the same time and in the same way, and a thousand
 processes that were turned away together do not come back together (the pauses are drawn at random). Drivers try again
 by themselves, too, in tries of tries; `drivers.open_url` turns that off, so that the sum is what the setting says.
+Why not tenacity: it repeats one call and gives its conditions the state of that call, so it would replace the loop in
+`tried` and no more. The rest is of a store, over all calls and threads (whether it answered this process yet or others
+meanwhile, one notice for all that wait, even while an attempt hangs), or of drivers (which of their errors last, and
+what mends them).
 Price: a wrong address of a server that is there but silent looks like a store that is away. So a store that has not
 answered this process yet is given `FIRST_S` only; a job that starts while its store is away ends, too.
 

@@ -25,7 +25,7 @@ from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import HeldOut, Policies, write_chunks
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
@@ -102,9 +102,12 @@ def run(
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
-        UserError: nothing is left to train on, a setting names what is not there, or the name is taken.
+        UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
     settings = config.bucket
+    heldout_name = f"{name or 'latest'}.heldout"
+    for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
+        check_snapshot_name(label)
     caches = _caches(config, dry_run)
     cache = caches[0]
     if not dry_run:
@@ -133,7 +136,6 @@ def run(
     made = _make(config, inputs, joined, frame, earlier)
     report |= _publish(made, inputs, dry_run, name, move)
     if heldout_made is not None:
-        heldout_name = f"{name or 'latest'}.heldout"
         report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
     report["reassign"] = []
     if settings.small == "reassign":

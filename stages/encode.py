@@ -124,7 +124,7 @@ def dry_run(
         cache = Cache.if_there(config)
         if cache is not None:
             latent, text = _known(cache, latent, text, config)
-        scan = _scan(config, source, cache, table, rehash, scanning.from_header)
+        scan, _ = _scan(config, source, cache, table, rehash, scanning.from_header)
         work = estimate.wanted(scan, cache, latent, text, table)
         count = partial(encoders.count_rows, config.text, text.instruction)
         sizes = estimate.sizes(work, config, latent, text, count)
@@ -162,9 +162,10 @@ def _scan(
     rehash: bool,
     look: scanning.Look,
     fragments: Fragments | None = None,
-) -> pa.Table:
+) -> tuple[pa.Table, int]:
+    """The scan, and how many pictures of the last one are gone."""
     with Progress("scan", None) as bar:
-        return scanning.scan(
+        scan = scanning.scan(
             source,
             source.name,
             cache,
@@ -178,8 +179,8 @@ def _scan(
             look=look,
             fragments=fragments,
             max_bytes=config.data.max_bytes,
-            max_shrink=config.encode.max_shrink,
         )
+    return scan, scanning.gone(cache, source.name, scan, config.encode.max_shrink) if cache is not None else 0
 
 
 def _run(
@@ -204,12 +205,11 @@ def _run(
 
     fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
     with stop.polite():
-        scan = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
+        scan, gone = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
     out = scan.filter(pc.is_valid(scan.column("reject"))).select(["item", "width", "reject"])
     rejected = [Reject("", row["item"], row["reject"]) for row in out.to_pylist()]
     faults = out.column("width").null_count  # a row that has a width was left out by a setting
     _check_rejects(config, cache, name, scan.num_rows, rejected, faults)
-    gone = len(scanning.lost(cache, name, scan)[0])
     cache.add_scan(
         name,
         {
@@ -228,9 +228,9 @@ def _run(
         planning.counted(cache, recipe, work) for recipe, work in ((latent, images), (text, texts))
     )
     text_plans = planning.plan_captions(cache, text, texts, config.encode)
-    idle = not new_images + new_texts and not worker.missing_units(
-        cache, [*text_plans, *planning.plan_images(cache, latent, images, config.encode)]
-    )
+    nothing_new = not new_images + new_texts
+    image_plans = planning.plan_images(cache, latent, images, config.encode) if nothing_new else []
+    idle = nothing_new and not worker.missing_units(cache, [*text_plans, *image_plans])
     told = [
         f"source {name!r}: {scan.num_rows} items, {len(rejected)} rejected by the scan",
         f"pictures: {new_images} new, {old_images} reused, {gone} gone",
@@ -242,18 +242,23 @@ def _run(
         click.echo("\n".join(told))
         if source.ignored:
             click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
-    with _workers(config, cache, source, stop)[engine](share) as encode:
-        made_text, left_text, text_speed = encode(worker.missing_units(cache, text_plans), "captions")
-        claims.sweep(cache, text_plans)
-        worker.missing_units(cache, text_plans)
 
-        image_plans = planning.plan_images(cache, latent, images, config.encode)
-        todo = worker.missing_units(cache, image_plans)
+    def missing(plans: list[Plan]) -> list[tuple[Plan, Unit]]:
+        return [] if idle else worker.missing_units(cache, plans)
+
+    with _workers(config, cache, source, stop)[engine](share) as encode:
+        made_text, left_text, text_speed = encode(missing(text_plans), "captions")
+        claims.sweep(cache, text_plans)
+        missing(text_plans)
+
+        if not idle:
+            image_plans = planning.plan_images(cache, latent, images, config.encode)
+        todo = missing(image_plans)
         ready = _readable(cache, todo, name)
         made_images, left_images, image_speed = encode(ready, "images")
         left_images += len(todo) - len(ready)
         claims.sweep(cache, image_plans)
-        worker.missing_units(cache, image_plans)
+        missing(image_plans)
 
     fragments.finish()
     failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)

@@ -22,6 +22,12 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 
 
+def check_name(name: str | None) -> None:
+    """Raise UserError if a name is given that no snapshot may have."""
+    if name is not None:
+        check_snapshot_name(name)
+
+
 def run(
     config: Config,
     snapshot: str | None = None,
@@ -44,15 +50,15 @@ def run(
 
     Raises:
         CacheError: no such snapshot, or one of its records is damaged.
-        UserError: it is packed already, or the name is taken.
+        UserError: it is packed already, or the name is not valid or taken.
     """
+    check_name(name)
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
     copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
-    name = name or f"{source_name[:93]}.packed"
-    check_snapshot_name(name)
+    name = name if name is not None else f"{source_name[:93]}.packed"
     plan = packing.planned(cache, source, config.bucket.pack_mib)
     pointed = cache.snapshot_of(name)  # checked before the work; `add_snapshot` checks again
     if pointed is not None and not move and cache.open_snapshot(pointed).head.folder != plan.recipe:

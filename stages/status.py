@@ -7,7 +7,7 @@ import json
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import audit, layout
+from pipeline.cache import audit
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
@@ -43,10 +43,10 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(line)
         for name, snapshot in told["snapshots"].items():
             click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in told["packed"] else ""))
-        for name, problem in told["damaged"].items():
-            click.echo(f"damaged: {name}: {problem}")
-        if told["damaged"]:
-            click.echo(f"fix: {layout.REPAIR}")
+        for name, damage in told["damaged"].items():
+            click.echo(f"damaged: {name}: {damage['problem']}")
+        for fix in sorted({damage["fix"] for damage in told["damaged"].values()}):
+            click.echo(f"fix: {fix}")
         free = "" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
         click.echo(free + ("complete" if told["complete"] else "not complete"))
     return IntegrityError.exit_code if told["damaged"] else 0 if told["complete"] else 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable
+from functools import cache as remembered
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -11,13 +13,13 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout
-from pipeline.cache.index import Commit
+from pipeline.cache.index import Commit, RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.encoding import rebuild, repair, worker
 from pipeline.encoding.scan import reopen
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.snapshots import packing
 from pipeline.sources.source import Source
 from pipeline.work.engine import Runner
@@ -36,7 +38,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
 
     Raises:
         CacheError: there is no cache.
-        UserError: a repair needs a source or a model that is not there.
+        UserError: a repair needs a source or a model that is not there; all else is mended first.
     """
     cache = Cache.of(config)
     findings: list[audit.Finding] = []
@@ -70,8 +72,9 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         again: dict[str, set[bytes]] = {}
         contents = shown(audit.verify_contents(cache, count, again))
         late: list[audit.Finding] = []
+        error: UserError | None = None
         if mend:
-            _contents_again(Repairs(config, cache, data), contents, again, became)
+            error = _contents_again(Repairs(config, cache, data), contents, again, became)
             late = _snapshots_again(cache, contents, again, became)
             shown(finding for finding in late if finding not in contents)
     later = {finding.path for finding in late}
@@ -86,10 +89,12 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
             ],
         }
         click.echo(json.dumps(told))
-        return IntegrityError.exit_code if left else 0
-    click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))
-    for fix in sorted({f.fix for f in left if not (mend and f.fix == layout.REPAIR)}):
-        click.echo(f"fix: {fix}")
+    else:
+        click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))
+        for fix in sorted({f.fix for f in left if not (mend and f.fix == layout.REPAIR)}):
+            click.echo(f"fix: {fix}")
+    if error is not None:
+        raise error
     return IntegrityError.exit_code if left else 0
 
 
@@ -121,25 +126,44 @@ def _documents_again(cache: Cache, findings: list[audit.Finding], became: Became
 
 def _contents_again(
     repairs: Repairs, findings: list[audit.Finding], again: dict[str, set[bytes]], became: Became
-) -> None:
-    """Tables first: repairing a shard reads them. again: damaged records that other shards have; kept true."""
-    cache = repairs.cache
-    done = set()
-    for finding in findings:
-        name = PurePosixPath(finding.path)
-        if name.parts[0] == "tables" and name.suffix == ".arrow":
-            became(finding.path, _table_again(cache, name.stem))
-            done.add(finding.path)
-    for finding in findings:
-        if finding.unit:
-            try:
-                became(finding.path, repairs.unit(finding, again))
-            except IntegrityError as error:
-                became(finding.path, f"failed: {error.what} (once that is mended, repair again)")
-        elif finding.path.startswith(f"shards/{layout.PACKED}"):
-            became(finding.path, _packed_again(cache, finding.path))
-        elif not finding.path.startswith("snapshots/") and finding.path not in done:
-            became(finding.path, f"failed: {finding.fix}")
+) -> UserError | None:
+    """Tables first: repairing a shard reads them. Returns the first error that is not of the cache's bytes: other
+    findings need another source or model.
+
+    Args:
+        again: damaged records that other shards have; kept true.
+
+    Raises:
+        AwayError, NoSpaceError: no other finding would fare better.
+    """
+    first: UserError | None = None
+    for finding in sorted(findings, key=lambda finding: not _of_records(finding.path)):
+        try:
+            outcome = _content_again(repairs, finding, again)
+        except (AwayError, NoSpaceError):
+            raise
+        except IntegrityError as error:
+            outcome = f"failed: {error.what} (once that is mended, repair again)"
+        except UserError as error:
+            first, outcome = first or error, f"failed: {error.what}"
+        if outcome:
+            became(finding.path, outcome)
+    return first
+
+
+def _of_records(path: str) -> bool:
+    return path.startswith("tables/") and path.endswith(".arrow")
+
+
+def _content_again(repairs: Repairs, finding: audit.Finding, again: dict[str, set[bytes]]) -> str | None:
+    """What became of a finding; None for snapshots, which come last."""
+    if _of_records(finding.path):
+        return _table_again(repairs.cache, finding)
+    if finding.unit:
+        return repairs.unit(finding, again)
+    if finding.path.startswith(f"shards/{layout.PACKED}"):
+        return _packed_again(repairs.cache, finding.path)
+    return None if finding.path.startswith("snapshots/") else f"failed: {finding.fix}"
 
 
 def _snapshots_again(
@@ -157,13 +181,16 @@ def _snapshots_again(
     return left
 
 
-def _table_again(cache: Cache, digest: str) -> str:
-    problem = audit.BUCKET  # not of a commit, so it is a snapshot's
+def _table_again(cache: Cache, finding: audit.Finding) -> str:
+    digest = PurePosixPath(finding.path).stem
+    problem = audit.BACKUP if finding.fix == layout.REPAIR else finding.fix
     for recipe in audit.recipe_names(cache):
         try:
             for plan in cache.plans(recipe):
                 if repair.repair_table(cache, recipe, plan.number, digest):
                     return "restored"
+        except (AwayError, NoSpaceError):
+            raise
         except CacheError as error:  # of this recipe; the table may be another's
             problem = error.what
     return f"failed: {problem}"
@@ -172,6 +199,8 @@ def _table_again(cache: Cache, digest: str) -> str:
 def _packed_again(cache: Cache, path: str) -> str:
     try:
         return "restored" if packing.restored(cache, path) else "failed: sana-pipe bucket --pack"
+    except (AwayError, NoSpaceError):
+        raise
     except CacheError as error:
         return f"failed: the snapshot that it was packed from cannot be read: {error}"
 
@@ -183,10 +212,17 @@ class Repairs:
         self.config, self.cache = config, cache
         self.given = dict(_pair(text) for text in data)
         self.runner = Runner(config, cache, {}, check=True)
+        self._records: dict[str, Callable[[], RecordIndex]] = {}
 
     def unit(self, finding: audit.Finding, again: dict[str, set[bytes]]) -> str:
         """Restore the shard of a finding; see `repair.repair_unit`."""
-        return repair.repair_unit(self.cache, self.cache.recipe(finding.recipe), finding, self._encode, again)
+        recipe = finding.recipe
+        records = self._records.get(recipe) or remembered(partial(self.cache.index, recipe))
+        self._records = {}
+        outcome = repair.repair_unit(self.cache, self.cache.recipe(recipe), finding, self._encode, again, records)
+        if outcome == "restored":  # else there may be a new plan
+            self._records = {recipe: records}
+        return outcome
 
     def _encode(self, plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
         rows = self.cache.table(plan.table).slice(unit.start, unit.count)

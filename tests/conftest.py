@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from PIL import Image
 
 from pipeline.config import Config, load
 
@@ -68,6 +72,30 @@ def small_cache(photos: Path, make_config: Callable[..., Config], tmp_path_facto
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     return folder / "cache"
+
+
+@pytest.fixture(autouse=True)
+def pixel_limit() -> Iterator[None]:
+    """The limit is Pillow's, and thus the whole process's: what a test sets is not for the next one."""
+    before = Image.MAX_IMAGE_PIXELS
+    yield
+    Image.MAX_IMAGE_PIXELS = before
+
+
+@pytest.fixture
+def bound_by_permissions(tmp_path: Path) -> Callable[[], None]:
+    """What `subprocess` takes as `preexec_fn`: root loses what lets it write where permission bits forbid it."""
+
+    def drop() -> None:
+        if os.geteuid() == 0:
+            for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+                ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    if not subprocess.run(["touch", str(folder / "x")], preexec_fn=drop, capture_output=True).returncode:
+        pytest.skip("permission bits bind no process here")
+    return drop
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
 from tests.support import synthetic
-from tests.support.synthetic import Picture, add, config, pictures
+from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
 def made(of: Config, name: str | None = None) -> Snapshot:
@@ -673,12 +673,23 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     assert len(made(config(here))) == 30
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("a b", []), ("a b", ["--dry-run"]), ("a b", ["--pack"]), ("n" * 95, ["--set=bucket.heldout=0.1"])],
+)
+def test_a_name_that_is_none_makes_nothing(tmp_path: Path, name: str, options: list[str]) -> None:
+    of = with_another(tmp_path)
+    before = files(tmp_path)
+    settings = (f"cache={of.cache}", f"data.buckets={[list(size) for size in synthetic.TABLE]}", "bucket.batch=4")
+    own = ["--config=tiny", "--cache", of.bucket.caches[0], *(f"--set={setting}" for setting in settings), *options]
+    done = CliRunner().invoke(cli, ["bucket", "--name", name, *own])
+    assert isinstance(done.exception, UserError) and "cannot name a snapshot" in str(done.exception)
+    assert files(tmp_path) == before
+
+
 def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    add(config(here), "one", pictures(10))
-    add(config(there), "two", pictures(60, "two-"))
-    of = config(here, f"bucket.caches=[{there}]")
-    first = stages.bucket.run(of)
+    of = with_another(tmp_path)
+    here, first = Path(of.cache), stages.bucket.run(of)
 
     def inodes() -> dict[Path, int]:  # files that are used again become younger, and stay what they are
         return {path: path.stat().st_ino for path in here.rglob("*") if path.is_file()}

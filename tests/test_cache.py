@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from pipeline.errors import CacheError, IntegrityError
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
 TEXT = layout.TextRecipe(weights="w", width=6)
+ROOT = Path(__file__).parent.parent
 
 
 def bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -246,9 +248,8 @@ def test_put_if_absent_has_one_winner(tmp_path: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); from pipeline.cache.files import Files; f = Files(sys.argv[2]);"
         "print(sum(f.put(f'race/{i}.json', sys.argv[3].encode()) for i in range(200)))"
     )
-    root = Path(__file__).parent.parent
     racers = [
-        subprocess.Popen([sys.executable, "-c", script, root, tmp_path, str(n)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", script, ROOT, tmp_path, str(n)], stdout=subprocess.PIPE, text=True)
         for n in range(4)
     ]
     wins = [int(racer.communicate()[0]) for racer in racers]
@@ -274,12 +275,14 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None
     assert not files.exists("x/name")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; the full-disk fault test shows the message")
-def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path) -> None:
+def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path, bound_by_permissions: Callable[[], None]) -> None:
     cache = Cache(tmp_path / "c", create=True)
     os.chmod(tmp_path / "c", 0o555)
-    with pytest.raises(CacheError, match="cannot be written"):
-        cache.files.put("x", b"y")
+    script = "import sys; from pipeline.cache.files import Files; Files(sys.argv[1]).put('x', b'y')"
+    put = [sys.executable, "-c", script, str(tmp_path / "c")]
+    done = subprocess.run(put, cwd=ROOT, preexec_fn=bound_by_permissions, capture_output=True, text=True)
+    assert "CacheError" in done.stderr and "cannot be written" in done.stderr
+    assert not cache.files.exists("x")
 
 
 def test_gaps_in_numbered_documents_are_noticed(tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
 
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
     bucket, pack = stage("bucket", result="made"), stage("pack")
+    checked: list[str | None] = []
+    vars(sys.modules["stages.pack"])["check_name"] = checked.append
     assert end("bucket", "--pack", "--name", "n") == 0
     assert len(bucket) == 1 and pack[0][1] == {
         "snapshot": "made",
@@ -198,7 +200,7 @@ def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls])
     }
     for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"]):
         assert end("bucket", *wrong) == 2
-    assert len(bucket) == 1 and len(pack) == 2
+    assert len(bucket) == 1 and len(pack) == 2 and checked == ["n", None]
 
 
 def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,21 @@ import torch
 import stages.bucket
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.files import Files
+from pipeline.cache.snapshot import Part
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import worker
 from pipeline.encoding.scan import SCAN, _Scan
+from pipeline.errors import UserError
 from pipeline.images import buckets
+from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, unjudged, usable
 from pipeline.sources import source
-from pipeline.sources.caption_columns import Candidate, CaptionRule
-from tests.support.synthetic import LATENT, TABLE, add, config, pictures
+from pipeline.sources.caption_columns import SEEN, Candidate, CaptionRule
+from pipeline.sources.reasons import EXAMPLES
+from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
 
 RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
@@ -56,6 +64,37 @@ def test_scores_of_zero_and_below_and_equal_texts() -> None:
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
     found = RULE.read({"text": "a", "score": 1.0}, {"text": 2.0})
     assert [one.score for one in found.candidates] == [2.0]
+    found = RULE.read({"text": "a", "score": 1.0}, {"text": 0.0})
+    assert [one.score for one in found.candidates] == [0.0], "zero is a score, too"
+
+
+def test_a_truth_is_no_score() -> None:
+    found = RULE.read({"text": "a", "score": True})
+    assert found.candidates == [Candidate("a")] and "not a number" in found.problems[0]
+
+
+def test_texts_of_a_list_share_its_weight_and_empty_ones_have_none() -> None:
+    assert CaptionRule().read({"text": ["a", " ", "b"]}).candidates == [Candidate("a", 0.5), Candidate("b", 0.5)]
+    raw = CaptionRule(raw=True).read({"text": [" a ", ""]}).candidates
+    assert raw == [Candidate(" a ", 0.5), Candidate("", 0.5)]
+
+
+def test_a_text_that_is_never_drawn_counts_once_and_not_where_it_is_drawn() -> None:
+    scored = [("same", 30.0), ("same", 1.0), ("below", 1.0), ("below", 2.0)]
+    captions, never = RULE.settle([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")
+    assert (captions, never) == ((("same", 1.0),), 1)
+
+
+def test_a_table_wants_no_column_where_text_files_alone_are_listed() -> None:
+    assert not CaptionRule(fields=(("txt", 1.0),), listed=True).wanting(["other"])
+    assert CaptionRule().wanting(["other"])
+
+
+def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absent() -> None:
+    listed = {"fields": (("long", 1.0),), "listed": True}
+    CaptionRule(**listed, seen={str(n) for n in range(SEEN)}).check_seen()
+    with pytest.raises(UserError, match="which no item has"):
+        CaptionRule(**listed, seen={str(n) for n in range(SEEN - 1)}).check_seen()
 
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +143,34 @@ def test_a_missing_value_decides_only_where_it_must(text: str, selected: list[bo
     chosen, unknown = Filter(text, "f").select(columns.__getitem__, 4, [])
     found = [None if u else c for c, u in zip(chosen.to_pylist(), unknown.to_pylist(), strict=True)]
     assert found == selected
+
+
+def test_an_expression_may_have_as_many_parts_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = sum(1 for _ in ast.walk(ast.parse("a + b > 1", mode="eval").body))
+    monkeypatch.setattr(filters, "MAX_PARTS", parts)
+    assert Filter("a + b > 1", "f").names == {"a", "b"}
+    monkeypatch.setattr(filters, "MAX_PARTS", parts - 1)
+    with pytest.raises(UserError, match="parts"):
+        Filter("a + b > 1", "f")
+
+
+@pytest.mark.parametrize("text", ["a == True", "False != a"])
+def test_text_is_not_compared_with_yes_or_no(text: str) -> None:
+    with pytest.raises(UserError, match="compares"):
+        Filter(text, "f").select({"a": pa.array(["1"], pa.large_string())}.__getitem__, 1, [])
+
+
+def test_fields_of_metadata() -> None:
+    largest = int(sys.float_info.max)
+    rows = [{"n": largest, "a": {"b": 1}, "a.b": 2, "none": None}, {"n": 1, "a": {"b": 3}}]
+    meta = pa.chunked_array([[json.dumps(row) for row in rows]])
+    found, valid, too_large = filters.fields(meta, {"n", "a.b", "none", "absent"})
+    assert {name: column.to_pylist() for name, column in found.items()} == {
+        "n": [float(largest), 1.0],
+        "a.b": [2.0, 3.0],
+        "none": [None, None],
+    }
+    assert valid == ["a", "a.b", "n", "none"] and not too_large.any()
 
 
 # ---------------------------------------------------------------- numbers
@@ -255,6 +322,57 @@ def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:
     assert found.column("item").to_pylist() == ["b", "c"]
 
 
+def test_a_picture_for_two_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
+    rows = [{"item": item, "digest": layout.digest(item), "width": 24, "height": 24, "captions": []} for item in "cab"]
+    found = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, {"c": (32, 16)})
+    assert [f"{row['item']} {row['height']}x{row['width']}" for row in found.to_pylist()] == [
+        "c 24x24",
+        "c 32x16",
+        "a 24x24",
+        "b 24x24",
+    ]
+    (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
+    with pytest.raises(UserError, match="32x0"):
+        planning.read_targets(str(tmp_path / "list.csv"), 8)
+
+
+def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) -> None:
+    texts = ["ccc", None, "", "a", "bb"]
+    rows = [{"key": bytes([n] * 16), "caption": text} for n, text in enumerate(texts)]
+    work = pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
+    cache = Cache(tmp_path, create=True)
+    recipe = layout.TextRecipe(weights="w", width=6)
+    [plan] = planning.plan_captions(cache, recipe, work, EncodeConfig(unit_captions=3))
+    captions = cache.table(plan.table).column("caption").to_pylist()
+    units = [captions[unit.start : unit.start + unit.count] for unit in plan.units]
+    assert units == [[None], ["", "a", "ccc"], ["bb"]]
+
+
+def test_units_of_the_same_keys_in_another_plan_have_other_names(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, create=True)
+    [plan] = planned(cache, [1])
+    away = index.Commit(plan.units[0].unit, None, 0, 0, None, (index.Reject("01" * 16, "1", "gone", True),), {})
+    index.publish_commit(cache.files, LATENT.name, 0, away)
+    _, again = planned(cache, [1])
+    assert again.units[0].unit != plan.units[0].unit
+
+
+def test_a_record_that_failed_for_good_is_neither_new_nor_there(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, create=True)
+    held(cache, 0, "aa", [1, 2, 3], adopted=False, **{"1": True, "2": False})
+    assert planning.counted(cache, LATENT, work([1, 2, 3, 4])) == (2, 1)
+
+
+def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, create=True)
+    lost = held(cache, 0, "aa", [1, 2], adopted=False)
+    held(cache, 1, "bb", [3], adopted=False)
+    assert lost is not None
+    cache.files.remove(layout.Paths.shard(LATENT.name, lost))
+    plans = planned(cache, [1, 2, 3])
+    assert [unit.count for plan in plans[2:] for unit in plan.units] == [2]
+
+
 # ---------------------------------------------------------------- encoding
 
 
@@ -307,10 +425,91 @@ def test_a_shard_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch
     assert f"sync {size}" in calls[:at], "all bytes, before the name"
 
 
+# ---------------------------------------------------------------- selection
+
+
+def with_meta(*meta: dict[str, Any]) -> pa.Table:
+    rows = [{"item": str(n), "meta": json.dumps(one)} for n, one in enumerate(meta)]
+    return pa.Table.from_pylist(rows, schema=SCAN)
+
+
+def test_an_item_is_left_out_by_the_first_filter_alone() -> None:
+    scan = with_meta({"s": 1}, {"s": 1, "c": 0}, {"s": 5}, {"s": 5, "c": 0}, {"s": 5, "c": 2}, {"c": 2}, {})
+    joined = Joined()
+    kept = selection.filtered(joined, {"one": scan}, Filter("s > 3", "all"), {"one": Filter("c > 1", "own")})
+    assert kept["one"].column("item").to_pylist() == ["4"]
+    assert joined.left_out == {
+        "not selected by all: s > 3": 2,
+        "all cannot be decided, a value is missing: s > 3": 2,
+        "not selected by own: c > 1": 1,
+        "own cannot be decided, a value is missing: c > 1": 1,
+    }
+
+
+def test_a_column_that_others_have_is_none_for_a_sources_own_filter() -> None:
+    scans = {"one": with_meta({"c": "ab"}), "two": with_meta({"d": 1}), "three": with_meta({"c": None})}
+    with pytest.raises(UserError, match="no item has"):
+        selection.filtered(Joined(), scans, Filter("c is None or c > ''", "all"), {"two": Filter("c > ''", "own")})
+    kept = selection.filtered(Joined(), scans, Filter("startswith(c, 'a')", "all"), {})
+    assert {source: len(scan) for source, scan in kept.items()} == {"one": 1, "two": 0, "three": 0}
+
+
+def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> None:
+    joined = Joined()
+    for prefix in "ab":
+        rejects = [(f"{prefix}{n}", "broken") for n in range(EXAMPLES - 1)]
+        joined.leave_kinds("rejected", rejects, lambda kind: "mend it")
+    assert joined.examples == {"rejected: broken": [*(f"a{n}" for n in range(EXAMPLES - 1)), "b0"]}
+    assert joined.left_out == {"rejected: broken": 2 * (EXAMPLES - 1)}
+
+
+def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
+    low, high = bytes(7) + b"\x01", b"\xff" * 8
+    frame = dataclasses.replace(Joined().frame(), digest=np.array([low + high, high + low], "S16"))
+    assert selection.heldout(frame, 0.5).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("held", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
+    [
+        ({0: 1, 2: 1}, 2, {0: 2}),
+        ({0: 3, 2: 1}, 4, {2: 0}),
+        ({0: 2, 2: 2}, 2, {}),
+        ({0: 1}, 2, {}),
+    ],
+)
+def test_the_smallest_bucket_gives_up_first(
+    tmp_path: Path, held: dict[int, int], batch: int, moved: dict[int, int]
+) -> None:
+    first = len(TABLE)  # the second of three tables
+    bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in held.items() for _ in range(n))])
+    count = len(bucket)
+    sides = np.array(TABLE)[bucket % len(TABLE)]
+    frame = Frame(
+        source=np.zeros(count, np.int32),
+        item=pa.array([str(b - first) for b in bucket], pa.large_string()),
+        sample_id=np.arange(count, dtype=np.uint64),
+        picture_id=np.arange(count, dtype=np.uint64),
+        digest=np.array([layout.digest(str(n)) for n in range(count)], "S16"),
+        height=sides[:, 0],
+        width=sides[:, 1],
+        bucket=bucket,
+        latent=np.arange(count),
+        captions=np.arange(count + 1),
+        text=np.zeros(count, np.int64),
+        weight=np.ones(count, np.float32),
+    )
+    none = Cache(tmp_path, create=True).index(LATENT.name)
+    records = Records(LATENT, layout.TextRecipe(), none, none)
+    left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
+    assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(held[a])]
+    assert len(left) == count - len(moves)
+
+
 # ---------------------------------------------------------------- buckets
 
 
-def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path) -> None:
+def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = {(16, 32): 4, (16, 24): 3}
     many = [
         dataclasses.replace(p, height=shape[0], width=shape[1])
@@ -320,6 +519,12 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path) -> None:
     add(of, "one", many)
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]
+    capsys.readouterr()
+    for small in ("drop", "repeat", "carry"):
+        own = config(tmp_path / "cache", f"bucket.small={small}")
+        stages.bucket.run(own, dry_run=True, as_json=True)
+        notes = {row["samples"]: row["note"] for row in json.loads(capsys.readouterr().out)["buckets"]}
+        assert notes[4] == "" and notes[3]
 
 
 def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
@@ -336,6 +541,84 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     weights = {snapshot.origin(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
+
+
+def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache")
+    both = (("a", 1.0), ("b", 1.0))
+    cache = add(of, "one", [dataclasses.replace(one, captions=both) for one in pictures(3)])
+    body = cache.last_scan("one")
+    assert body is not None
+    rows = cache.table(body["table"]).to_pylist()
+    rows[0]["captions"][1]["text"] = "never encoded"
+    rows[1]["captions"] = []
+    cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
+    snapshot = cache.open_snapshot(stages.bucket.run(of))
+    (lacks, one), (none, other) = sorted(snapshot.head.left_out.items())
+    assert (len(snapshot), one, other) == (2, 1, 1)
+    assert "one of several captions" in lacks and none.startswith("its caption is not encoded")
+
+
+def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache")
+    cache, text = add(of, "one", pictures(2)), text_recipe(of)
+    key, plan = layout.text_key(text.id, "bad"), len(cache.plans(text.name))
+    cache.add_plan(text.name, plan, [Unit("ff", 0, 1, 1)], pa.table({"key": pa.array([key], pa.binary(16))}))
+    reject = index.Reject(key.hex(), "bad", "not finite")
+    index.publish_commit(cache.files, text.name, plan, index.Commit("ff", None, 0, 0, None, (reject,), {}))
+    body = cache.last_scan("one")
+    assert body is not None
+    rows = cache.table(body["table"]).to_pylist()
+    rows[0]["captions"] = [{"text": text, "weight": 1.0} for text in ("never encoded", "bad")]
+    cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
+    head = cache.open_snapshot(stages.bucket.run(of)).head
+    assert head.left_out == {"caption rejected while encoding: not finite": 1}
+
+
+def shaped(count: int, prefix: str, height: int, width: int) -> list[Picture]:
+    return [dataclasses.replace(one, height=height, width=width) for one in pictures(count, prefix)]
+
+
+def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache", "bucket.sources={one: {weight: 2}}")
+    add(of, "one", shaped(4, "one-", 16, 24))
+    cache = add(of, "two", shaped(5, "two-", 16, 32))
+    found = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
+    assert found == {24: (Part(4, Fraction(2)),), 32: None}
+
+
+def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Path) -> None:
+    root, weights = tmp_path / "cache", "bucket.sources={two: {weight: 2}, three: {weight: 2}}"
+    add(config(root), "one", [*shaped(3, "few-", 16, 24), *shaped(8, "one-", 16, 32)])
+    drop = ("bucket.small=drop", "bucket.batch=4")
+    cache = Cache(root)
+    old = cache.open_snapshot(stages.bucket.run(config(root, *drop), name="old"))
+    add(config(root), "three", shaped(8, "three-", 16, 32))
+    three = {layout.sample_id("three", one.item) for one in pictures(8, "three-")}
+    weighted = config(root, *drop, "bucket.grow=old", "bucket.sources={three: {weight: 2}}")
+    stages.bucket.run(weighted, name="middle")
+    add(config(root), "two", shaped(8, "two-", 16, 32))
+    grown = cache.open_snapshot(stages.bucket.run(config(root, *drop, "bucket.grow=middle", weights)))
+    found = [grown.sample_id(row) for row in range(len(grown))]
+    assert found[16:] == [old.sample_id(row) for row in range(8)], "their weight is the smaller one"
+    assert set(found[:8]) == three
+    plain = config(root, *drop, "bucket.grow=old")
+    grown = cache.open_snapshot(stages.bucket.run(plain))
+    assert [grown.sample_id(row) for row in range(8)] == [old.sample_id(row) for row in range(8)]
+
+
+def test_what_would_keep_a_reject_of_the_scan() -> None:
+    joined = Joined()
+    rejects = ["is smaller than data.min_side", "is broken"]
+    rows = [{"item": f"{n}.png", "reject": why} for n, why in enumerate(rejects)]
+    usable(joined, pa.Table.from_pylist(rows, schema=SCAN))
+    kept = {reason.rpartition(": ")[2]: keep for reason, keep in joined.keep.items()}
+    assert kept == {rejects[0]: f"change that setting and {ENCODE}", rejects[1]: f"mend the file and {ENCODE}"}
+
+
+def test_what_a_policy_left_out_is_judged_again_and_what_cannot_be_read_is_not() -> None:
+    rows = [{"item": "small", "width": 8, "reject": "too small"}, {"item": "bad", "reject": "broken"}, {"item": "good"}]
+    assert unjudged(pa.Table.from_pylist(rows, schema=SCAN)).column("reject").to_pylist() == [None, "broken", None]
 
 
 def test_limits_of_a_policy_are_allowed_themselves() -> None:

@@ -444,9 +444,13 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     assert "pictures: 1 new, 12 reused, 0 gone" in said and "captions: 1 new, 13 reused" in said
     assert (done["new"], done["reused"]) == ({"images": 1, "captions": 1}, {"images": 12, "captions": 13})
     no_models(monkeypatch)
+    planned: list[object] = []
+    real = stages.encode.planning.plan_images
+    monkeypatch.setattr(stages.encode.planning, "plan_images", lambda *args: planned.append(args) or real(*args))
     done = stages.encode.run(start, data=str(source))
     [line] = capsys.readouterr().out.splitlines()
     assert "0 new, 13 reused" in line and "nothing to do" in line
+    assert len(planned) == 1
     assert (done["images"], done["captions"]) == (0, 0)
     (source / "more.png").unlink()
     assert stages.encode.run(start, data=str(source))["gone"] == 1

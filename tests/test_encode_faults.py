@@ -5,7 +5,6 @@ Each time the same command then finishes the same cache.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import shutil
@@ -219,23 +218,6 @@ def test_a_read_only_file_system_is_an_error_for_people_and_continues(
 # ---------------------------------------------------------------- permissions
 
 
-def as_anyone() -> None:
-    """Runs in a child before it starts: root loses what lets it write where permission bits forbid it."""
-    if os.geteuid() == 0:
-        drop = 24  # PR_CAPBSET_DROP
-        for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-            ctypes.CDLL(None).prctl(drop, capability, 0, 0, 0)
-
-
-@pytest.fixture
-def bound_by_permissions(tmp_path: Path) -> None:
-    folder = tmp_path / "locked"
-    folder.mkdir(mode=0o555)
-    tried = subprocess.run(["touch", str(folder / "x")], preexec_fn=as_anyone, capture_output=True)
-    if not tried.returncode:
-        pytest.skip("permission bits bind no process here")
-
-
 def allow(cache: Path, mode: int) -> None:
     for folder, _, _ in os.walk(cache):
         os.chmod(folder, mode)
@@ -247,15 +229,15 @@ def test_a_cache_without_permission_is_an_error_for_people_and_continues(
     make_config: MakeConfig,
     tmp_path: Path,
     undisturbed: tuple[dict[str, bytes], float],
-    bound_by_permissions: None,
+    bound_by_permissions: Callable[[], None],
 ) -> None:
     (tmp_path / "cache").mkdir()
     config = make_config(tmp_path, *UNITS)
     allow(tmp_path / "cache", 0o555)
-    refused(encode(config, tmp_path, photos, preexec_fn=as_anyone), 3, "Permission denied")
+    refused(encode(config, tmp_path, photos, preexec_fn=bound_by_permissions), 3, "Permission denied")
     assert list((tmp_path / "cache").iterdir()) == []
     allow(tmp_path / "cache", 0o755)
-    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
     _, error = process.communicate()
     assert process.returncode == 0, error.decode()
     assert files(tmp_path / "cache") == undisturbed[0]
@@ -269,11 +251,11 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     make_config: MakeConfig,
     tmp_path: Path,
     undisturbed: tuple[dict[str, bytes], float],
-    bound_by_permissions: None,
+    bound_by_permissions: Callable[[], None],
 ) -> None:
     cache = tmp_path / "cache"
     config = make_config(tmp_path, *UNITS)
-    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
     wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*.json")), process)
     process.send_signal(signal.SIGSTOP)
     allow(cache, 0o555)
@@ -285,7 +267,7 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     found = files(cache)
     assert found.keys() < undisturbed[0].keys() | {name for name in found if name.startswith("claims/")}
     nothing_half(cache, undisturbed[0])
-    process = encode(config, tmp_path, photos, preexec_fn=as_anyone)
+    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
     _, error = process.communicate()
     assert process.returncode == 0, error.decode()
     assert files(cache) == undisturbed[0]

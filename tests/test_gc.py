@@ -32,6 +32,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
+from tests.support.synthetic import with_another
 
 MakeConfig = Callable[..., Config]
 OLD = 10 * STALE_TMP_S
@@ -188,6 +189,39 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
     index.publish_commit(cache.files, latent, 1, index.Commit("f" * 32, Path(left).stem, 1, 1, None, (), {}))
     assert left not in [name for name, _, _ in garbage.remove(cache, found, STALE_TMP_S)]
     assert cache.files.exists(left)
+
+
+def test_the_references_are_read_again_by_time_and_not_by_number_of_files(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, readings, real = [0.0], list[float](), garbage._Needed
+
+    def needed(of: Cache, before: float) -> object:
+        readings.append(now[0])
+        return real(of, before)
+
+    monkeypatch.setattr(garbage, "_Needed", needed)
+    left = [a_shard(cache, number) for number in range(3)]
+    age(cache.files, *left)
+    many = [(f"tables/{number:032x}.arrow", 1, "") for number in range(1001)]
+    garbage.remove(cache, many, STALE_TMP_S, clock=lambda: now[0])
+    assert readings == [0.0]
+    readings.clear()
+    latent, of = tiny_cache.recipes()[0].name, sorted(left)
+
+    def committed(name: str) -> None:
+        """By a writer that does not freshen, long after the references were read."""
+        if name == of[0]:
+            cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
+            commit = index.Commit("f" * 32, Path(of[2]).stem, 1, 1, None, (), {})
+            index.publish_commit(cache.files, latent, 1, commit)
+        now[0] += garbage.REREAD_S / 2 + 1
+
+    racing(cache, monkeypatch, committed)
+    listed = [(name, 1, "") for name in of]
+    removed = garbage.remove(cache, listed, STALE_TMP_S, clock=lambda: now[0])
+    assert [name for name, _, _ in removed] == of[:2]
+    assert readings == [0.0, garbage.REREAD_S + 2]
 
 
 def unnamed(cache: Cache) -> str:
@@ -379,6 +413,30 @@ def test_a_name_stays_until_it_is_moved(tmp_path: Path) -> None:
     second = cache.add_snapshot(replace(head, left_out={"x": 1}), "r1", move=True)
     assert second != first.id and cache.snapshot_of("r1") == cache.snapshot_of("latest") == second
     assert cache.add_snapshot(replace(head, left_out={"x": 2}), None) == cache.snapshot_of("latest") != second
+
+
+def test_a_new_snapshot_reads_no_head_that_only_older_names_pointed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
+    head = replace(cache.open_snapshot().head, parent=None)
+    made = [cache.add_snapshot(replace(head, left_out={"x": number}), None) for number in range(4)]
+    cache.point("mine", made[1])
+    opened, real = set[str](), Files.document
+
+    def document(self: Files, name: str) -> dict:
+        opened.update([Path(name).stem] if name.startswith("snapshots/") else [])
+        return real(self, name)
+
+    monkeypatch.setattr(Files, "document", document)
+    newest = cache.add_snapshot(replace(head, left_out={"x": 4}), None)
+    assert opened - {newest} == {made[1], made[3]}
+    path = cache.root / Paths.snapshot(made[1])
+    good = path.read_bytes()
+    for place in (path, cache.root / Paths.copy(Paths.snapshot(made[1]))):
+        place.unlink()
+    cache.add_snapshot(replace(head, left_out={"x": 1}), None)
+    assert path.read_bytes() == good, "its parent is one that no name points to now"
 
 
 def test_bucket_refuses_a_name_that_points_elsewhere(
@@ -631,12 +689,8 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
 
 
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path) -> None:
-    from tests.test_bucket import add, config, pictures
-
-    here, there = tmp_path / "here", tmp_path / "there"
-    add(config(here), "one", pictures(10))
-    add(config(there), "two", pictures(60, "two-"))
-    of = config(here, f"bucket.caches=[{there}]")
+    of = with_another(tmp_path)
+    here, there = Path(of.cache), Path(of.bucket.caches[0])
     first = stages.bucket.run(of)
     shards = {p.relative_to(here) for p in here.glob("shards/*/*/*.tar")} & {
         p.relative_to(there) for p in there.glob("shards/*/*/*.tar")

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import stages.gc
+import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import load
 from pipeline.encoding import worker
-from pipeline.errors import IntegrityError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from tests.support import tiny_cache
 
 
@@ -192,3 +194,80 @@ def test_segments_that_changed_places_are_damage(cache: Cache, verified: Callabl
 def index_keys(cache: Cache, kind: str) -> bytes:
     cache = Cache(cache.root)
     return cache.index(cache.recipes(kind)[0].name).keys.tobytes()
+
+
+@pytest.mark.parametrize("kind", [UserError, CacheError, AwayError, NoSpaceError])
+def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_better(
+    cache: Cache, verified: Callable[..., Any], capsys: pytest.CaptureFixture[str], kind: type[UserError]
+) -> None:
+    same, damaged, asked = encoder(cache, 0), dict[Path, bytes](), list[str]()
+    for number in range(3):
+        path, rows, _ = latents(cache, number)
+        damaged[path] = path.read_bytes()
+        flip(path, rows[0]["offset"])
+
+    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[worker.Made]:
+        asked.append(unit.unit)
+        if len(asked) < 3:
+            raise kind(f"error {len(asked)}")
+        return same(of, plan, unit, *rest)
+
+    with pytest.raises(kind, match=r"^error 1$"):
+        verified(encode)
+    right = sum(path.read_bytes() == whole for path, whole in damaged.items())
+    if kind in (AwayError, NoSpaceError):
+        assert (len(asked), right) == (1, 0)
+        return
+    assert (len(asked), right) == (3, 1)
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
+    outcomes = [f["outcome"] for f in found if f["path"].startswith("shards/")]
+    assert outcomes == ["failed: error 1", "failed: error 2", "restored"]
+
+
+def test_many_damaged_shards_of_a_recipe_are_looked_up_in_one_index(
+    cache: Cache, verified: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = encoder(cache, 0)
+    for number in range(3):
+        path, rows, _ = latents(cache, number)
+        flip(path, rows[0]["offset"])
+    opened, real = list[str](), Cache.index
+
+    def counted(self: Cache, recipe: str) -> index.RecordIndex:
+        opened.append(recipe)
+        return real(self, recipe)
+
+    monkeypatch.setattr(Cache, "index", counted)
+    assert [folder for folder, _, _ in verified()[1]] == ["shards"] * 3
+    assert opened == [cache.recipes("latent")[0].name]
+    opened.clear()
+    assert verified(same)[0] == 0
+    assert len(opened) == 2, "one to verify, one to repair"
+
+
+def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load("tiny", [f"cache={cache.root}"])
+    segment = Paths.segment(cache.recipes("latent")[0].name, 0)
+    flip(cache.root / segment, 40)
+    (cache.root / Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow")).unlink()
+    fixes = {"names/latest": audit.BUCKET, segment: layout.REPAIR}
+    assert {name: damage["fix"] for name, damage in audit.status(Cache(cache.root))["damaged"].items()} == fixes
+    assert stages.status.run(config) == IntegrityError.exit_code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("fix:")] == [f"fix: {fix}" for fix in sorted(fixes.values())]
+
+
+def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified: Callable[..., Any]) -> None:
+    digests = [cache.files.put_content(b"left", "tables", "arrow"), cache.files.put_content(b"over", "tables", "npy")]
+    for path in (cache.root / Paths.table(digests[0], "arrow"), cache.root / Paths.table(digests[1], "npy")):
+        flip(path, 1)
+    assert verified() == (4, [("tables", audit.GC, None)] * 2)
+    assert verified(encoder(cache, 0)) == (4, [("tables", audit.GC, f"failed: {audit.GC}")] * 2)
+    assert stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True, older_than_hours=0) == 0
+    assert verified() == (0, [])
+
+
+def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
+    flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
+    code, found = verified()
+    assert code == 4 and {fix for _, fix, _ in found} == {audit.BUCKET}

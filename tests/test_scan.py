@@ -43,12 +43,6 @@ def picture(n: int) -> bytes:
     return stream.getvalue()
 
 
-@pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a scan sets for all of Pillow is set back."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "photos"

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache as remembered
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,6 +28,7 @@ from pipeline.errors import CacheError, IntegrityError
 from pipeline.urls import strip_credentials
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
+GC = "sana-pipe gc --yes"
 
 
 @dataclass(frozen=True)
@@ -60,54 +63,49 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
 
     `rate` is records per second over the commits of the last ten minutes (0 when there were none), `eta_s` the time
     that the records of the units still missing take at that rate (null when unknown). `damaged` says of what cannot be
-    read, or is not all there, what is wrong; it is left out of the counts. Records are not looked at.
+    read, or is not all there, the `problem` and the `fix`; it is left out of the counts. Records are not looked at.
     """
     moment = time.time() if now is None else now
-    damaged: dict[str, str] = {}
+    damaged: dict[str, dict[str, str]] = {}
 
-    def readable(what: str, count: Callable[[], None]) -> None:
+    @contextmanager
+    def readable(what: str) -> Iterator[None]:
         try:
-            count()
+            yield
         except CacheError as error:
-            damaged[what] = error.what
+            damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
 
     stores: dict[str, dict[str, Any]] = {}
     for name in [*recipe_names(cache), *packs(cache)]:
-        readable(Paths.plans(name), lambda name=name: stores.update({name: _store(cache, name, moment)}))  # type: ignore[misc]
+        with readable(Paths.plans(name)):
+            stores[name] = _store(cache, name, moment)
     sources: dict[str, dict[str, Any]] = {}
     going_on = bool(next(cache.files.walk("fragments"), None))
-
-    def source(name: str) -> None:
-        nonlocal going_on
-        scan = cache.last_scan(name)
-        if scan is None:
-            return
-        reasons = cache.table(scan["table"]).column("reject")
-        planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
-        going_on |= reasons.null_count > 0 and not planned
-        sources[name] = {
-            "items": len(reasons),
-            "rejected": len(reasons) - reasons.null_count,
-            "root": strip_credentials(scan["root"]),
-            "latent": scan["latent"],
-            "text": scan["text"],
-        }
-
     for name in cache.sources():
-        readable(Paths.scans(name), lambda name=name: source(name))  # type: ignore[misc]
+        with readable(Paths.scans(name)):
+            scan = cache.last_scan(name)
+            if scan is None:
+                continue
+            reasons = cache.table(scan["table"]).column("reject")
+            planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
+            going_on |= reasons.null_count > 0 and not planned
+            sources[name] = {
+                "items": len(reasons),
+                "rejected": len(reasons) - reasons.null_count,
+                "root": strip_credentials(scan["root"]),
+                "latent": scan["latent"],
+                "text": scan["text"],
+            }
     names: dict[str, str | None] = {}
     packed: list[str] = []
-
-    def pointed(name: str) -> None:
-        names[name] = of = cache.snapshot_of(name)
-        if of is not None:
-            opened = Snapshot(cache.files, of)
-            packed.extend([name] * opened.packed)
-            check_files(cache.files, opened.head)
-
     for name in cache.snapshot_names():
-        readable(Paths.names(name), lambda name=name: pointed(name))  # type: ignore[misc]
-    damaged |= cache.files.damage
+        with readable(Paths.names(name)):
+            names[name] = of = cache.snapshot_of(name)
+            if of is not None:
+                opened = Snapshot(cache.files, of)
+                packed.extend([name] * opened.packed)
+                check_files(cache.files, opened.head)
+    damaged |= {name: {"problem": problem, "fix": REPAIR} for name, problem in cache.files.damage.items()}
     complete = not going_on and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
     return {
         "cache": cache.location,
@@ -196,6 +194,9 @@ def verify_contents(
     """
     files = cache.files
     wanted: dict[str, str] = {}  # table -> the document that refers to it
+    apart: dict[
+        str, str
+    ] = {}  # the same of chunks of snapshots and channel scales: missing ones are named further down
     forgotten: set[str] = set()
     with suppress(CacheError):
         forgotten = cache.forgotten_scans()
@@ -203,18 +204,20 @@ def verify_contents(
         if name in forgotten:
             continue
         with suppress(CacheError):
-            wanted.update(dict.fromkeys(_needs(name, files.document(name)), name))
+            referred = apart if name.startswith(("snapshots/", "scales/")) else wanted
+            referred.update(dict.fromkeys(_needs(name, files.document(name)), name))
     there: set[str] = set()
+    fix_of = partial(_fix_of, referred={**apart, **wanted})
     for entry in files.walk("tables"):
         there.add(entry.name)
         try:
             if files.digest(entry.name) != PurePosixPath(entry.name).stem:
-                yield Finding(entry.name, "its bytes do not match its name", fix=_fix_of(entry.name, wanted))
+                yield Finding(entry.name, "its bytes do not match its name", fix=fix_of(entry.name))
         except (CacheError, OSError) as error:
-            yield Finding(entry.name, _problem(error), fix=_fix_of(entry.name, wanted))
+            yield Finding(entry.name, _problem(error), fix=fix_of(entry.name))
         progress(entry.size)
     for name in sorted(set(wanted) - there):
-        yield Finding(name, f"is missing, and {wanted[name]} refers to it", fix=_fix_of(name, wanted))
+        yield Finding(name, f"is missing, and {wanted[name]} refers to it", fix=fix_of(name))
     again = {} if again is None else again
     pointed, needed = named_snapshots(cache), set[str]()
     for snapshot in pointed:
@@ -222,9 +225,10 @@ def verify_contents(
             needed |= set(Head.read(files, snapshot).shard_files())
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
+        records = remembered(partial(cache.index, name))
         for plan, commit in _commits(cache, name):
             try:
-                yield from _verify_unit(cache, name, plan, commit, needed, again, progress)
+                yield from _verify_unit(cache, name, plan, commit, records, needed, again, progress)
             except (CacheError, OSError) as error:
                 where = Paths.shard(name, str(commit.shard))
                 what = f"is damaged, and which records cannot be told: {_problem(error)}"
@@ -250,20 +254,27 @@ def _problem(error: CacheError | OSError) -> str:
 
 
 def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
-    """Tables that a document refers to (chunks of snapshots and channel scales are looked at apart)."""
+    """Tables that a document refers to."""
     folder = name.partition("/")[0]
-    if folder in ("sources", "plans"):
+    if folder == "snapshots":
+        head = Head.parse(body)
+        yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
+        yield from (Paths.table(table, "parquet") for table in head.sources.values())
+    elif folder == "scales":
+        yield Paths.table(body["table"], "npy")
+    elif folder in ("sources", "plans"):
         yield Paths.table(body["table"], "parquet")
     elif folder in ("units", "segments"):
         tables = [body["table"], *(commit["table"] for commit in body.get("commits", ()))]
         yield from (Paths.table(table, "arrow") for table in tables if table)
 
 
-def _fix_of(table: str, wanted: dict[str, str]) -> str:
-    """What mends a table: one that no plan, commit or scan refers to is a snapshot's, or holds channel scales."""
-    if table in wanted:
-        return ENCODE if wanted[table].startswith("sources/") else REPAIR
-    return BACKUP if table.endswith(".npy") else BUCKET
+def _fix_of(table: str, referred: dict[str, str]) -> str:
+    """What mends a table. referred: table -> a document that refers to it."""
+    if table not in referred:
+        return GC
+    fixes = {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}
+    return fixes.get(referred[table].partition("/")[0], REPAIR)
 
 
 def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
@@ -351,12 +362,18 @@ def _verify_unit(
     recipe: str,
     plan: int,
     commit: index.Commit,
+    records: Callable[[], index.RecordIndex],
     needed: set[str],
     again: dict[str, set[bytes]],
     progress: Callable[[int], None],
 ) -> Iterator[Finding]:
-    """What is wrong with the shard of a commit. needed: shards of named snapshots, which are missed even where other
-    shards have their records. again: of each shard the damaged records that another has; added to."""
+    """What is wrong with the shard of a commit.
+
+    Args:
+        records: opens the index of its recipe; called only where there is damage.
+        needed: shards of named snapshots, which are missed even where other shards have their records.
+        again: of each shard the damaged records that another has; added to.
+    """
     if commit.shard is None:
         return
     name = Paths.shard(recipe, commit.shard)
@@ -366,7 +383,7 @@ def _verify_unit(
         progress(commit.bytes)
     except FileNotFoundError:
         keys = _keys(cache, commit)
-        lost = not_replaced(cache, recipe, commit, keys)
+        lost = not_replaced(records, commit, keys)
         again[commit.shard] = set(keys) - set(map(bytes.fromhex, lost))
         lost = tuple(key.hex() for key in keys) if name in needed else lost
         if lost or not keys:
@@ -377,7 +394,7 @@ def _verify_unit(
         return
     if not intact:
         damaged = bad_records(cache, recipe, commit)
-        bad = not_replaced(cache, recipe, commit, damaged)
+        bad = not_replaced(records, commit, damaged)
         again[commit.shard] = set(damaged) - set(map(bytes.fromhex, bad))
         if damaged and not bad:
             return  # a repair made every damaged record again, or another cache's copy counts
@@ -385,11 +402,12 @@ def _verify_unit(
         yield Finding(name, what, records=bad, **own)
 
 
-def not_replaced(cache: Cache, recipe: str, commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
-    """Hex of those keys whose record that counts stands in no other shard than this commit's."""
+def not_replaced(records: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
+    """Hex of those keys whose record that counts stands in no other shard than this commit's. records: opens the index
+    of its recipe."""
     if not keys:
         return ()
-    found = cache.index(recipe)
+    found = records()
     rows = found.find(index.as_keys(keys)).tolist()
     elsewhere = [row >= 0 and found.shards[found.columns["shard"][row]] != commit.shard for row in rows]
     return tuple(key.hex() for key, other in zip(keys, elsewhere, strict=True) if not other)

@@ -4,21 +4,24 @@ What: `unneeded` lists the files of a cache that no commit, snapshot or open pla
 Why: absence of a reference proves something only in a cache that is whole, and only for a moment. So nothing is listed
 while documents and shards contradict one another, and of what was listed only that is removed which is still unneeded
 and old when it is looked at again.
-Price: every document is read once for the list, and again for every `BATCH` files that are removed.
+Price: every document is read once for the list, once for every folder that files are removed from, and again whenever
+`REREAD_S` have gone into removal.
 
 Removal races with those who use a file again. They freshen it (`Files.freshen`, `Files.publish_content`) before they
-publish what refers to it, a snapshot's head before they name it. The references are read again before each batch, the
-age of each file at its removal (`Files.discard`): a reference that appeared after its batch was begun was preceded by a
-freshening, so that the file is young. Batches are therefore as safe as single files. What a head refers to is not
-freshened when the head is named; so heads are removed first, and what an existing head that is named or young refers to
-stays. Where a writer took longer than the age between the two, or a store gives no such order, a commit's missing
-shard is made again by `encode` or brought again by `bucket`.
+publish what refers to it, a snapshot's head before they name it. The references are read again before removal from a
+folder begins, the age of each file at its removal (`Files.discard`): a reference that appeared after that reading was
+preceded by a freshening, so that the file is young, however many files were removed in between. Only a writer that does
+not freshen (of an earlier version) depends on how old the reading is, and that is bounded in seconds. What a head
+refers to is not freshened when the head is named; so heads are removed first, and what an existing head that is named
+or young refers to stays. Where a writer took longer than the age between the two, or a store gives no such order, a
+commit's missing shard is made again by `encode` or brought again by `bucket`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
 
@@ -30,8 +33,8 @@ from pipeline.cache.snapshot import Head
 from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError
 
-BATCH = 1000
-"""Files that are removed after one reading of the references."""
+REREAD_S = 60.0
+"""How long files are removed after one reading of the references."""
 
 Unneeded = tuple[str, int, str]
 """A file, its size in bytes, and why nothing needs it."""
@@ -68,20 +71,24 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
                 yield entry.name, entry.size, why
 
 
-def remove(cache: Cache, found: Iterable[Unneeded], older_than_s: float, now: float | None = None) -> list[Unneeded]:
-    """Remove files that `unneeded` listed, in its order; returns those that are gone now: the rest is
-    needed again or young."""
+def remove(
+    cache: Cache,
+    found: Iterable[Unneeded],
+    older_than_s: float,
+    now: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Unneeded]:
+    """Remove files that `unneeded` listed, in its order; returns those that are gone now: the rest is needed again or
+    young. clock: seconds, for `REREAD_S`."""
     before = (cache.files.now() if now is None else now) - older_than_s
     removed = []
     for _, of_folder in groupby(found, key=lambda entry: entry[0].partition("/")[0]):
-        entries = list(of_folder)
-        for start in range(0, len(entries), BATCH):
-            needed = _Needed(cache, before)
-            removed += [
-                entry
-                for entry in entries[start : start + BATCH]
-                if needed.why_not(entry[0]) is not None and cache.files.discard(entry[0], before)
-            ]
+        read = -math.inf
+        for entry in list(of_folder):
+            if clock() - read > REREAD_S:
+                needed, read = _Needed(cache, before), clock()
+            if needed.why_not(entry[0]) is not None and cache.files.discard(entry[0], before):
+                removed.append(entry)
     return removed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,7 +306,7 @@ class Cache:
             self.point(pointer, snapshot_id, move=move)
         return snapshot_id
 
-    def _readable(self, ids: list[str | None]) -> list[Snapshot]:
+    def _readable(self, ids: Iterable[str | None]) -> list[Snapshot]:
         found = []
         for one in ids:
             with suppress(IntegrityError):
@@ -313,16 +314,20 @@ class Cache:
         return found
 
     def _write_again(self, head: Head) -> None:
-        """Write the snapshots again that some name points or pointed to, that cannot be read, and that say what this
-        head says; their parent may be any other."""
-        folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in self.snapshot_names()]
-        names = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
-        ids = {body["snapshot"] for body in self.files.documents(names)} - {None}
-        for lost in sorted(ids - {one.id for one in self._readable(sorted(ids))}):
-            for parent in (None, *sorted(ids)):
-                again = replace(head, parent=head.parent or parent)
-                if again.id == lost:
-                    self.files.ensure(Paths.snapshot(lost), layout.seal(again.values()))
+        """Write the snapshots again that some name points to, that cannot be read, and that say what this head says;
+        their parent may be any that a name points or pointed to."""
+        names = self.snapshot_names()
+        ids = {found for name in names if (found := self.snapshot_of(name)) is not None}
+        lost = ids - {one.id for one in self._readable(sorted(ids))}
+        if not lost:
+            return
+        folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in names]
+        pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
+        parents = {body["snapshot"] for body in self.files.documents(pointers)}
+        for parent in {None, *parents}:
+            again = replace(head, parent=head.parent or parent)
+            if again.id in lost:
+                self.files.ensure(Paths.snapshot(again.id), layout.seal(again.values()))
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
         """Let a name point to a snapshot. A name that follows the newest moves by itself.

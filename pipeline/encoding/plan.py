@@ -207,24 +207,24 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
     """Which rows no plan has assigned, or whose record failed for a cause that may pass or was lost with its shard."""
     wanted, index = work.column("key"), cache.index(recipe.name)
     assigned = [cache.table(plan.table).column("key") for plan in plans]
-    taken = np.zeros(len(work), bool)
+    planned = np.zeros(len(work), bool)
     for keys in assigned:
-        taken |= pc.is_in(wanted, value_set=keys.combine_chunks()).to_numpy()
+        planned |= pc.is_in(wanted, value_set=keys.combine_chunks()).to_numpy()
     again = as_keys([bytes.fromhex(r.key) for r in index.rejects if r.retry])
     if not len(again) and not index.lost.any():
-        return ~taken
+        return ~planned
     rows = index.find(fixed(wanted))
     absent = rows < 0
     lost = np.zeros(len(work), bool)
     lost[~absent] = index.lost[index.columns["shard"][rows[~absent]]]
     retry = absent & pc.is_in(wanted, value_set=binary(again)).to_numpy()
-    failed = np.flatnonzero(taken & (retry | lost))
+    failed = np.flatnonzero(planned & (retry | lost))
     # Such a key that a later plan already took up waits for that plan's unit.
     last = np.full(len(failed), -1)
     for plan, keys in zip(plans, assigned, strict=True):
         last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number
     done = [plan.number for plan in plans if _finished(cache, plan)]
-    missing = ~taken
+    missing = ~planned
     missing[failed[np.isin(last, done)]] = True
     return missing
 

@@ -35,11 +35,17 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
 
 
 def repair_unit(
-    cache: Cache, recipe: layout.Recipe, finding: audit.Finding, encode: Encode, again: dict[str, set[bytes]]
+    cache: Cache,
+    recipe: layout.Recipe,
+    finding: audit.Finding,
+    encode: Encode,
+    again: dict[str, set[bytes]],
+    records: Callable[[], index.RecordIndex],
 ) -> str:
     """Restore the shard of one finding.
 
     Args:
+        records: opens the index of the recipe, as it is after the last shard that was `replaced`.
         again: of each shard the keys of damaged records that another shard has; kept true.
 
     Returns:
@@ -49,10 +55,10 @@ def repair_unit(
     commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
     assert commit.shard is not None
     damaged = set(audit.bad_records(cache, recipe.name, commit))
-    bad = set(map(bytes.fromhex, audit.not_replaced(cache, recipe.name, commit, sorted(damaged))))
+    bad = set(map(bytes.fromhex, audit.not_replaced(records, commit, sorted(damaged))))
     made: dict[bytes, worker.Record] = {}
-    for records, rejects in encode(plan, unit, commit, damaged):
-        made.update((record.key, record) for record in records)
+    for done, rejects in encode(plan, unit, commit, damaged):
+        made.update((record.key, record) for record in done)
         lost = [reject for reject in rejects if bytes.fromhex(reject.key) in bad]
         if lost:
             return f"failed: {lost[0].item}: {lost[0].reason}"

@@ -25,9 +25,9 @@ from typing import Any
 
 import click
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 
-from pipeline.cache import layout
+from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import ROWS, combined
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
@@ -124,7 +124,6 @@ def scan(
     look: Look = from_bytes,
     fragments: Fragments | None = None,
     max_bytes: int = decoding.MAX_BYTES,
-    max_shrink: float = 1.0,
 ) -> pa.Table:
     """Read a source's listing and headers.
 
@@ -137,11 +136,9 @@ def scan(
             scan, so that a changed policy takes effect on known rows.
         look: how a picture that is not known is examined.
         fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
-        max_shrink: the largest share of the pictures of the last scan that may be missing in this one.
 
     Raises:
-        UserError: two items have the same sample id, this is another data set under a known name, or too little of it
-            is left.
+        UserError: two items have the same sample id, or this is another data set under a known name.
         Stopped: a signal asked for the end.
     """
     while True:
@@ -159,7 +156,6 @@ def scan(
     _unique(name, table)
     if cache is not None:
         _same_set(cache, name, source, table)
-        _not_shrunk(cache, name, table, max_shrink)
     source.recall(places(table))
     return table
 
@@ -344,7 +340,7 @@ def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """(item, part, where) of the usable items that lie inside something: what `Source.recall` takes."""
     if "where" not in table.column_names:
         return
-    inside = table.filter(pa.compute.is_valid(table.column("where")))
+    inside = table.filter(pc.is_valid(table.column("where")))
     yield from zip(*(inside.column(c).to_pylist() for c in ("item", "part", "where")), strict=True)
 
 
@@ -372,7 +368,7 @@ def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Tab
 
 def _unique(name: str, table: pa.Table) -> None:
     ids: dict[int, str] = {}
-    for item in table.filter(pa.compute.is_null(table.column("reject"))).column("item").to_pylist():
+    for item in table.filter(pc.is_null(table.column("reject"))).column("item").to_pylist():
         own = layout.sample_id(name, item)
         if ids.setdefault(own, item) != item:
             raise UserError(
@@ -455,29 +451,33 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
         )
 
 
-def lost(cache: Cache, name: str, table: pa.Table) -> tuple[pa.Table, int]:
-    """The pictures that the last scan of a source could use and that are missing in `table`: neither their items nor
-    their bytes are in it, or only among what cannot be read. And of how many. A picture that a setting leaves out is
-    not missing."""
+def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
+    """How many pictures that the last scan of a source could use are missing in `table`: neither their items nor their
+    bytes are in it, or only among what cannot be read. A picture that a setting leaves out is not missing.
+
+    Args:
+        most: the largest share of the pictures of the last scan that may be missing.
+
+    Raises:
+        UserError: more are.
+    """
     last = _last(cache, name)
-    before = (SCAN.empty_table() if last is None else last).filter(pa.compute.field("reject").is_null())
-    usable = pa.compute.field("reject").is_null() | pa.compute.field("width").is_valid()
-    now = table.filter(usable)
-    items, digests = (set(now.column(column).to_pylist()) for column in ("item", "digest"))
-    pairs = zip(*(before.column(column).to_pylist() for column in ("item", "digest")), strict=True)
-    return before.filter(pa.array([i not in items and d not in digests for i, d in pairs], pa.bool_())), len(before)
-
-
-def _not_shrunk(cache: Cache, name: str, table: pa.Table, most: float) -> None:
-    gone, before = lost(cache, name, table)
-    if len(gone) > most * before:
-        items = gone.column("item").to_pylist()
+    if last is None:
+        return 0
+    before = last.select(["item", "digest"]).filter(pc.is_null(last.column("reject")))
+    now = table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
+    there = pc.is_in(arrow.text(before.column("item")), value_set=arrow.text(now.column("item")))
+    lost = before.filter(pc.invert(there))
+    lost = lost.filter(pc.invert(pc.is_in(lost.column("digest"), value_set=now.column("digest"))))
+    if len(lost) > most * len(before):
         here = dict(zip(*(table.column(column).to_pylist() for column in ("item", "reject")), strict=True))
-        kinds = Kinds.of((item, here.get(item) or "is not there any more") for item in items)
+        away = lost.column("item").to_pylist()
+        kinds = Kinds.of((item, here.get(item) or "is not there any more") for item in away)
         raise UserError(
-            f"{len(gone)} of the {before} pictures of source {name!r} are missing",
+            f"{len(lost)} of the {len(before)} pictures of source {name!r} are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
             found="\n" + "\n".join(kinds.lines()),
             fix="bring them back; if they are gone for good: sana-pipe encode --shrink ...; if this is another data "
             "set: --source-name NAME",
         )
+    return len(lost)

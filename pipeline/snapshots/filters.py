@@ -61,8 +61,8 @@ _TEXT = {
     "matches": pc.match_substring_regex,
 }
 
-_MAX_NODES = 500
-"""Of an expression; far below Python's limit on recursion."""
+MAX_PARTS = 500
+"""Limit on the parts of an expression; far below Python's limit on recursion."""
 
 Columns = Callable[[str], pa.Array]
 """Name -> column (text as `large_string`); raises KeyError for an unknown name."""
@@ -89,9 +89,9 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._wrong(f"is not an expression: {getattr(error, 'msg', None) or error}") from None
         self.names: set[str] = set()
-        if sum(1 for _ in ast.walk(self._tree)) > _MAX_NODES:
+        if sum(1 for _ in ast.walk(self._tree)) > MAX_PARTS:
             raise self._wrong(
-                f"has more than {_MAX_NODES} parts",
+                f"has more than {MAX_PARTS} parts",
                 fix="store the result as a column of the metadata, and filter by it",
             )
         self._walk(self._tree)

@@ -262,13 +262,13 @@ class FolderSource(Source):
                 len(some),
             )
 
-    def _identity(self, keys: list[str], listing: _Listing, told: dict[str, _Told], seen: Seen) -> bytes:
+    def _identity(self, keys: list[str], listing: _Listing, told: dict[str, _Entry], seen: Seen) -> bytes:
         beside = {key: listing.beside(key) for key in keys}
         texts = self.store.stat_many(sorted({name for names in beside.values() for name in names}))
         parts = (repr((key, seen[key], [(name, texts[name]) for name in beside[key]], told.get(key))) for key in keys)
         return digest("files", self.rule.identity(), *parts)
 
-    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
+    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Entry]]:
         """All names, what cannot be used, and what the metadata files say."""
         self.store.refresh()
         listing = self._list()
@@ -282,7 +282,7 @@ class FolderSource(Source):
                 found=kinds or "an empty folder",
                 fix="sana-pipe encode --data DIR with the folder that holds the pictures",
             )
-        told: dict[str, _Told] = {}
+        told: dict[str, _Entry] = {}
         rejects = listing.rejects
         for metadata in sorted(listing.metadata):
             rejects.extend(self._read_metadata(metadata, listing, told))
@@ -403,11 +403,11 @@ class FolderSource(Source):
         else:
             listing.pictures.add(key)
 
-    def _generate(self, listing: _Listing, rejects: list[Reject], told: dict[str, _Told]) -> Iterator[Item | Reject]:
+    def _generate(self, listing: _Listing, rejects: list[Reject], told: dict[str, _Entry]) -> Iterator[Item | Reject]:
         yield from sorted(rejects, key=lambda reject: reject.key)
         yield from self._some(sorted(listing.pictures), listing, told)
 
-    def _some(self, keys: list[str], listing: _Listing, told: dict[str, _Told]) -> Iterator[Item | Reject]:
+    def _some(self, keys: list[str], listing: _Listing, told: dict[str, _Entry]) -> Iterator[Item | Reject]:
         for start in range(0, len(keys), _TOGETHER):
             some = keys[start : start + _TOGETHER]
             beside = {key: listing.beside(key) for key in some}
@@ -416,14 +416,14 @@ class FolderSource(Source):
             for key in some:
                 yield from self._item(key, {name: data[name] for name in beside[key]}, told.get(key))
 
-    def _item(self, key: str, beside: dict[str, bytes | Unreadable], row: _Told | None) -> Iterator[Item | Reject]:
+    def _item(self, key: str, beside: dict[str, bytes | Unreadable], row: _Entry | None) -> Iterator[Item | Reject]:
         candidates: list[Candidate] = []
         problems: list[Reject] = []
         without: list[str] = []
         meta: dict[str, Any] = {}
         own = posixpath.basename(stem(key))
         outcomes = {name: sidecar(name, data) for name, data in beside.items()}
-        told = Told()  # by files of NVlabs' SanaImgDataset, which are about the picture by its name
+        told = SampleColumns()  # by files of NVlabs' SanaImgDataset, which are about the picture by its name
         for name, outcome in list(outcomes.items()):
             if isinstance(outcome, dict) and isinstance(outcome.get(own), dict):
                 told.add(outcome[own])
@@ -471,7 +471,7 @@ class FolderSource(Source):
         else:
             yield Reject(key, f"has no caption: no {own}.txt beside it and no metadata row that names it")
 
-    def _read_metadata(self, metadata: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
+    def _read_metadata(self, metadata: str, listing: _Listing, told: dict[str, _Entry]) -> list[Reject]:
         """Enters the rows of one metadata file into `told`; returns what could not be used of it."""
         rows, columns, rejects = self._rows(metadata)
         if columns and FILE_COLUMN not in columns:
@@ -497,7 +497,7 @@ class FolderSource(Source):
                     Reject(where, f"names {named!r}, which {known} as a picture under {posixpath.dirname(key) or '.'}")
                 )
                 continue
-            self._enter(where, row, FILE_COLUMN, told.setdefault(key, _Told()), rejects)
+            self._enter(where, row, FILE_COLUMN, told.setdefault(key, _Entry()), rejects)
         return rejects
 
     def _rows(self, metadata: str) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, None], list[Reject]]:
@@ -552,7 +552,7 @@ class FolderSource(Source):
             return None
         return named
 
-    def _enter(self, where: str, row: dict[str, Any], column: str, entry: _Told, rejects: list[Reject]) -> None:
+    def _enter(self, where: str, row: dict[str, Any], column: str, entry: _Entry, rejects: list[Reject]) -> None:
         """Add what a row says about its picture."""
         for other, value in row.items():
             if other != column and other not in self.rule.columns:
@@ -584,7 +584,7 @@ class _Listing:
 
 
 @dataclass
-class _Told:
+class _Entry:
     """What the metadata files say about one picture."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -593,7 +593,7 @@ class _Told:
 
 
 @dataclass
-class Told:
+class SampleColumns:
     """What files of NVlabs' datasets say about one sample, by column."""
 
     captions: dict[str, Any] = field(default_factory=dict)

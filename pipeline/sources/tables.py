@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import broken, hostile, is_url, said, shown
 from pipeline.sources.filesystem import Store, Unreadable
-from pipeline.sources.source import FILE_COLUMN, FolderSource, Item, Part, Reject, Source, _Listing, _Told
+from pipeline.sources.source import FILE_COLUMN, FolderSource, Item, Part, Reject, Source, _Entry, _Listing
 
 RULE = "parquet-1"
 GROUP_BYTES = 512 << 20
@@ -65,13 +65,13 @@ class ListingSource(FolderSource):
         super().__init__(store, rule, name)
         self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
 
-    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Told]]:
+    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Entry]]:
         self.store.refresh()
         self.store.listed(self.files)
         self.ignored_kinds = Counter()
         self.ignored = 0
         listing = _Listing()
-        told: dict[str, _Told] = {}
+        told: dict[str, _Entry] = {}
         rejects: list[Reject] = []
         for file in self.files:
             rejects += self._read_listing(file, listing, told)
@@ -79,7 +79,7 @@ class ListingSource(FolderSource):
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
         return listing, rejects, told
 
-    def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Told]) -> list[Reject]:
+    def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Entry]) -> list[Reject]:
         rows, columns, rejects = self._rows(file)
         if not columns:
             return rejects
@@ -103,7 +103,7 @@ class ListingSource(FolderSource):
                 continue
             key = posixpath.normpath(posixpath.join(base, named))
             listing.pictures.add(key)
-            self._enter(where, row, column, told.setdefault(key, _Told()), rejects)
+            self._enter(where, row, column, told.setdefault(key, _Entry()), rejects)
         return rejects
 
 

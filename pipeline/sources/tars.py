@@ -37,7 +37,7 @@ from pipeline.sources.caption_columns import Candidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, hostile, said, shown
 from pipeline.sources.filesystem import BoundedReader, Store, Unreadable
 from pipeline.sources.range_prefetch import Ahead, Place
-from pipeline.sources.source import MAX_CAPTION_BYTES, Item, Part, Reject, Source, Told, parse_json, sidecar
+from pipeline.sources.source import MAX_CAPTION_BYTES, Item, Part, Reject, SampleColumns, Source, parse_json, sidecar
 
 RULE = "tar-1"
 """Counts the rules of this module, so that a later version lists again what this one has listed."""
@@ -250,7 +250,7 @@ class TarSource(Source):
         prefix: str,
         sample: _Sample,
         pictures: list[str],
-        told: dict[str, Told],
+        told: dict[str, SampleColumns],
         items: list[Item],
         rejects: list[Reject],
         missing: list[str],
@@ -272,7 +272,7 @@ class TarSource(Source):
                 problems.append(f"its .json {value}")
             else:
                 row = value
-        beside = told.get(prefix) or told.get(posixpath.basename(prefix)) or Told()
+        beside = told.get(prefix) or told.get(posixpath.basename(prefix)) or SampleColumns()
         row = {**row, **beside.captions}
         found = self.rule.read(row, beside.scores)
         candidates += found.candidates
@@ -315,8 +315,8 @@ class TarSource(Source):
                     found.setdefault(stems[own], []).append(name)
         return found
 
-    def _read_sidecars(self, part: str, rejects: list[Reject]) -> dict[str, Told]:
-        told: dict[str, Told] = {}
+    def _read_sidecars(self, part: str, rejects: list[Reject]) -> dict[str, SampleColumns]:
+        told: dict[str, SampleColumns] = {}
         for name in self._beside.get(part, []):
             try:
                 data = self.store.read(name, MAX_SIDECAR_BYTES)
@@ -332,7 +332,7 @@ class TarSource(Source):
                 self.ignored_kinds[".json file beside a tar that is about no samples"] += 1
                 continue
             for key, entry in value.items():
-                told.setdefault(key, Told()).add(entry)
+                told.setdefault(key, SampleColumns()).add(entry)
         return told
 
     # ------------------------------------------------------------ reading

@@ -173,3 +173,11 @@ def pictures(count: int, prefix: str = "", first: int = 0) -> list[Picture]:
         )
         for i in range(first, first + count)
     ]
+
+
+def with_another(folder: Path) -> Config:
+    """A new cache in a folder, and a second one that its configuration names in `bucket.caches`."""
+    here, there = folder / "here", folder / "there"
+    add(config(here), "one", pictures(10))
+    add(config(there), "two", pictures(60, "two-"))
+    return config(here, f"bucket.caches=[{there}]")
