@@ -161,7 +161,9 @@ def run(
     if kept_away is not None:
         label = f"{name or 'latest'}.heldout"
         told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, label, move, latest=False)
-    told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.remainder == "reassign" else []
+    told["reassign"] = (
+        _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.remainder == "reassign" else []
+    )
     if joined.examples:
         lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)
         told["reports"] = [one.files.where(name) for one, name in lists if one.files.exists(name)]

@@ -353,7 +353,9 @@ def test_a_launch_says_an_error_once(
     stage("bucket", result=error)
     assert end("bucket") == 3
     assert capsys.readouterr().err == said
-    assert waits == ([cli.OTHER_RANK_DELAY_S] if rank and not everywhere else []), "the launcher may end it before it speaks"
+    assert waits == ([cli.OTHER_RANK_DELAY_S] if rank and not everywhere else []), (
+        "the launcher may end it before it speaks"
+    )
 
 
 def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
