@@ -13,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import pipeline
 from pipeline import processes
 from pipeline.cli import INTERRUPTED, cli, main
+from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from tests.support.command_lines import dry_run, words_of
 from tests.test_layering import _imports, _module
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -101,6 +104,62 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert end(command, "--help") == 0
     assert "Usage: sana-pipe " + command in capsys.readouterr().out
+
+
+def _commands() -> dict[str, click.Command]:
+    """Every command that help lists, with the words that call it."""
+    subcommands = cli.commands["snapshots"].commands  # type: ignore[attr-defined]
+    return {"": cli, **{name: c for name, c in cli.commands.items() if not c.hidden}} | {
+        f"snapshots {name}": command for name, command in subcommands.items()
+    }
+
+
+@pytest.mark.parametrize("words", _commands())
+def test_help_ends_with_examples_that_are_accepted(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert end(*words.split(), "--help") == 0
+    examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
+    assert examples and all(f"sana-pipe {words}".strip() in line for line in examples)
+    for line in examples:
+        code, calls = dry_run(monkeypatch, words_of(line))
+        assert code == 0, capsys.readouterr().err
+        assert calls or "config" in words
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["tra"], {"train"}),
+        (["snapshots", "di"], {"diff"}),
+        (["train", "--quar"], {"--quarantine"}),
+        (["train", "--config", "sana_6"], {"sana_600m_512"}),
+        (["train", "--set", "train.optim.b"], {"train.optim.betas="}),
+        (["config", "train.opt"], {"train.optim", *(f"train.optim.{name}" for name in OptimConfig.model_fields)}),
+    ],
+)
+def test_the_shell_completes(
+    typed: list[str], offered: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SANA_PIPE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["sana-pipe", *typed]))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed)))
+    end()
+    answers = [line.split(",", 1) for line in capsys.readouterr().out.splitlines()]
+    assert {value for kind, value in answers if kind == "plain"} == offered
+
+
+def test_the_documented_line_sets_completion_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = 'eval "$(_SANA_PIPE_COMPLETE=bash_source sana-pipe)"'
+    root = Path(pipeline.__file__).parent.parent
+    assert line in (root / "README.md").read_text(encoding="utf-8")
+    for shell in ("bash", "zsh", "fish"):
+        monkeypatch.setenv("_SANA_PIPE_COMPLETE", f"{shell}_source")
+        assert end() == 0
+        assert f"_SANA_PIPE_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, shipped
+from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, shipped
 from pipeline.errors import ConfigError
 from pipeline.training.optimizers import peak_learning_rate
 
@@ -361,6 +363,101 @@ def test_every_section_refuses_unknown_keys_and_coercion() -> None:
     for prefix, model in _sections(Config):
         assert model.model_config.get("extra") == "forbid", prefix
         assert model.model_config.get("strict") is True, prefix
+
+
+def test_every_option_and_section_is_documented() -> None:
+    for name, field in option_fields():
+        assert (field.description or "").strip().endswith((".", ")")), name
+        section = section_of(field)
+        assert section is None or (section.__doc__ or "").strip().endswith("."), name
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs/configuration.md"
+    assert page.read_text(encoding="utf-8") == stages.config.markdown() + "\n", (
+        "sana-pipe config --markdown > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "remainder"),
+    [
+        ("bucket: {small: drop}", [], "drop"),
+        ("bucket: {remainder: drop}", [], "drop"),
+        ("", ["bucket.small=drop"], "drop"),
+        ("", ["bucket={small: drop}"], "drop"),
+        ("bucket: {small: drop}", ["bucket.remainder=repeat"], "repeat"),
+        ("bucket: {remainder: drop}", ["bucket.small=repeat"], "repeat"),
+        ("bucket: {small: drop}", ["bucket.small=repeat", "bucket.batch=3"], "repeat"),
+    ],
+)
+def test_an_option_by_its_earlier_name(tmp_path: Path, text: str, overrides: list[str], remainder: str) -> None:
+    config = load(write(tmp_path, MINIMAL + text), overrides, "bucket")
+    assert config.bucket.remainder == remainder
+    assert "small" not in dump(config) and load(write(tmp_path, dump(config))) == config
+
+
+def test_an_option_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    for text, overrides in (
+        ("bucket: {small: drop, remainder: drop}", []),
+        ("", ["bucket.small=drop", "bucket.remainder=drop"]),
+        ("", ["bucket.remainder=drop", "bucket.small=drop"]),
+    ):
+        assert "bucket.remainder and bucket.small" in refusal(tmp_path, MINIMAL + text, *overrides)
+    assert "'bucket.remainder'" in refusal(tmp_path, MINIMAL + "bucket: {small: most}")
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_the_printed_configuration_loads_to_the_same(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["train.ema={every: 3}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
+    config, given = load_given(path, overrides)
+    assert stages.config.run(config, given) == 0
+    printed = capsys.readouterr().out
+    assert load(write(tmp_path, printed)) == config
+    comments = [line for line in printed.splitlines() if line.lstrip().startswith("#")]
+    assert max(map(len, comments)) <= 120
+
+
+def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
+    overrides = ["train.seed=3", "bucket.small=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
+    stages.config.run(*load_given(own, overrides), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in report["options"]}
+    assert report["file"] == str(own)
+    origins = {
+        "train.steps": str(own),
+        "train.optim.lr": str(own),
+        "encode.storage.text": str(own),
+        "train.optim.clip": "default",
+        "train.seed": "--set",
+        "bucket.remainder": "--set",
+        "bucket.sources": "--set",
+        "train.parallel.tp_size": "--set",
+        "model.arch": "default",
+    }
+    assert {name: rows[name]["from"] for name in origins} == origins
+    assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
+    assert rows["vae.id"]["default"] is None
+    assert load_given("tiny")[1].origin("train.steps") == "shipped tiny.yaml"
+    stages.config.run(*load_given(own, ["train.seed=3"]), "train.seed")
+    assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
+
+
+def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny"), "train.optim")
+    tree = yaml.load(capsys.readouterr().out, Loader=module._Loader)
+    assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
+    assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
+    with pytest.raises(ConfigError, match=r"train\.optim"):
+        stages.config.run(*load_given("tiny"), "train.optin")
+
+
+def test_secrets_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny", ["cache='s3://user:secret@host/x'"]))
+    assert "secret" not in capsys.readouterr().out
 
 
 KEYS = st.sampled_from(["id", "train", "optim", "lr", "buckets", "data", "model", "arch", "vae", "x"])
