@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from functools import reduce
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
@@ -97,11 +96,13 @@ def _selected(option: str, name: str) -> bool:
 def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
     """Every option that has a value: name, value, default, origin, kind, meaning."""
     for name, field in option_fields():
-        keys = name.split(".")
-        parent = reduce(lambda tree, key: tree.get(key) if isinstance(tree, dict) else None, keys[:-1], values)
-        if "NAME" in keys or not isinstance(parent, dict):  # below a mapping or a section that is null
+        *sections, key = name.split(".")
+        parent: Any = values
+        for section in sections:
+            parent = parent.get(section) if isinstance(parent, dict) else None
+        if "NAME" in sections or not isinstance(parent, dict):  # below a mapping, or a section that is null
             continue
-        value = parent[keys[-1]]
+        value = parent[key]
         if section_of(field) is not None and value and get_origin(field.annotation) is not dict:
             continue  # a section: its options follow
         yield {
