@@ -103,7 +103,7 @@ def test_wrong_type_or_range_names_key_and_file(tmp_path: Path, text: str, key: 
     message = refusal(tmp_path, yaml.safe_dump(base) + text)
     assert str(tmp_path / "mine.yaml") in message
     assert f"'{key}" in message
-    assert "literal[" not in message  # pydantic's own names are not ours
+    assert "literal[" not in message  # no names of pydantic
     assert "constrained-int" not in message
 
 
@@ -328,8 +328,8 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     assert small is not None
     given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
-    own = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
-    config = load(name, [*overrides, *own])
+    run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    config = load(name, [*overrides, *run])
     report = stages.train.run(config, say=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
@@ -351,12 +351,12 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
-    found = [(prefix, model)]
+    sections = [(prefix, model)]
     for name, field in model.model_fields.items():
         for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                found += _sections(inner, f"{prefix}{name}.")
-    return found
+                sections += _sections(inner, f"{prefix}{name}.")
+    return sections
 
 
 def test_every_section_refuses_unknown_keys_and_coercion() -> None:
@@ -421,16 +421,16 @@ def test_the_printed_configuration_loads_to_the_same(
 
 
 def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
+    file = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
     overrides = ["train.seed=3", "bucket.small=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
-    stages.config.run(*load_given(own, overrides), as_json=True)
+    stages.config.run(*load_given(file, overrides), as_json=True)
     report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in report["options"]}
-    assert report["file"] == str(own)
+    assert report["file"] == str(file)
     origins = {
-        "train.steps": str(own),
-        "train.optim.lr": str(own),
-        "encode.storage.text": str(own),
+        "train.steps": str(file),
+        "train.optim.lr": str(file),
+        "encode.storage.text": str(file),
         "train.optim.clip": "default",
         "train.seed": "--set",
         "bucket.remainder": "--set",
@@ -442,7 +442,7 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
     assert rows["vae.id"]["default"] is None
     assert load_given("tiny")[1].origin("train.steps") == "shipped tiny.yaml"
-    stages.config.run(*load_given(own, ["train.seed=3"]), "train.seed")
+    stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
     assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
 
 
@@ -471,8 +471,8 @@ TREES = st.recursive(
 def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
-        found = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
-        assert found is not None and (found.id, found.subfolder, found.variant) == (str(weights), subfolder, None)
+        start = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
+        assert start is not None and (start.id, start.subfolder, start.variant) == (str(weights), subfolder, None)
     with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
         load("tiny", ["model.weights=OWNER/NAME"])
     assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None
