@@ -159,11 +159,13 @@ def run(
     policies = {"order": own.order} if own.order != "random" else {}
     if own.heldout:
         policies["heldout"] = {"share": own.heldout, "side": "train"}
-    made = make(frame, joined, own.small, policies)
+    made = make(frame, joined, own.remainder, policies)
     told |= _publish(made, caches, (latents, texts), dry_run, name, move)
     if kept_away is not None:
         told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, heldout_name, move, latest=False)
-    told["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.small == "reassign" else []
+    told["reassign"] = (
+        _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.remainder == "reassign" else []
+    )
     if joined.examples:
         lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)
         told["reports"] = [one.files.where(name) for one, name in lists if one.files.exists(name)]

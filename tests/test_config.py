@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, shipped
+from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, shipped
 from pipeline.errors import ConfigError
 from pipeline.training.optimizers import peak_learning_rate
 
@@ -101,7 +103,7 @@ def test_wrong_type_or_range_names_key_and_file(tmp_path: Path, text: str, key: 
     message = refusal(tmp_path, yaml.safe_dump(base) + text)
     assert str(tmp_path / "mine.yaml") in message
     assert f"'{key}" in message
-    assert "literal[" not in message  # pydantic's own names are not ours
+    assert "literal[" not in message  # no names of pydantic
     assert "constrained-int" not in message
 
 
@@ -326,8 +328,8 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     assert small is not None
     given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
-    own = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
-    config = load(name, [*overrides, *own])
+    run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    config = load(name, [*overrides, *run])
     report = stages.train.run(config, say=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
@@ -349,18 +351,113 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
-    found = [(prefix, model)]
+    sections = [(prefix, model)]
     for name, field in model.model_fields.items():
         for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                found += _sections(inner, f"{prefix}{name}.")
-    return found
+                sections += _sections(inner, f"{prefix}{name}.")
+    return sections
 
 
 def test_every_section_refuses_unknown_keys_and_coercion() -> None:
     for prefix, model in _sections(Config):
         assert model.model_config.get("extra") == "forbid", prefix
         assert model.model_config.get("strict") is True, prefix
+
+
+def test_every_option_and_section_is_documented() -> None:
+    for name, field in option_fields():
+        assert (field.description or "").strip().endswith((".", ")")), name
+        section = section_of(field)
+        assert section is None or (section.__doc__ or "").strip().endswith("."), name
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs/configuration.md"
+    assert page.read_text(encoding="utf-8") == stages.config.markdown() + "\n", (
+        "sana-pipe config --markdown > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "remainder"),
+    [
+        ("bucket: {small: drop}", [], "drop"),
+        ("bucket: {remainder: drop}", [], "drop"),
+        ("", ["bucket.small=drop"], "drop"),
+        ("", ["bucket={small: drop}"], "drop"),
+        ("bucket: {small: drop}", ["bucket.remainder=repeat"], "repeat"),
+        ("bucket: {remainder: drop}", ["bucket.small=repeat"], "repeat"),
+        ("bucket: {small: drop}", ["bucket.small=repeat", "bucket.batch=3"], "repeat"),
+    ],
+)
+def test_an_option_by_its_earlier_name(tmp_path: Path, text: str, overrides: list[str], remainder: str) -> None:
+    config = load(write(tmp_path, MINIMAL + text), overrides, "bucket")
+    assert config.bucket.remainder == remainder
+    assert "small" not in dump(config) and load(write(tmp_path, dump(config))) == config
+
+
+def test_an_option_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    for text, overrides in (
+        ("bucket: {small: drop, remainder: drop}", []),
+        ("", ["bucket.small=drop", "bucket.remainder=drop"]),
+        ("", ["bucket.remainder=drop", "bucket.small=drop"]),
+    ):
+        assert "bucket.remainder and bucket.small" in refusal(tmp_path, MINIMAL + text, *overrides)
+    assert "'bucket.remainder'" in refusal(tmp_path, MINIMAL + "bucket: {small: most}")
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_the_printed_configuration_loads_to_the_same(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["train.ema={every: 3}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
+    config, given = load_given(path, overrides)
+    assert stages.config.run(config, given) == 0
+    printed = capsys.readouterr().out
+    assert load(write(tmp_path, printed)) == config
+    comments = [line for line in printed.splitlines() if line.lstrip().startswith("#")]
+    assert max(map(len, comments)) <= 120
+
+
+def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
+    overrides = ["train.seed=3", "bucket.small=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
+    stages.config.run(*load_given(file, overrides), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in report["options"]}
+    assert report["file"] == str(file)
+    origins = {
+        "train.steps": str(file),
+        "train.optim.lr": str(file),
+        "encode.storage.text": str(file),
+        "train.optim.clip": "default",
+        "train.seed": "--set",
+        "bucket.remainder": "--set",
+        "bucket.sources": "--set",
+        "train.parallel.tp_size": "--set",
+        "model.arch": "default",
+    }
+    assert {name: rows[name]["from"] for name in origins} == origins
+    assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
+    assert rows["vae.id"]["default"] is None
+    assert load_given("tiny")[1].origin("train.steps") == "shipped tiny.yaml"
+    stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
+    assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
+
+
+def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny"), "train.optim")
+    tree = yaml.load(capsys.readouterr().out, Loader=module._Loader)
+    assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
+    assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
+    with pytest.raises(ConfigError, match=r"train\.optim"):
+        stages.config.run(*load_given("tiny"), "train.optin")
+
+
+def test_secrets_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny", ["cache='s3://user:secret@host/x'"]))
+    assert "secret" not in capsys.readouterr().out
 
 
 KEYS = st.sampled_from(["id", "train", "optim", "lr", "buckets", "data", "model", "arch", "vae", "x"])
@@ -374,8 +471,8 @@ TREES = st.recursive(
 def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
-        found = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
-        assert found is not None and (found.id, found.subfolder, found.variant) == (str(weights), subfolder, None)
+        start = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
+        assert start is not None and (start.id, start.subfolder, start.variant) == (str(weights), subfolder, None)
     with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
         load("tiny", ["model.weights=OWNER/NAME"])
     assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None

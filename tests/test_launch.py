@@ -1,4 +1,4 @@
-"""What launchers say about a process, what accelerate may not say, and which device it gets."""
+"""Variables of launchers, contradictions of accelerate, and the device of a process."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_accelerate_uses_the_same_variables() -> None:
 
 
 def test_slurm() -> None:
-    found = detect(SLURM)
-    assert (found.rank, found.world, found.local_rank, found.local_world, found.kind) == (5, 7, 1, 3, "slurm")
-    assert found.rendezvous is not None
-    assert found.rendezvous.startswith("tcp://gpu07:")
+    launch = detect(SLURM)
+    assert (launch.rank, launch.world, launch.local_rank, launch.local_world, launch.kind) == (5, 7, 1, 3, "slurm")
+    assert launch.rendezvous is not None
+    assert launch.rendezvous.startswith("tcp://gpu07:")
     others = detect({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    assert others.rendezvous == found.rendezvous, "the tasks of a step must meet at one place"
-    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != found.rendezvous
+    assert others.rendezvous == launch.rendezvous, "the tasks of a step must meet at one place"
+    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != launch.rendezvous
     assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).rendezvous == "tcp://x:9"
 
 
@@ -78,9 +78,9 @@ def test_torchrun_inside_a_slurm_step_wins() -> None:
 
 
 def test_slurm_batch_script_without_srun_is_alone_and_says_so() -> None:
-    found = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
-    assert found.world == 1
-    assert "srun" in found.advice[0]
+    launch = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert launch.world == 1
+    assert "srun" in launch.advice[0]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_restart_on_a_shared_store_is_refused_at_once() -> None:
 
 
 def test_accelerate_on_the_cpu_starts_one_process_and_that_is_said() -> None:
-    found = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
-    assert found.world == 1
-    assert "torchrun --standalone" in found.advice[0]
+    launch = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
+    assert launch.world == 1
+    assert "torchrun --standalone" in launch.advice[0]
     assert detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}).advice == ()
 
 
@@ -207,12 +207,12 @@ def test_accelerate_and_the_memory_techniques(train: dict[str, Any], name: str, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "theirs"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16_pure", "no")]
+    ("precision", "accelerate_name"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16_pure", "no")]
 )
-def test_a_precision_has_one_name_with_accelerate(precision: str, theirs: str) -> None:
+def test_a_precision_has_one_name_with_accelerate(precision: str, accelerate_name: str) -> None:
     train = tiny_run.config(precision=precision).train
-    check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": theirs})
-    for other in {"no", "bf16", "fp16", "fp8"} - {theirs}:
+    check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": accelerate_name})
+    for other in {"no", "bf16", "fp16", "fp8"} - {accelerate_name}:
         with pytest.raises(UserError, match=f"train.precision is {precision} "):
             check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": other})
 
@@ -277,9 +277,9 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
 
 
 def test_one_process_needs_no_port() -> None:
-    with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as found:
-        assert found.size() == 1
-        assert found.mesh_dim_names == mesh.DIMS
+    with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as device_mesh:
+        assert device_mesh.size() == 1
+        assert device_mesh.mesh_dim_names == mesh.DIMS
         assert mesh.broadcast_from_rank_0(lambda: 3) == 3
         assert mesh.gather("x") == ["x"]
         with pytest.raises(ConfigError, match="no"):
@@ -340,8 +340,8 @@ def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None
     assert "2 x cpu (2 dp_shard)" in runs["no"].stdout
     settings = tiny_run.config()
     expected = tiny_run.train_losses(tiny_run.model(settings), settings, mortal_run.STEPS)
-    found = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
-    assert found == pytest.approx(expected, abs=1e-5)
+    losses = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
+    assert losses == pytest.approx(expected, abs=1e-5)
     assert runs["bf16"].returncode != 0
     assert "ACCELERATE_MIXED_PRECISION=bf16, but train.precision is fp32" in runs["bf16"].stderr
     assert not (tmp_path / "bf16").exists()
@@ -350,8 +350,8 @@ def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None
 # ---------------------------------------------------------------- shares of work
 
 
-def array(own: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
-    names = {"ID": own, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+def array(task: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    names = {"ID": task, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items()}
 
 
@@ -397,7 +397,7 @@ def test_the_share_of_work(environ: dict[str, str], expected: tuple[int, int]) -
 def test_the_shares_of_an_array_are_all_different_and_cover_it(kind: tuple[int, int, int]) -> None:
     first, last, step = kind
     ids = range(first, last + 1, step)
-    shares = [share_of_work(array(own, first, last, len(ids), step)) for own in ids]
+    shares = [share_of_work(array(task, first, last, len(ids), step)) for task in ids]
     assert shares == [(i, len(ids)) for i in range(len(ids))]
 
 

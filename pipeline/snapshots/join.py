@@ -353,7 +353,7 @@ def assemble(
         if small == "drop" and visits < size:
             joined.leave(
                 f"bucket {height}x{width} has fewer samples than one batch of {size} "
-                "(keep them: bucket.small=carry, or a smaller bucket.batch)",
+                "(keep them: bucket.remainder=carry, or a smaller bucket.batch)",
                 samples,
             )
             report.append(BucketReport(height, width, samples, size, 0, crop, "left out: smaller than one batch"))
@@ -364,7 +364,7 @@ def assemble(
         if small == "repeat" and visits % size:
             note = f"{float(steps * size - visits):g} second visits an epoch fill the last batch"
         if small == "drop" and visits % size:
-            note = f"{float(visits % size):g} samples, others each time, sit out an epoch (bucket.small=carry)"
+            note = f"{float(visits % size):g} samples, others each time, sit out an epoch (bucket.remainder=carry)"
         report.append(BucketReport(height, width, samples, size, steps, crop, note))
         entry: dict[str, Any] = {"height": height, "width": width, "samples": samples, "batch": size}
         if any(weight != 1 for _, weight in own):
