@@ -1,7 +1,7 @@
 """Sana 1.6B at 1024 px on one GPU: images/s, MFU and peak memory of a training step, against diffusers' own model.
 
 Every row is a process of its own: weights at random, 300 caption rows (100 shown on average), three steps to warm up
-and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `Step` on a `spread` model, EMA off.
+and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `Step` on a parallel model, EMA off.
 The other side is `SanaTransformer2DModel` with fp32 weights under autocast to bf16, torch's AdamW with its defaults,
 clipping by `clip_grad_norm_`, gradient checkpointing on and off.
 
@@ -11,8 +11,8 @@ process may allocate 22.5 and 44 GiB (what is left of such a card beside the CUD
 
     python -m benchmarks.gpu_train [--quick] [--batches 1 4 8 16 32]
 
-Without a GPU it says so and prints the keys with null. MFU needs a GPU whose peak pipeline/training/watch.py knows; it
-counts padded rows as work, also where packed text leaves them out.
+Without a GPU it says so and prints the keys with null. MFU needs a GPU whose peak pipeline/training/throughput.py
+knows; it counts padded rows as work, also where packed text leaves them out.
 
 Keys: images_per_s, mfu, peak_gib (full checkpointing, AdamW, the largest batch that both sides can do), vs_diffusers
 (images/s there over those of diffusers' side), memory_vs_diffusers (peak there over its peak), batch_24gb, batch_48gb
@@ -44,13 +44,13 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_flops import training_flops
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
+from pipeline.training.build import numerics
 from pipeline.training.step import Step
-from pipeline.training.trainer import numerics
-from pipeline.training.watch import peak_tflops
+from pipeline.training.throughput import peak_tflops
 
 SIDE, ROWS = 32, 300
 WARM, TIMED = 3, 10
@@ -111,8 +111,8 @@ def _random(model: torch.nn.Module) -> None:
 def ours(row: Row, config: SanaConfig, device: torch.device, ending: ExitStack) -> Callable[[], None]:
     """The trainer's step. `ending` closes the process group."""
     train = TrainConfig.model_validate({"microbatch": row.batch, "precision": "bf16", "residual": "fp32", **row.train})
-    mesh = ending.enter_context(started(Launch(), train.parallel, device))
-    held = spread(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
+    mesh = ending.enter_context(open_mesh(Launch(), train.parallel, device))
+    held = parallelize(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
     _random(held.module)
     held.module.train()
     step = Step(held, FlowMatching(train.flow), optimizers.build(held.module, train.optim, device), train, device)

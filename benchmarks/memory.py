@@ -22,7 +22,7 @@ from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
-from pipeline.parallel.activation_checkpoint import Kept, apply_activation_checkpointing
+from pipeline.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 
@@ -87,8 +87,10 @@ def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> i
         torch.rand(1),
     ]
     kept, _graph = saved_bytes(lambda: model(*given), [*model.parameters(), *given])
-    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
-    return kept - sum(keeper.host_bytes() for keeper in keepers if keeper is not None)
+    offloaders = {
+        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
+    } - {None}
+    return kept - sum(offloader.host_bytes() for offloader in offloaders if offloader is not None)
 
 
 def check_the_count() -> None:

@@ -36,9 +36,9 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel
-from pipeline.parallel.activation_checkpoint import Kept
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.activation_checkpoint import ManagedActivations
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
@@ -92,18 +92,20 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
     model = SanaTransformer.from_scratch(shape, 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if name == next(iter(RUNGS)):
-        data_parallel.shard(model, [], mesh, train)
-        held = Spread(model, dist.get_world_size())
+        data_parallel.apply_fsdp(model, [], mesh, train)
+        held = ParallelModel(model, dist.get_world_size())
     else:
-        held = spread(model, mesh, train)
+        held = parallelize(model, mesh, train)
     optimizer = optimizers.build(held.module, train.optim, CPU)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, held)
     step, host, times = Step(held, FlowMatching(train.flow), optimizer, train, CPU), [0], []
-    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
+    offloaders = {
+        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
+    } - {None}
 
     def forward_is_over(*_: Any) -> None:
-        host.append(sum(keeper.host_bytes() for keeper in keepers if keeper is not None))
+        host.append(sum(offloader.host_bytes() for offloader in offloaders if offloader is not None))
 
     model.norm_out.register_forward_hook(forward_is_over)
     reset_peak()
@@ -126,7 +128,7 @@ def worker(size: argparse.Namespace, result: Path) -> None:
         for key, value in change.items():
             values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
         settings[name] = TrainConfig.model_validate(values)
-    with started(detect(), TrainConfig().parallel, CPU) as mesh:
+    with open_mesh(detect(), TrainConfig().parallel, CPU) as mesh:
         for name in (next(iter(RUNGS)), BEFORE_OFFLOAD):  # what is loaded and kept once per process, in both precisions
             rung(name, settings[name], mesh, size, 1)
         for name, train in settings.items():

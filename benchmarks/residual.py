@@ -22,9 +22,9 @@ from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import spread
-from pipeline.training.trainer import numerics
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import Microbatch, parallelize
+from pipeline.training.build import numerics
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}
@@ -42,15 +42,15 @@ def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> 
     objective = FlowMatching(FlowConfig())
     sigma, timesteps = objective.sigmas(torch.randn(samples, generator=generator))
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    with started(Launch(), train.parallel, CPU) as mesh:
+    with open_mesh(Launch(), train.parallel, CPU) as mesh:
         model = SanaTransformer.from_scratch(shape(layers), 0, numerics=numerics(train))
         with torch.no_grad():
             model.patch_embed.proj.weight.mul_(scale)
             model.caption_norm.weight.fill_(1.0)
-        held = spread(model, mesh, train)
+        held = parallelize(model, mesh, train)
         noised = objective.noised(latents, noise, sigma).to(dtype)
         part = (noised, captions.to(dtype), mask, timesteps), objective.target(latents, noise)
-        (losses,) = held.forward_backward([lambda: part], objective.loss, samples)
+        (losses,) = held.forward_backward([Microbatch(*part)], objective.loss, samples)
         found = {}
         for key, parameter in held.module.named_parameters():
             gradient = parameter.grad

@@ -35,7 +35,7 @@ from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.processes import run_and_exit
 from pipeline.training import metrics
 from pipeline.training import optimizers as optim
@@ -83,7 +83,7 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     objective = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
-    step = Step(Spread(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
     sigma, timesteps = objective.sigmas(batch.logit)
     noised = objective.noised(batch.latents, batch.noise, sigma)
     target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()

@@ -30,7 +30,7 @@ from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training import runs
+from pipeline.training import checkpoint as saved
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
@@ -96,7 +96,7 @@ def run(
     """
     out = Path(out).absolute()
     _check_dtype(config, dtype)
-    folder = runs.find(config, checkpoint)
+    folder = saved.find(config, checkpoint)
     document = checkpoints.read_document(folder)
     state = {"run": _run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)

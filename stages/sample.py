@@ -35,7 +35,7 @@ from pipeline.reporting import drawing
 from pipeline.reporting.drawing import Drawn
 from pipeline.sources.source import Source, Unreadable
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training import runs
+from pipeline.training import checkpoint as saved
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
@@ -73,7 +73,7 @@ def run(
         UserError: no checkpoint, no snapshot, a snapshot of other encoders; see the messages.
     """
     out = Path(out)
-    folder = runs.find(config, checkpoint)
+    folder = saved.find(config, checkpoint)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     architecture, weights = checkpoints.load_model_state(folder, ema=ema)

@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from pipeline.config import Config, written
 from pipeline.errors import ConfigError
 from pipeline.loader.loader import State
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import agree, broadcast_from_rank_0, gather
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import CheckpointError, Reader, read_metadata
 
@@ -74,6 +74,13 @@ class Document:
     architecture: SanaConfig
     config: dict[str, Any]
     files: dict[str, list[Any]]
+
+
+class Resumed(NamedTuple):
+    """The checkpoint that a run continues from."""
+
+    folder: Path
+    document: Document
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -157,8 +164,8 @@ class Saver:
             own = {path.name: _fingerprint(path) for path in sorted(work.iterdir()) if _owner(path.name, world) == rank}
         except OSError as caught:
             error = CheckpointError(f"{work}: could not be read back: {caught}")
-        agree(error, group)
-        files = {name: fingerprint for part in gather(own, group) for name, fingerprint in part.items()}
+        raise_first_error(error, group)
+        files = {name: fingerprint for part in all_gather_objects(own, group) for name, fingerprint in part.items()}
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -415,7 +422,7 @@ def load(
         held = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
-    agree(error)
+    raise_first_error(error)
     tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
     _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
@@ -497,6 +504,61 @@ def resolve(root: Path, resume: str | Path) -> Path | None:
             expected=f"auto, a run directory, or a folder such as {folder_of(root, 500)}",
         )
     return inside or folder
+
+
+def find(config: Config, which: str) -> Path:
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    root = Path(config.train.output) / "checkpoints"
+    folder = resolve(root, which)
+    if folder is None:
+        raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
+    return folder
+
+
+def choose(run: Path, resume: str | Path | None) -> tuple[Resumed | None, list[str]]:
+    """The checkpoint that a run resumes from, if any, and lines to print. Writes nothing.
+
+    Args:
+        run: the run directory. resume: `--resume`; None starts anew.
+
+    Raises:
+        ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
+    """
+    root = run / "checkpoints"
+    last = newest(root)
+    notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
+    if resume is None:
+        if last is not None:
+            raise ConfigError(
+                f"the run directory {run} already holds checkpoints, the newest is {last.name}",
+                fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+            )
+        return None, notes
+    folder = resolve(root, resume)
+    if folder is None:
+        return None, [*notes, f"no checkpoint in {root} yet: starting from the beginning"]
+    if last is not None and last.resolve() != folder.resolve():
+        raise ConfigError(
+            f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
+            fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
+        )
+    return Resumed(folder, read_document(folder)), notes
+
+
+def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
+    """The id of the snapshot that the run to be resumed began with; None for a new run.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    if resume is None:
+        return None
+    folder = resolve(Path(config.train.output) / "checkpoints", resume)
+    return None if folder is None else read_document(folder).state.snapshot
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -31,7 +31,7 @@ from pipeline.cache import process_identity as processes
 from pipeline.cache.files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
-from pipeline.parallel.mesh import broadcast_from_rank_0
+from pipeline.parallel.collectives import broadcast_from_rank_0
 
 NAME = "lock.json"
 BEAT_S = 2.0

@@ -1,6 +1,6 @@
 """The optimizer's step within the backward pass, parameter by parameter.
 
-What: `fuse` has a `Spread` hand each parameter over as soon as its gradient is complete, and lets the run's one
+What: `fuse` has a `ParallelModel` hand each parameter over as soon as its gradient is complete, and lets the run's one
 optimizer step that parameter alone. The step after the backward pass then finds no gradients and does nothing.
 Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays what
 it is, and the setting can change when a run is resumed.
@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 
 
 def check(train: TrainConfig, batch: int, parts: int) -> None:
@@ -40,7 +40,7 @@ def check(train: TrainConfig, batch: int, parts: int) -> None:
         )
 
 
-def fuse(optimizer: torch.optim.Optimizer, spread: Spread) -> None:
+def fuse(optimizer: torch.optim.Optimizer, spread: ParallelModel) -> None:
     """Update every parameter of `spread` with `optimizer` within each backward pass from now on."""
     group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
@@ -52,4 +52,4 @@ def fuse(optimizer: torch.optim.Optimizer, spread: Spread) -> None:
         finally:
             optimizer.param_groups = groups
 
-    spread.hand_over(update)
+    spread.update_in_backward(update)

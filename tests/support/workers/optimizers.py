@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel import collectives, mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import came
@@ -97,10 +97,10 @@ def settings_of(parallel: dict[str, int], **train: Any) -> Config:
     return tiny_run.config(**{**base, **train})
 
 
-def trained(launch: Launch, settings: Config, group: Any) -> tuple[Spread, int]:
+def trained(launch: Launch, settings: Config, group: Any) -> tuple[ParallelModel, int]:
     """The model after some steps, and how often CAME summed over processes in one of them."""
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
-    held = spread(tiny_run.model(settings), group, settings.train)
+    held = parallelize(tiny_run.model(settings), group, settings.train)
     calls = 0
 
     def counting(tensor: Tensor, group: Any = None) -> None:
@@ -142,7 +142,7 @@ def digest(parameters: dict[str, Tensor]) -> str:
 def overflow(launch: Launch, group: Any) -> list[Any]:
     """Only the third process's shard of one gradient is infinite: what all of them made of it."""
     settings = tiny_run.config(precision="fp16", microbatch=2)
-    held = spread(tiny_run.model(settings), group, settings.train)
+    held = parallelize(tiny_run.model(settings), group, settings.train)
     if launch.rank == 2:
         original = held.forward_backward
 
@@ -160,7 +160,7 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
     before = digest(dict(held.module.named_parameters()))
     outcome = step(tiny_run.microbatches(tiny_run.global_batch(0), 2, launch.rank, launch.world), 1)
     same = digest(dict(held.module.named_parameters())) == before
-    return mesh.gather([outcome.skipped, step.scale.value, same])
+    return collectives.all_gather_objects([outcome.skipped, step.scale.value, same])
 
 
 def compare(launch: Launch) -> None:
@@ -173,7 +173,7 @@ def compare(launch: Launch) -> None:
         return Launch(launch.rank, 4, launch.rank, 4, rendezvous=f"{launch.rendezvous}-{meetings}")
 
     plain = came_of(None, False) | came_of(None, True)
-    with mesh.started(meeting(), settings_of({}).train.parallel, CPU):
+    with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU):
         for place in PLACES:
             mine = came_of(place, False) | came_of(place, True)
             found["came"][place] = max(
@@ -182,21 +182,21 @@ def compare(launch: Launch) -> None:
     expected = torch.load(FOLDER / "alone.pt")
     for name, parallel in MODELS.items():
         settings = settings_of(parallel)
-        with mesh.started(meeting(), settings.train.parallel, CPU) as group:
+        with mesh.open_mesh(meeting(), settings.train.parallel, CPU) as group:
             held, found["calls"][name] = trained(launch, settings, group)
             found["models"][name] = tiny_run.distance(weights(held.module), expected)
     for name in ("HSDP", "DDP", "FSDP2 x TP"):
         for optimizer in ("adamw", "came"):
             settings = settings_of(MODELS[name], precision="bf16_pure", optim={"name": optimizer})
-            with mesh.started(meeting(), settings.train.parallel, CPU) as group:
+            with mesh.open_mesh(meeting(), settings.train.parallel, CPU) as group:
                 held, _ = trained(launch, settings, group)
                 whole = {
                     n: p
                     for n, p in held.module.named_parameters()
                     if name != "FSDP2 x TP" or not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names)
                 }
-                found["copies"][f"{name}, {optimizer}"] = mesh.gather(digest(whole))
-    with mesh.started(meeting(), settings_of({}).train.parallel, CPU) as group:
+                found["copies"][f"{name}, {optimizer}"] = collectives.all_gather_objects(digest(whole))
+    with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU) as group:
         found["overflow"] = overflow(launch, group)
     if launch.is_main:
         (FOLDER / "found.json").write_text(json.dumps(found))

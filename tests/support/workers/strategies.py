@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from tests.support.workers import tiny_run
 
@@ -94,7 +94,7 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
         raise SystemExit(f"a launch of {world} ended with {codes}")
 
 
-def wrapping(held: Spread) -> dict[str, Any]:
+def wrapping(held: ParallelModel) -> dict[str, Any]:
     """What is really there."""
     parameters = dict(held.module.named_parameters())
     dims = {name: p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for name, p in parameters.items()}
@@ -116,7 +116,7 @@ def wrapping(held: Spread) -> dict[str, Any]:
     }
 
 
-def tokens_of(held: Spread) -> set[str]:
+def tokens_of(held: ParallelModel) -> set[str]:
     """Filled with the dtypes of what the blocks return from now on."""
     found: set[str] = set()
     for block in held.module.modules():
@@ -127,7 +127,7 @@ def tokens_of(held: Spread) -> set[str]:
 
 def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     settings = settings_of(case)
-    held = spread(tiny_run.model(settings), group, settings.train)
+    held = parallelize(tiny_run.model(settings), group, settings.train)
     return tiny_run.gradients(held, settings, pieces(settings, launch))
 
 
@@ -162,12 +162,12 @@ def compare(launch: Launch, folder: Path) -> None:
         settings = settings_of(case)
         expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
         own = Launch(launch.rank, launch.world, launch.rank, launch.world, rendezvous=f"{launch.rendezvous}-{number}")
-        with mesh.started(own, settings.train.parallel, CPU) as group:
+        with mesh.open_mesh(own, settings.train.parallel, CPU) as group:
             layout = mesh.check_sizes(settings.train.parallel, launch.world)
-            held = spread(tiny_run.model(settings), group, settings.train)
+            held = parallelize(tiny_run.model(settings), group, settings.train)
             what, tokens = wrapping(held), tokens_of(held)
             loss, norm, mine = tiny_run.gradients(held, settings, pieces(settings, own))
-            held = spread(tiny_run.model(settings), group, settings.train)
+            held = parallelize(tiny_run.model(settings), group, settings.train)
             losses = tiny_run.train_losses(held, settings, STEPS, layout.data_rank(own.rank), layout.data_world)
         found[name] = {
             "precision": settings.train.precision,

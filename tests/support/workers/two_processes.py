@@ -24,11 +24,12 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch, detect
 from pipeline.loader.loader import Batch
 from pipeline.models import sana
-from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel import collectives, data_parallel, mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -47,12 +48,12 @@ def meeting(launch: Launch) -> Launch:
 
 @contextmanager
 def group(launch: Launch, settings: Config) -> Iterator[DeviceMesh]:
-    with mesh.started(launch if launch.world == 1 else meeting(launch), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(launch if launch.world == 1 else meeting(launch), settings.train.parallel, CPU) as found:
         yield found
 
 
-def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> Spread:
-    return spread(tiny_run.model(settings, seed), found, settings.train)
+def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> ParallelModel:
+    return parallelize(tiny_run.model(settings, seed), found, settings.train)
 
 
 def late() -> Batch:
@@ -248,13 +249,13 @@ def refusal(call: Any) -> str:
 
 def everywhere(text: str, launch: Launch, settings: Config) -> list[str]:
     with group(launch, settings):
-        return mesh.gather(text)
+        return collectives.all_gather_objects(text)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     launch = detect()
-    with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
+    with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
         result: dict[str, Any] = {"launch": {"kind": launch.kind, "size": found.size(), "backend": dist.get_backend()}}
     for check in (fp32, wrapped, bf16, bad_number, other_weights, resumed):
         result[check.__name__] = check(launch)
