@@ -70,13 +70,10 @@ def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict
 
 
 def offloaders(module: nn.Module) -> set[Offloader]:
-    found = {m.activation_policy.offloader for m in module.modules() if isinstance(m, ManagedActivations)}
-    return {
-        k
-        for k in found
-        | {m.offloader for m in module.modules() if isinstance(m, activation_checkpoint.CompressedActivations)}
-        if k
-    }
+    managed = [m for m in module.modules() if isinstance(m, ManagedActivations)]
+    compressed = [m for m in module.modules() if isinstance(m, activation_checkpoint.CompressedActivations)]
+    every = {m.activation_policy.offloader for m in managed} | {m.offloader for m in compressed}
+    return {offloader for offloader in every if offloader is not None}
 
 
 @pytest.fixture(scope="module")

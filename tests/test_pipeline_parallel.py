@@ -68,7 +68,7 @@ def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_stage_has_one_process(schedule: Any, size: int) -> None:
     parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)
-    numbers = [number for rank in range(size) for number in pipeline_parallel._numbers(rank, size, parallel)]
+    numbers = [number for rank in range(size) for number in pipeline_parallel.stage_numbers(rank, size, parallel)]
     assert sorted(numbers) == list(range(size * parallel.stages_per_rank))
 
 
@@ -195,7 +195,7 @@ def first_of_two(one_of_many: Any) -> pipeline_parallel.Pipeline:
 
 def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessGroup) -> bool:
     size, several = parallel.pp_size, parallel.stages_per_rank > 1
-    numbers = pipeline_parallel._numbers(0, size, parallel)
+    numbers = pipeline_parallel.stage_numbers(0, size, parallel)
     total = size * parallel.stages_per_rank
     stages = [PipelineStage(nn.Identity(), number, total, CPU, group=group) for number in numbers]
     kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[parallel.pp_schedule])

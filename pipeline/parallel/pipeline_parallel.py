@@ -79,11 +79,11 @@ def build_stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: Para
     if mesh.size() == 1:
         return [model]
     ranges = stage_ranges(blocks, mesh.size() * parallel.stages_per_rank)
-    numbers = _stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
+    numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
     return [model.stage(ranges[n].start, ranges[n].stop) for n in numbers]  # type: ignore[operator]
 
 
-def _stage_numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
+def stage_numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
     """The stages of process `rank` of `size`: every `size`-th one; for a V-shaped schedule one from each end."""
     if parallel.pp_schedule in _V_SHAPED:
         return [rank, 2 * size - 1 - rank]
@@ -173,7 +173,7 @@ class Pipeline:
 
     def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
         self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()
-        self.numbers = _stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
+        self.numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
         self.device = torch.device(mesh.device_type)  # not that of the parameters, which may be in host memory
