@@ -65,11 +65,11 @@ class SanaTransformer(SanaEnds):
 
         Args:
             latents: (B, C, H, W) noised latents, in the model's dtype.
-            captions: (B, L, caption_channels) text rows, in the model's dtype; or (T, caption_channels), those rows
-                alone that the mask shows, one sample after the other.
+            captions: (B, L, caption_channels) text rows, in the model's dtype; or (T, caption_channels), only the rows
+                that the mask shows, one sample after the other.
             mask: (B, L) bool, True = attend. The mask is a finite bias: a sample without any True attends to all L
-                rows as if none were masked, and yields no NaN. For captions without padding each sample's True stand
-                first, and there is at least one.
+                rows as if none were masked, and yields no NaN. For captions without padding the True of each sample
+                come first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
 
         Returns:

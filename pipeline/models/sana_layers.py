@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class _LayerNorm(nn.LayerNorm):
-    """Layer norm in the dtype of its input, also where its parameters have another one."""
+    """Layer norm in the dtype of its input, whatever the dtype of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
@@ -56,7 +56,7 @@ class _LayerNorm(nn.LayerNorm):
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type == "meta":  # autocast does not know the device
+    if device.type == "meta":  # autocast does not support the device
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -68,7 +68,7 @@ def _by_head(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _joined(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, heads, N, head_dim) -> (B, N, heads*head_dim), contiguous: the way back."""
+    """(B, heads, N, head_dim) -> (B, N, heads*head_dim) in `dtype`, contiguous: the inverse of `_by_head`."""
     return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
 
 
@@ -84,9 +84,9 @@ def _moments(k: Tensor, v: Tensor) -> Tensor:
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Keeps its three inputs in their own dtype for the backward pass, and nothing else. What ordinary autograd would
-    keep (float32 copies of all three in another layout, the product, its denominators) is computed again: two small
-    products, paid for by the copies that are not made."""
+    """Saves only its three inputs, in their dtype, for the backward pass. Everything that autograd would save (float32
+    copies of all three in another layout, the product, its denominators) is recomputed: two small products, which cost
+    less than those copies."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
@@ -123,7 +123,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, e
     """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
 
     Args:
-        query, key, value: (B, N, heads*head_dim), any floating dtype. They alone are kept for the backward pass.
+        query, key, value: (B, N, heads*head_dim), any floating dtype; all that is saved for the backward pass.
 
     Returns:
         (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A position
@@ -133,8 +133,8 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, e
 
 
 class _Attention(nn.Module):
-    """Projections that self and cross attention share. Head counts follow from the projections' widths at run time, so
-    that a module whose projections were cut across devices still works on its part."""
+    """Projections of self and cross attention. Head counts follow from the projections' widths at run time, so that the
+    module also works on tensor-parallel shards."""
 
     norm_q: RMSNorm | None
     norm_k: RMSNorm | None
@@ -183,10 +183,10 @@ class SelfAttention(_Attention):
 
 
 class Packed(NamedTuple):
-    """Where captions lie that follow one another without padding.
+    """Positions of captions that are concatenated without padding.
 
     captions: (B + 1,) int32, the first row of each and the end of the last. images: (B + 1,) int32, the same for the
-    image tokens. longest: no caption has more rows.
+    image tokens. longest: upper bound on the rows of a caption.
     """
 
     captions: Tensor
@@ -195,10 +195,9 @@ class Packed(NamedTuple):
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: Packed) -> Tensor:
-    """Softmax attention of each sample's queries over its own caption rows.
+    """Softmax attention of each sample's queries over the rows of its caption.
 
-    On a GPU one kernel (`torch.nn.attention.varlen`, bf16 or fp16); elsewhere one call per sample, which is right but
-    not fast.
+    On a GPU one kernel (`torch.nn.attention.varlen`, bf16 or fp16); elsewhere one call per sample, which is slow.
 
     Args:
         query: (B, N, heads, head_dim). key, value: (T, heads, head_dim). Every sample has at least one row.
@@ -225,7 +224,7 @@ class CrossAttention(_Attention):
 
     def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor | Packed) -> Tensor:
         """`mask_bias` is (B, 1, 1, L), 0 where attention is allowed and -10000 elsewhere, for captions (B, L, D); or
-        says where captions (T, D) without padding lie."""
+        `Packed`, for captions (T, D) without padding."""
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, captions))
         value = value.to(query.dtype)  # under autocast the norms leave float32, the value projection bf16
         if isinstance(mask_bias, Packed):
@@ -296,7 +295,7 @@ class SanaTransformerBlock(nn.Module):
         Args:
             hidden: (B, height*width, D) image tokens, row by row; the dtype of `captions`, or float32.
             captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
-            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or where the unpadded captions lie.
+            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or `Packed` for unpadded captions.
             modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution.
             height, width: of the token grid.
 
@@ -320,7 +319,7 @@ def timestep_sinusoid(timesteps: Tensor) -> Tensor:
     """(B,) float32 in [0, 1000) -> (B, 256) float32: 128 cosines, then 128 sines, periods up to 2 pi 10^4.
 
     Raises:
-        TypeError: not float32. bf16 keeps 8 bits: 873 becomes 872, which costs nine times the gradient error of all
+        TypeError: not float32. bf16 has 8 bits: 873 becomes 872, which costs nine times the gradient error of all
             the rest of a bf16 model.
     """
     if timesteps.dtype != torch.float32:
@@ -363,9 +362,9 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Latents to tokens: a strided convolution, plus a position embedding where `interpolation_scale` asks for one
-    (Sana at 512 and 1024 px has none). The embedding is computed for the shape at hand and is no buffer: nothing to
-    lose when a model is built on the meta device, nothing to be cast to bf16, any height and width."""
+    """Latents to tokens: a strided convolution, plus a position embedding if `interpolation_scale` is set (not for Sana
+    at 512 and 1024 px). The embedding is computed for each shape instead of being a buffer, which a model on the meta
+    device would lose and which could be cast to bf16."""
 
     def __init__(self, config: SanaConfig):
         super().__init__()
@@ -375,9 +374,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(config.in_channels, config.inner_dim, config.patch_size, stride=config.patch_size)
 
     def forward(self, latents: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: offloading and
-        recomputation rebuild saved tensors contiguous and would otherwise find other strides than those that were
-        saved."""
+        """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: torch's
+        `save_on_cpu` rebuilds saved tensors contiguous, and recomputation would otherwise find other strides."""
         x = self.proj(latents)
         height, width = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
@@ -436,8 +434,8 @@ class ModulatedNorm(nn.Module):
         return self.norm(hidden) * (1 + scale) + shift
 
 
-def _places(mask: Tensor, tokens: int) -> Packed:
-    """Where captions lie whose rows `mask` counts, found on the device and without waiting for it."""
+def _packed(mask: Tensor, tokens: int) -> Packed:
+    """`Packed` from the mask (B, L), computed on the device without synchronisation."""
     ends = F.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     images = torch.arange(0, (len(mask) + 1) * tokens, tokens, dtype=torch.int32, device=mask.device)
     return Packed(ends, images, mask.shape[1])
@@ -482,13 +480,13 @@ class SanaEnds(nn.Module):
 
         Returns:
             hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
-            where unpadded captions lie, modulation (B, 6, D), embedded (B, D).
+            `Packed`, modulation (B, 6, D), embedded (B, D).
         """
         hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
         modulation, embedded = self.time_embed(timesteps, latents.dtype)
         context = self.caption_norm(self.caption_projection(captions))
         if captions.ndim == 2:
-            return hidden, context, _places(mask, hidden.shape[1]), modulation, embedded
+            return hidden, context, _packed(mask, hidden.shape[1]), modulation, embedded
         return hidden, context, mask_bias(mask, latents.dtype), modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:

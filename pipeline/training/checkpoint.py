@@ -438,8 +438,8 @@ def load(
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access, in one process without
-    a group.
+    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access. Needs one process and
+    no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.

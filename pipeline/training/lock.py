@@ -48,8 +48,8 @@ class RunTaken(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Contents of `lock.json`. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, seconds of the
-    file system's clock. `job`, `attempt`: SLURM's, if any."""
+    """Contents of `lock.json`. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds
+    of the file system's clock. `job`, `attempt`: SLURM's, if any."""
 
     token: str
     host: str

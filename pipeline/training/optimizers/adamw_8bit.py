@@ -157,8 +157,8 @@ def _dequantised(moment: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _quantise_into(moment: Tensor, value: Tensor) -> None:
-    """Quantise `value` into a moment. The scale gives the block's extreme value an exact code (1 above, -0.993 below), so
-    that a dequantised moment gets its codes back."""
+    """Quantise `value` into a moment. The scale gives the block's extreme value an exact code (1 above, -0.993 below),
+    so that a dequantised moment gets its codes back."""
     if not isinstance(moment, OptimState8bit):
         moment.copy_(value)
         return
