@@ -100,7 +100,7 @@ def _load_start(model: ParallelModel, start: Start, context: Context) -> None:
             fix="give every node the same files under model.weights and the same versions of torch",
         )
     if isinstance(start, Stored):
-        context.log(f"start weights: {start.taken}")
+        context.log(f"start weights: {start.description}")
     run_on_all(lambda: load_sharded(model.module, start))
 
 
