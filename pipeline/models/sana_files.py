@@ -301,9 +301,8 @@ def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], wh
     missing = [name for name in shapes if name not in present]
     unexpected = sorted(present - shapes.keys())
     if missing or unexpected:
-        parts = [f"missing {_listed(missing)}"] * bool(missing) + [f"unexpected {_listed(unexpected)}"] * bool(
-            unexpected
-        )
+        groups = ("missing", missing), ("unexpected", unexpected)
+        parts = [f"{what} {_listed(group)}" for what, group in groups if group]
         raise UserError(
             f"{where} does not hold the parameters of its configuration: {'; '.join(parts)}",
             expected=f"{len(shapes)} parameters",
