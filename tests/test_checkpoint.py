@@ -150,9 +150,9 @@ def test_a_save_in_flight_is_published_when_another_error_ends_the_run(tmp_path:
 
 def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
     settings = tiny_run.config(precision="bf16")
-    with mesh.open_mesh(Launch(), ParallelConfig(), CPU) as found:
+    with mesh.open_mesh(Launch(), ParallelConfig(), CPU) as device_mesh:
         model = tiny_run.model(settings)
-        data_parallel.apply_fsdp(model, model.blocks, found, settings.train)
+        data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         optimizer = optimizers.build(model, settings.train.optim, CPU)
         before = checkpoint._tensors(model, optimizer, None)
         copy = checkpoint.host_copy(before)

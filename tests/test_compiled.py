@@ -75,9 +75,9 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for how, frames in (("none", 0), ("block", 1)):
         settings = tiny_run.config(compile=how, compile_backend="aot_eager")
-        with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as found:
-            held = parallelize(tiny_run.model(settings), found, settings.train)
-            tiny_run.gradients(held.module, settings, [tiny_run.global_batch(0)])
+        with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            tiny_run.gradients(parallel_model.module, settings, [tiny_run.global_batch(0)])
         assert counter.frame_count == frames
 
 

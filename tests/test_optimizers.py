@@ -397,8 +397,8 @@ def _stepper(settings: Config, model: nn.Module | None = None) -> Step:
 
 def _in_fp16(run: Callable[[ParallelModel], Any]) -> Any:
     settings = tiny_run.config(precision="fp16")
-    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as found:
-        return run(parallelize(tiny_run.model(settings), found, settings.train))
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        return run(parallelize(tiny_run.model(settings), device_mesh, settings.train))
 
 
 def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +408,10 @@ def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch)
     plain = FlowMatching.loss
     monkeypatch.setattr(FlowMatching, "loss", lambda self, output, target: plain(self, output, target) * 1e-4)
 
-    def found(held: ParallelModel) -> tuple[float, float]:
-        _, length, gradients = tiny_run.gradients(held, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)])
+    def found(parallel_model: ParallelModel) -> tuple[float, float]:
+        _, length, gradients = tiny_run.gradients(
+            parallel_model, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)]
+        )
         return length * 1e4, tiny_run.distance({n: g * 1e4 for n, g in gradients.items()}, exact)
 
     length, distance = _in_fp16(found)
@@ -593,10 +595,10 @@ def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatc
 
 def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="bf16_pure")
-    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as found:
-        held = parallelize(tiny_run.model(settings), found, settings.train)
-        _, norm, gradients = tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])
-        assert {p.dtype for p in held.module.parameters()} == {torch.bfloat16}
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+        _, norm, gradients = tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])
+        assert {p.dtype for p in parallel_model.module.parameters()} == {torch.bfloat16}
         assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"

@@ -38,10 +38,10 @@ DEEP = SanaConfig(
 def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
     """Of one step, spread as the settings say; `seen` gets the dtype of what each block returns."""
     with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as group:
-        held = parallelize(tiny_run.model(settings), group, settings.train)
-        for block in held.module.blocks:  # type: ignore[union-attr]
+        parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+        for block in parallel_model.module.blocks:  # type: ignore[union-attr]
             block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-        return tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])[2]
+        return tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])[2]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])

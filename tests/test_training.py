@@ -296,9 +296,9 @@ def _late(step: int) -> Batch:
 
 
 def _sharded_loss(settings: Config) -> float:
-    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        data_parallel.apply_fsdp(model, model.blocks, found, settings.train)
+        data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         return tiny_run.gradients(model, settings, [_late(0)])[0]
@@ -329,12 +329,12 @@ def _sinusoid_of_any_dtype() -> Any:
 
 def test_fp32_in_one_process_stays_a_plain_module() -> None:
     settings = tiny_run.config()
-    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        assert data_parallel.apply_fsdp(model, model.blocks, found, settings.train) is model
+        assert data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train) is model
         assert not isinstance(model, FSDPModule)
         with pytest.raises(ValueError, match="float32"):
-            data_parallel.apply_fsdp(model.bfloat16(), model.blocks, found, settings.train)
+            data_parallel.apply_fsdp(model.bfloat16(), model.blocks, device_mesh, settings.train)
 
 
 # ------------------------------------------------------------------------------------------------------- the run

@@ -173,9 +173,9 @@ def gradients(
 ) -> tuple[float, float, dict[str, Tensor]]:
     """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
     free = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
-    held = model if isinstance(model, ParallelModel) else ParallelModel(model)
-    recorder = Recorder(held.module)
-    step = Step(held, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
+    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
+    recorder = Recorder(parallel_model.module)
+    step = Step(parallel_model, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
     outcome = step(pieces, 1)
     return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
 
@@ -184,9 +184,9 @@ def train_losses(
     model: torch.nn.Module | ParallelModel, settings: Config, steps: int, rank: int = 0, world: int = 1
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
-    train, held = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
-    optimizer = optimizers.build(held.module, train.optim, torch.device("cpu"), recipe=train.recipe)
-    step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
+    train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
+    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
+    step = Step(parallel_model, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
     found = []
     for number in range(steps):
         optimizers.set_learning_rate(

@@ -102,13 +102,13 @@ def wrapped(launch: Launch) -> dict[str, Any]:
     """Every block and the root are FSDP modules, a process holds its share, and only the last microbatch reduces."""
     settings = tiny_run.config(microbatch=1)
     with group(launch, settings) as found:
-        held = sharded(settings, found)
-        model: Any = held.module
+        parallel_model = sharded(settings, found)
+        model: Any = parallel_model.module
         own = sum(parameter.to_local().numel() for parameter in model.parameters())
         total = sum(parameter.numel() for parameter in model.parameters())
         pieces = tiny_run.microbatches(tiny_run.global_batch(0), 1, launch.rank, launch.world)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            tiny_run.gradients(held, settings, pieces)
+            tiny_run.gradients(parallel_model, settings, pieces)
         reductions = sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::") and "_scatter" in e.key)
         return {
             "wrapped": sum(isinstance(module, FSDPModule) for module in model.modules()),
