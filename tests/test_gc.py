@@ -610,12 +610,12 @@ def test_a_snapshot_without_a_name_is_not_trained_on_where_none_can_be_written(
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training ends where it would begin."""
-    from pipeline.training import trainer
+    from pipeline.training import build
 
     def begin(*_: object) -> None:
         raise UserError("it begins")
 
-    monkeypatch.setattr(trainer, "start_values", begin)
+    monkeypatch.setattr(build, "start_values", begin)
 
 
 def test_a_refused_start_names_nothing(

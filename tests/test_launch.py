@@ -24,7 +24,7 @@ from pipeline.launch import (
     resolve_device,
     share_of_work,
 )
-from pipeline.parallel import mesh
+from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
 from tests.support.workers import mortal_run, tiny_run
 
@@ -271,20 +271,20 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
     with pytest.raises(
         ConfigError, match=f"(?s)dp_shard = {size}.*launch of {world} process.*{size} process.*dp_shard = -1"
     ):
-        with mesh.started(launch, parallel, torch.device("cpu")):
+        with mesh.open_mesh(launch, parallel, torch.device("cpu")):
             pass
     assert not dist.is_initialized()
 
 
 def test_one_process_needs_no_port() -> None:
-    with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as device_mesh:
+    with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")) as device_mesh:
         assert device_mesh.size() == 1
         assert device_mesh.mesh_dim_names == mesh.DIMS
-        assert mesh.broadcast_from_rank_0(lambda: 3) == 3
-        assert mesh.gather("x") == ["x"]
+        assert collectives.broadcast_from_rank_0(lambda: 3) == 3
+        assert collectives.all_gather_objects("x") == ["x"]
         with pytest.raises(ConfigError, match="no"):
-            mesh.together(lambda: _fail())
-        with pytest.raises(UserError, match="already"), mesh.started(Launch(), ParallelConfig(), torch.device("cpu")):
+            collectives.run_on_all(lambda: _fail())
+        with pytest.raises(UserError, match="already"), mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
     assert not dist.is_initialized()
 

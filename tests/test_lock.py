@@ -20,7 +20,8 @@ from pipeline.cache import process_identity as processes
 from pipeline.errors import UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

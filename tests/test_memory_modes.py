@@ -11,7 +11,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, metrics, optimizers
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
@@ -33,7 +33,7 @@ def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, 
     settings = tiny_run.config(
         microbatch=8, optim={"name": name, "betas": None, "eps": None, "clip": None, "in_backward": fused}
     )
-    held = Spread(tiny_run.model(settings))
+    held = ParallelModel(tiny_run.model(settings))
     optimizer = optimizers.build(held.module, settings.train.optim, CPU)
     if fused:
         in_backward.fuse(optimizer, held)

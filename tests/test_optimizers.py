@@ -21,13 +21,14 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.training import checkpoint, loss_scale, metrics, optimizers, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
 from pipeline.training.step import NonFiniteError, Step
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -268,7 +269,7 @@ def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimi
     settings = tiny_run.config(layers=1, optim={"name": name})
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     for number in range(steps):
         step([tiny_run.global_batch(number)], number + 1)
     return model, optimizer
@@ -335,7 +336,7 @@ def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "pipeline.training.optimizers.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
-    monkeypatch.setattr(trainer, "started", lambda *arguments: pytest.fail("processes were started"))
+    monkeypatch.setattr(trainer, "open_mesh", lambda *arguments: pytest.fail("processes were started"))
     with pytest.raises(UserError, match=r"(?s)needs torchao.*pip install 'sana-pipe\[torchao\]'"):
         _fit(tiny_run.config(tmp_path / "run", optim={"name": "adamw8bit"}))
     assert not (tmp_path / "run").exists()
@@ -389,13 +390,15 @@ def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) 
 
 def _stepper(settings: Config, model: nn.Module | None = None) -> Step:
     module = model or tiny_run.model(settings)
-    return Step(Spread(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU)  # type: ignore[arg-type]
+    return Step(
+        ParallelModel(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU
+    )  # type: ignore[arg-type]
 
 
-def _in_fp16(run: Callable[[Spread], Any]) -> Any:
+def _in_fp16(run: Callable[[ParallelModel], Any]) -> Any:
     settings = tiny_run.config(precision="fp16")
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
-        return run(spread(tiny_run.model(settings), found, settings.train))
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        return run(parallelize(tiny_run.model(settings), device_mesh, settings.train))
 
 
 def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +408,10 @@ def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch)
     plain = FlowMatching.loss
     monkeypatch.setattr(FlowMatching, "loss", lambda self, output, target: plain(self, output, target) * 1e-4)
 
-    def found(held: Spread) -> tuple[float, float]:
-        _, length, gradients = tiny_run.gradients(held, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)])
+    def found(parallel_model: ParallelModel) -> tuple[float, float]:
+        _, length, gradients = tiny_run.gradients(
+            parallel_model, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)]
+        )
         return length * 1e4, tiny_run.distance({n: g * 1e4 for n, g in gradients.items()}, exact)
 
     length, distance = _in_fp16(found)
@@ -440,7 +445,7 @@ def test_a_step_that_overflows_is_left_out(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="fp16")
     model = _overflowing(tiny_run.model(settings), 2)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     step.dtype = torch.float32  # computed in fp32: the overflow is made
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert [step([tiny_run.global_batch(i)], i + 1).skipped for i in range(2)] == [True, True]
@@ -590,10 +595,10 @@ def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatc
 
 def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="bf16_pure")
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
-        held = spread(tiny_run.model(settings), found, settings.train)
-        _, norm, gradients = tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])
-        assert {p.dtype for p in held.module.parameters()} == {torch.bfloat16}
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+        _, norm, gradients = tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])
+        assert {p.dtype for p in parallel_model.module.parameters()} == {torch.bfloat16}
         assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"

@@ -15,9 +15,8 @@ from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
-from pipeline.parallel.blocks import find_blocks
-from pipeline.parallel.parallelize import spread
-from pipeline.training import checkpoint, trainer
+from pipeline.parallel.parallelize import parallelize
+from pipeline.training import build, checkpoint
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -38,11 +37,11 @@ DEEP = SanaConfig(
 
 def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
     """Of one step, spread as the settings say; `seen` gets the dtype of what each block returns."""
-    with mesh.started(Launch(), settings.train.parallel, CPU) as group:
-        held = spread(tiny_run.model(settings), group, settings.train)
-        for block in find_blocks(held.module):
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as group:
+        parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+        for block in parallel_model.module.blocks:  # type: ignore[union-attr]
             block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-        return tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])[2]
+        return tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])[2]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
@@ -134,7 +133,7 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
         used.append(train.residual)
         return Numerics()
 
-    monkeypatch.setattr(trainer, "numerics", noted)
+    monkeypatch.setattr(build, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
     _fit(tmp_path / "compute", 2, resume="auto")

@@ -16,7 +16,7 @@ import torch
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel import mesh, tensor_parallel
-from pipeline.parallel.blocks import find_blocks
+from pipeline.parallel.parallelize import blocks_of
 from tests.support.workers import strategies, tiny_run
 from tests.test_dist_training import ROOT
 
@@ -68,19 +68,13 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
     assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
 
 
-def test_blocks_are_found_whatever_they_are_called() -> None:
-    ours = tiny_run.model(tiny_run.config())
-    assert find_blocks(ours) == ours.blocks
-    stage = ours.stage(1, 3)
-    assert find_blocks(stage) == ours.blocks[1:]
-    layers = [torch.nn.Linear(8, 8) for _ in range(3)]
-    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ModuleDict({str(i): x for i, x in enumerate(layers)}))
-    assert find_blocks(other) == layers
-    with pytest.raises(ValueError, match=r"Sequential has no list of equal blocks.*found 0 x nothing"):
-        find_blocks(torch.nn.Sequential(*layers))
-    layers.append(torch.nn.Conv2d(8, 8, 1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no list of equal blocks"):
-        find_blocks(torch.nn.ModuleList(layers))
+def test_a_model_states_its_blocks() -> None:
+    whole = tiny_run.model(tiny_run.config())
+    assert blocks_of(whole) == list(whole.transformer_blocks)
+    assert blocks_of(whole.stage(1, 3)) == whole.blocks[1:]
+    for other in (torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.ModuleList()):
+        with pytest.raises(ValueError, match=f"{type(other).__name__}.*`blocks`"):
+            blocks_of(other)
 
 
 def test_sizes_that_remain() -> None:
@@ -106,7 +100,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], world: int, sa
 def test_who_reads_which_part_of_a_batch() -> None:
     layout = mesh.Layout(2, 2, 2, 2)
     assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
-    assert (layout.data_world, layout.copies) == (4, 4)
+    assert (layout.data_world, layout.model_parallel_size) == (4, 4)
 
 
 def test_a_tp_size_that_does_not_divide_is_refused_with_those_that_do() -> None:

@@ -32,10 +32,11 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
-from pipeline.parallel.parallelize import Spread
-from pipeline.training import checkpoint, metrics, optimizers, runs, trainer
+from pipeline.parallel.parallelize import ParallelModel
+from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.step import NonFiniteError, Step
-from pipeline.training.trainer import Report, ended, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
 from tests.support.workers import tiny_run
 
@@ -157,7 +158,7 @@ def test_a_mean_of_means_would_be_noticed() -> None:
     _, _, expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     model = tiny_run.model(settings)
     pieces = tiny_run.microbatches(batch, 3)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     for piece in pieces:
         (tiny_run.losses(step, piece).mean() / len(pieces)).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -171,7 +172,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
     assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)
     model = tiny_run.model(settings)
     recorder = tiny_run.Recorder(model)
-    outcome = Step(Spread(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
+    outcome = Step(ParallelModel(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
     assert float(outcome.grad_norm) == pytest.approx(norm)
     assert tiny_run.distance(recorder.gradients, {name: g * (0.1 / norm) for name, g in whole.items()}) < 1e-5
 
@@ -184,7 +185,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     model = tiny_run.model(settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
     text = str(caught.value)
@@ -208,7 +209,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
     batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
     with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
         step([batch], 1)
 
@@ -220,7 +221,7 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     before = model.proj_out.weight.clone()
     optimizer = optimizers.build(model, settings.train.optim, CPU)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
-        Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
+        Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
             [tiny_run.global_batch(0)], 3
         )
     assert torch.equal(model.proj_out.weight, before)
@@ -240,7 +241,7 @@ def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tupl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = tiny_run.losses(step, batch).mean()
     loss.backward()
@@ -295,9 +296,9 @@ def _late(step: int) -> Batch:
 
 
 def _sharded_loss(settings: Config) -> float:
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        data_parallel.shard(model, model.blocks, found, settings.train)
+        data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         return tiny_run.gradients(model, settings, [_late(0)])[0]
@@ -315,25 +316,25 @@ def test_bf16_compute_on_fp32_parameters_is_the_bf16_model(monkeypatch: pytest.M
 
     monkeypatch.setattr(data_parallel, "MixedPrecisionPolicy", default)
     # The sinusoid of the model refuses a timestep that is not fp32; take that guard away as well.
-    monkeypatch.setattr("pipeline.models.sana.timestep_sinusoid", _sinusoid_of_any_dtype())
+    monkeypatch.setattr("pipeline.models.sana_layers.timestep_sinusoid", _sinusoid_of_any_dtype())
     assert abs(_sharded_loss(settings) - expected) > 1e-3
 
 
 def _sinusoid_of_any_dtype() -> Any:
-    from pipeline.models import sana
+    from pipeline.models import sana_layers
 
-    original = sana.timestep_sinusoid
+    original = sana_layers.timestep_sinusoid
     return lambda timesteps: original(timesteps.float())
 
 
 def test_fp32_in_one_process_stays_a_plain_module() -> None:
     settings = tiny_run.config()
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        assert data_parallel.shard(model, model.blocks, found, settings.train) is model
+        assert data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train) is model
         assert not isinstance(model, FSDPModule)
         with pytest.raises(ValueError, match="float32"):
-            data_parallel.shard(model.bfloat16(), model.blocks, found, settings.train)
+            data_parallel.apply_fsdp(model.bfloat16(), model.blocks, device_mesh, settings.train)
 
 
 # ------------------------------------------------------------------------------------------------------- the run
@@ -371,7 +372,7 @@ def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_directory_tells_the_run(finished: Path) -> None:
-    settings = trainer.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
+    settings = build.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000002",
@@ -473,7 +474,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: P
     said: list[str] = []
     _fit(tiny_run.config(run, steps=6), resume=run, say=said.append)
     assert any("nothing to do: 6 steps" in line for line in said)
-    assert runs.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
+    assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):
         _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
@@ -514,12 +515,12 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     older["train"]["loader_timeout_s"] = older.pop("patience_s")
     del older["train"]["compile"], older["train"]["optim"]["clip"]
     older["train"]["ema"] = {"decay": 0.5}
-    assert trainer._changes(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
+    assert build.changed_options(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optimizers.build(model, new.train.optim, CPU)
     folder = run / "checkpoints/step-00000007"
-    with mesh.started(Launch(), new.train.parallel, CPU):
+    with mesh.open_mesh(Launch(), new.train.parallel, CPU):
         checkpoint.load(folder, checkpoint.read_document(folder), model, optimizer)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     earlier = yaml.safe_load((run / "config-until-step-00000006.yaml").read_text())
@@ -636,9 +637,9 @@ def test_a_signal_saves_and_ends_the_run(
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
-    with trainer._signals(True) as wanted:
+    with stop.catch_signals(True) as request:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert wanted.name == "SIGTERM"
+    assert request.name == "SIGTERM"
     said = capfd.readouterr().err
     assert "SIGTERM: the run ends" in said and "after this step" not in said
 
@@ -648,8 +649,8 @@ def _interrupted_twice(between_s: float) -> int:
     child = os.fork()
     if child == 0:
         try:
-            with trainer._signals(False) as wanted:
-                wanted.begun = True
+            with stop.catch_signals(False) as request:
+                request.looping = True
                 for _ in range(2):
                     os.kill(os.getpid(), signal.SIGINT)
                     time.sleep(between_s)
@@ -661,18 +662,18 @@ def _interrupted_twice(between_s: float) -> int:
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is the same Ctrl-C, passed on by a launcher."""
     assert _interrupted_twice(0.01) == 0
-    monkeypatch.setattr(trainer, "AGAIN_S", 0.05)
+    monkeypatch.setattr(stop, "AGAIN_S", 0.05)
     assert _interrupted_twice(0.2) == -signal.SIGINT
 
 
 def test_an_interrupt_before_the_first_step_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), trainer._signals(False):
+    with pytest.raises(KeyboardInterrupt), stop.catch_signals(False):
         os.kill(os.getpid(), signal.SIGINT)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with trainer._signals(False) as wanted:  # a job in the background of a script: the terminal's is not for it
+        with stop.catch_signals(False) as request:  # a job in the background of a script: the terminal's is not for it
             os.kill(os.getpid(), signal.SIGINT)
-        assert wanted.name is None
+        assert request.name is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -794,9 +795,10 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     assert rows[-1]["quarantined"] == len(lines)
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
-    stages.train.task(shared, snapshot, Launch(world=2))
+    layout = mesh.check_sizes(shared.train.parallel, 2)
+    stages.train.task(shared, snapshot, Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=r"--quarantine with train\.parallel\.tp_size = 2"):
-        stages.train.task(shared, snapshot, Launch(world=2), file)
+        stages.train.task(shared, snapshot, Launch(world=2), file).check(layout)
 
 
 def test_the_stage_brings_in_no_encoder() -> None:
@@ -899,7 +901,7 @@ def test_reading_ahead_ends_while_the_error_is_still_held() -> None:
             closed.append(True)
 
     try:
-        with ended(steps()) as own:
+        with closing_on_exit(steps()) as own:
             next(own)
             raise ValueError("a step failed")
     except ValueError as error:
