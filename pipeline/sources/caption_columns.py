@@ -1,7 +1,7 @@
 """Which captions a picture may be trained with, and how often: the rule from columns to weighted candidates.
 
 What: `CaptionRule` names the columns that hold captions, their weights, and the columns of their scores. `read` takes
-the candidates out of one row (of a table, a metadata file or a JSON beside a picture), `settle` gives the weights.
+the candidates out of one row (of a table, a metadata file or a JSON beside a picture), `weigh` gives the weights.
 Why: data sets say several things about a picture (short, long, by one captioner or another); a choice among them per
 visit is worth more than a choice for good, and a cache must therefore hold all of them.
 
@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.cache.layout import canonical
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.sources.filenames import brief, stem
+from pipeline.sources.filenames import short_repr, stem
 
 SEEN = 1000
 """Columns that are remembered; rows with more than that have keys of their own, not columns."""
@@ -45,7 +45,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class RowCaptions:
     """What one row holds: candidates, and why a caption in it is not one."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -70,7 +70,7 @@ class CaptionRule:
     scores: tuple[tuple[str, str], ...] = ()
     threshold: float = 25.0
     power: float = 10.0
-    instead: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()
     default: str | None = None
     before: str = ""
     after: str = ""
@@ -114,7 +114,7 @@ class CaptionRule:
 
     def identity(self) -> str:
         """Equal for rules that find the same candidates in the same row."""
-        values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.instead)
+        values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.fallback)
         more = (self.default, self.before, self.after, self.raw)
         own = [str(more)] if more != (None, "", "", False) else []  # rules of earlier versions keep their identity
         return canonical([[*map(str, values), *own]]).decode()
@@ -142,23 +142,23 @@ class CaptionRule:
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
         return Candidate(text, self.text_weight or 1.0, _number(score))
 
-    def wanting(self, columns: Iterable[str]) -> bool:
+    def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns can give no caption at all."""
         return self.default is None and bool(self.columns) and set(self.columns).isdisjoint(columns)
 
-    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> Found:
+    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
         """The candidates of a row.
 
         Args:
             scores: scores by column from elsewhere; they go before those of the row.
         """
-        found = Found()
+        found = RowCaptions()
         if len(self.seen) < SEEN:
             self.seen.update(row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
         present = [(column, weight) for column, weight in fields if column in row]
         if not present:
-            present = [(column, 1.0) for column in self.instead if column in row]
+            present = [(column, 1.0) for column in self.fallback if column in row]
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, found)
         if not found.candidates and not found.problems and self.default is None:
@@ -170,7 +170,7 @@ class CaptionRule:
         return found
 
     def _read_column(
-        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], found: Found
+        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], found: RowCaptions
     ) -> None:
         value = row[column]
         values = value if isinstance(value, list) else [value]
@@ -190,15 +190,15 @@ class CaptionRule:
             elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
-                found.problems.append(f"has {brief(text)} for {column!r}, which is not text")
+                found.problems.append(f"has {short_repr(text)} for {column!r}, which is not text")
                 continue
             score = _number(number)
             if number is not None and score is None:
-                found.problems.append(f"has the score {brief(number)} for {column!r}, which is not a number")
+                found.problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
             texts.append(Candidate(text if self.raw else text.strip(), weight, score))
         found.candidates += [Candidate(one.text, one.weight / len(texts), one.score) for one in texts]
 
-    def settle(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
+    def weigh(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
         """Weighted captions, each text once, in the order given.
 
         Args:

@@ -29,10 +29,13 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, extension, is_url, said
-from pipeline.sources.filesystem import Disk, Store, Unreadable
-from pipeline.sources.remote import Remote, last_part
-from pipeline.sources.source import METADATA_NAMES, FolderSource, Source, parse_json
+from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.metadata_files import METADATA_NAMES
+from pipeline.sources.remote import RemoteFilesystem, last_part
+from pipeline.sources.sidecars import parse_json
+from pipeline.sources.source import Source
 from pipeline.sources.tables import ListingSource, ParquetSource
 from pipeline.sources.tars import TarSource
 
@@ -75,26 +78,26 @@ def open_source(
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
-    store, files, called = _resolve(data, patience_s)
+    filesystem, files, called = _resolve(data, patience_s)
     rule = CaptionRule.of(config, raw)
-    if files is None and format is None and not _is_folder(store, data):
+    if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:
-        format = format or _kind_of_folder(store, data)
+        format = format or _kind_of_folder(filesystem, data)
     elif format is None:
         format = _kind_of_files(files, data)
     name = name or called
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
-        if isinstance(store, Disk):
+        if isinstance(filesystem, LocalFilesystem):
             return FolderSource(Path(data.removeprefix("file://")), rule, name)
-        return FolderSource(store, rule, name)
+        return FolderSource(filesystem, rule, name)
     if format == "wids":
-        told = _wids(store, files, data)
-        return TarSource(store, told, replace(rule, instead=("prompt",)), name, "wids", told)
+        told = _wids(filesystem, files, data)
+        return TarSource(filesystem, told, replace(rule, fallback=("prompt",)), name, "wids", told)
     if files is None:
-        every = store.find()
+        every = filesystem.find()
         files = [file for file in every if extension(file) in _SUFFIXES[format]]
         if format in ("jsonl", "csv"):
             files = [file for file in files if posixpath.dirname(file) == ""]
@@ -105,11 +108,13 @@ def open_source(
                 fix="leave --format out, or give the folder that holds them",
             )
     if format == "webdataset":
-        return TarSource(store, files, rule, name)
+        return TarSource(filesystem, files, rule, name)
     if format == "parquet":
-        return ParquetSource(store, files, rule, name, image_field=config.image_field, image_root=config.image_root)
+        return ParquetSource(
+            filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root
+        )
     return ListingSource(
-        store, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
+        filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
     )
 
 
@@ -128,21 +133,23 @@ def reopen(
     """
     rule = CaptionRule.of(config)
     if is_url(location):
-        store: Store = Remote(location, patience_s)
+        filesystem: Filesystem = RemoteFilesystem(location, patience_s)
     elif format == "folder":
         return FolderSource(Path(location), rule, name)
     else:
-        store = _disk(location, location)
+        filesystem = _disk(location, location)
     if format == "folder":
-        return FolderSource(store, rule, name)
+        return FolderSource(filesystem, rule, name)
     if format in ("webdataset", "wids"):
-        return TarSource(store, parts, rule, name, format)
+        return TarSource(filesystem, parts, rule, name, format)
     if format == "parquet":
-        return ParquetSource(store, parts, rule, name, image_field=config.image_field, image_root=config.image_root)
-    return ListingSource(store, (), rule, name, format=format)
+        return ParquetSource(
+            filesystem, parts, rule, name, image_field=config.image_field, image_root=config.image_root
+        )
+    return ListingSource(filesystem, (), rule, name, format=format)
 
 
-def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str]:
+def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:
     """The store, the files that are meant (None: all of the folder), and what to call them."""
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
@@ -153,25 +160,27 @@ def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str
         head, slash, rest = path[: pattern.start()].rpartition("/")
         # A brace may hold slashes; the folder before it is what does not vary.
         rest = path[len(head) + len(slash) :]
-        store: Store = Remote(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
-        files = _expand(store, rest, data)
-        return store, files, last_part(head) if remote else Path(head or ".").resolve().name
+        filesystem: Filesystem = (
+            RemoteFilesystem(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
+        )
+        files = _expand(filesystem, rest, data)
+        return filesystem, files, last_part(head) if remote else Path(head or ".").resolve().name
     if remote:
         ending = extension(path)
         if ending in _KINDS or path.endswith((*_PACKED, ".json")):
             head, _, file = path.rpartition("/")
-            return Remote(head, patience_s), [file], file.partition(".")[0]
-        return Remote(path, patience_s), None, last_part(path)
+            return RemoteFilesystem(head, patience_s), [file], file.partition(".")[0]
+        return RemoteFilesystem(path, patience_s), None, last_part(path)
     if os.path.isfile(path):
         given = Path(path)
-        return Disk(given.parent), [given.name], given.name.partition(".")[0]
-    return Disk(path), None, Path(path).resolve().name
+        return LocalFilesystem(given.parent), [given.name], given.name.partition(".")[0]
+    return LocalFilesystem(path), None, Path(path).resolve().name
 
 
-def _disk(folder: str, data: str) -> Disk:
+def _disk(folder: str, data: str) -> LocalFilesystem:
     if not os.path.isdir(folder):
         raise _missing(data, folder)
-    return Disk(folder)
+    return LocalFilesystem(folder)
 
 
 def _missing(data: str, path: str) -> UserError:
@@ -179,7 +188,7 @@ def _missing(data: str, path: str) -> UserError:
         os.stat(path)
         why = None
     except (OSError, ValueError) as error:
-        why = said(error)
+        why = error_text(error)
     return UserError(
         f"the data folder {data!r} does not exist or may not be read",
         found=why,
@@ -188,21 +197,23 @@ def _missing(data: str, path: str) -> UserError:
     )
 
 
-def _is_folder(store: Store, data: str) -> bool:
-    return not isinstance(store, Disk) or store.root.is_dir()
+def _is_folder(filesystem: Filesystem, data: str) -> bool:
+    return not isinstance(filesystem, LocalFilesystem) or filesystem.root.is_dir()
 
 
-def _expand(store: Store, pattern: str, data: str) -> list[str]:
+def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
     try:
         names = list(braceexpand.braceexpand(pattern))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{data}: is no pattern: {said(error)}", expected="such as shard-{0000..0099}.tar") from None
+        raise UserError(
+            f"{data}: is no pattern: {error_text(error)}", expected="such as shard-{0000..0099}.tar"
+        ) from None
     if not any("*" in name or "?" in name for name in names):
         return names
-    every = store.find()
+    every = filesystem.find()
     found = [file for file in every if any(_matches(file, name) for name in names)]
     if not found:
-        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {store.location}")
+        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {filesystem.location}")
     return found
 
 
@@ -224,10 +235,10 @@ def _kind(file: str) -> str | None:
     return kind if kind in ("webdataset", "parquet") else None
 
 
-def _kind_of_folder(store: Store, data: str) -> str:
+def _kind_of_folder(filesystem: Filesystem, data: str) -> str:
     kinds: dict[str, str] = {}
     listings: list[str] = []
-    for file in _look(store):
+    for file in _look(filesystem):
         kind = _kind(file)
         if kind is not None:
             kinds.setdefault(kind, file)
@@ -254,17 +265,17 @@ def _kind_of_folder(store: Store, data: str) -> str:
     return next(iter(kinds), "folder")
 
 
-def _look(store: Store) -> Iterable[str]:
+def _look(filesystem: Filesystem) -> Iterable[str]:
     """Files of a folder, upper ones first; on a disk at most `LOOKS` of them, and no folder after those that decide."""
-    if not isinstance(store, Disk):
-        yield from store.find()
+    if not isinstance(filesystem, LocalFilesystem):
+        yield from filesystem.find()
         return
     waiting, seen, decided = [""], 0, False
     while waiting and seen < LOOKS and not decided:
         below: list[str] = []
         for folder in waiting:
             try:
-                with os.scandir(os.path.join(store.root, folder)) as entries:
+                with os.scandir(os.path.join(filesystem.root, folder)) as entries:
                     for entry in entries:
                         if entry.name.startswith("."):
                             continue
@@ -298,18 +309,18 @@ def _kind_of_files(files: list[str], data: str) -> str:
     return kind
 
 
-def _wids(store: Store, files: list[str] | None, data: str) -> dict[str, Any]:
+def _wids(filesystem: Filesystem, files: list[str] | None, data: str) -> dict[str, Any]:
     """The tars that an index of NVlabs' loader lists -> how many samples it says they hold (None if it does not)."""
     index = files[0] if files else WIDS
     try:
-        value = parse_json(store.read(index).decode("utf-8-sig"))
+        value = parse_json(filesystem.read(index).decode("utf-8-sig"))
     except (Unreadable, UnicodeDecodeError) as error:
-        raise UserError(f"{data}: {said(error)}", expected=f"a folder with {WIDS}, or that file") from None
+        raise UserError(f"{data}: {error_text(error)}", expected=f"a folder with {WIDS}, or that file") from None
     shards = value.get("shardlist") if isinstance(value, dict) else None
     urls = [shard.get("url") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
     if not urls or not all(isinstance(url, str) for url in urls):
         raise UserError(
-            f"{store.location}/{index}: is no index of tars",
+            f"{filesystem.location}/{index}: is no index of tars",
             expected='{"shardlist": [{"url": "0000.tar", ...}, ...]}',
             found=value if isinstance(value, str) else json.dumps(value)[:80],
         )

@@ -1,6 +1,6 @@
 """Reading ahead: pictures that lie behind a network are asked for before they are needed, neighbours in one request.
 
-What: `Ahead` is told which keys will be read, about in which order. Members of one file with at most `GAP` bytes
+What: `RangePrefetch` is told which keys will be read, about in which order. Members of one file with at most `GAP` bytes
 between them are fetched by one request of at most `REQUEST` bytes; `TOGETHER` requests are under way at once.
 Why: a request costs some 10 to 100 ms wherever it goes, so pictures of 100 KB, one after the other, come at a few MB/s.
 Price: up to `WINDOW` bytes (and a request for each thread that reads) wait in memory; the bytes in the gaps are
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from pipeline.sources.filesystem import Store, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable
 
 GAP = 1 << 20
 REQUEST = 32 << 20
@@ -50,7 +50,7 @@ class _Request:
         return WHOLE if self.length is None else self.length
 
 
-class Ahead:
+class RangePrefetch:
     """Reads each of some keys once.
 
     Args:
@@ -58,8 +58,8 @@ class Ahead:
         plain: reads a key alone: one that was not named, is asked for again, or whose request failed.
     """
 
-    def __init__(self, store: Store, places: Iterable[tuple[str, Place]], plain: Callable[[str], bytes]):
-        self._store, self._plain = store, plain
+    def __init__(self, filesystem: Filesystem, places: Iterable[tuple[str, Place]], plain: Callable[[str], bytes]):
+        self._filesystem, self._plain = filesystem, plain
         self._places = dict(places)
         self._of = {key: request for request in _requests(self._places) for key in request.left}
         self._waiting = deque(dict.fromkeys(id(self._of[key]) for key in self._places))
@@ -68,7 +68,7 @@ class Ahead:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="ahead")
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> RangePrefetch:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -121,11 +121,11 @@ class Ahead:
             self._waiting.popleft()
 
     def _fetch(self, request: _Request) -> bytes:
-        if not self._store.far:
+        if not self._filesystem.is_remote:
             raise Unreadable(f"{request.file}: is not read ahead")
         if request.length is None:
-            return self._store.read(request.file)
-        return self._store.read_range(request.file, request.offset, request.length)
+            return self._filesystem.read(request.file)
+        return self._filesystem.read_range(request.file, request.offset, request.length)
 
 
 def _requests(places: dict[str, Place]) -> Iterable[_Request]:

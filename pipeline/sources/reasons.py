@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from pipeline.sources.filenames import brief, shown, stem
+from pipeline.sources.filenames import escaped, short_repr, stem
 
 EXAMPLES = 5
 KINDS = 100
@@ -79,7 +79,7 @@ class Kinds:
 
 def examples(items: list[str], count: int) -> str:
     """Some of `count` items, on one line."""
-    return ", ".join(shown(item) if len(item) <= 60 else brief(item)[1:-1] for item in items) + (
+    return ", ".join(escaped(item) if len(item) <= 60 else short_repr(item)[1:-1] for item in items) + (
         ", ..." if count > len(items) else ""
     )
 

@@ -1,6 +1,6 @@
 """Files that are not on this disk: object stores, web servers and the hub, through fsspec.
 
-What: `Remote` answers what `Disk` answers. Ranges are asked for as ranges; a file that will be read all over at once
+What: `RemoteFilesystem` answers what `LocalFilesystem` answers. Ranges are asked for as ranges; a file that will be read all over at once
 (a tar that is being scanned) is kept for that time in a temporary file, piece by piece, so that it is transferred once.
 Why the length of every answer is checked: a web server without ranges sends the whole file and says nothing. It is
 found out at the first answer; from then on its files are fetched whole, once, into the temporary file.
@@ -29,8 +29,8 @@ import xxhash
 from pipeline import retrying
 from pipeline.cache import drivers
 from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import hostile, said, shown
-from pipeline.sources.filesystem import RangeFile, Store, Unreadable, whole
+from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -61,7 +61,7 @@ _VERSIONS = (
 T = TypeVar("T")
 
 
-class Remote(Store):
+class RemoteFilesystem(Filesystem):
     """Files below a URL.
 
     Args:
@@ -85,16 +85,16 @@ class Remote(Store):
         self._first = threading.Lock()
 
     @property
-    def far(self) -> bool:
+    def is_remote(self) -> bool:
         return self.ranged
 
     # ------------------------------------------------------------ names
 
     def path(self, name: str) -> str:
         """What the driver calls the file."""
-        problem = hostile(name)
+        problem = unsafe_reason(name)
         if problem:
-            raise Unreadable(f"{shown(name)}: {problem}")
+            raise Unreadable(f"{escaped(name)}: {problem}")
         return f"{self._root}/{quote(name) if self._web else name}"
 
     def _name(self, path: str) -> str | None:
@@ -169,9 +169,9 @@ class Remote(Store):
             path = self.path(name)
             info = self._tried(name, lambda: self.fs.info(path))
             if info.get("type") == "directory":
-                raise Unreadable(f"{shown(name)}: is a folder")
+                raise Unreadable(f"{escaped(name)}: is a folder")
             if info.get("size") is None:
-                raise Unreadable(f"{shown(name)}: the server does not say how large it is")
+                raise Unreadable(f"{escaped(name)}: the server does not say how large it is")
             self._known[name] = info
         return info
 
@@ -183,7 +183,7 @@ class Remote(Store):
         if limit is not None and size > limit:
             return self.read_range(name, 0, limit + 1)
         data = self._tried(name, lambda: self.fs.cat_file(path))
-        return whole(name, data, 0, size)
+        return check_length(name, data, 0, size)
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         with ThreadPoolExecutor(TOGETHER) as pool:
@@ -204,10 +204,10 @@ class Remote(Store):
         if spool is None and self.ranged:
             data = self._fetch(name, offset, length)
             if data is not None:
-                return whole(name, data, offset, length)
+                return check_length(name, data, offset, length)
         if spool is None:
             spool = self._spool(name)
-        return whole(name, spool.read(offset, length), offset, length)
+        return check_length(name, spool.read(offset, length), offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         if spool:
@@ -243,7 +243,7 @@ class Remote(Store):
             if size > room:
                 if not self.ranged:
                     raise Unreadable(
-                        f"{shown(name)}: the server sends no ranges, and there is no room for a copy of {size:,} bytes "
+                        f"{escaped(name)}: the server sends no ranges, and there is no room for a copy of {size:,} bytes "
                         f"in {tempfile.gettempdir()}"
                     )
                 return _Spool(self, name, size, keep=False)
@@ -261,22 +261,25 @@ class Remote(Store):
             return retrying.tried(ask, self._store, self._patience_s)
         except retrying.NoAnswer as error:
             if error.alone:
-                raise Unreadable(f"{shown(name)}: {shown(str(error))}") from None
-            raise AwayError(f"{self.location}: {shown(name)} cannot be {what}: {error}", fix=error.fix) from None
+                raise Unreadable(f"{escaped(name)}: {escaped(str(error))}") from None
+            raise AwayError(f"{self.location}: {escaped(name)} cannot be {what}: {error}", fix=error.fix) from None
         except retrying.Refused as error:
             raise UserError(f"{self.location}: cannot be {what}: {error}", fix=error.fix) from None
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            kind = {FileNotFoundError: "does not exist", PermissionError: f"may not be read: {shown(said(error))}"}
-            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from error
+            kind = {
+                FileNotFoundError: "does not exist",
+                PermissionError: f"may not be read: {escaped(error_text(error))}",
+            }
+            raise Unreadable(f"{escaped(name)}: {kind.get(type(error), error_text(error))}") from error
         except Exception as error:  # every driver has its own
-            answer = strip_credentials(shown(said(error)))
-            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {answer}") from error
+            answer = strip_credentials(escaped(error_text(error)))
+            raise Unreadable(f"{escaped(name)}: {type(error).__name__}: {answer}") from error
 
 
 class _Spool:
     """A file's pieces in a temporary file, fetched when they are first asked for."""
 
-    def __init__(self, remote: Remote, name: str, size: int, keep: bool):
+    def __init__(self, remote: RemoteFilesystem, name: str, size: int, keep: bool):
         self.remote, self.name, self.size, self.keep = remote, name, size, keep
         self._file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115 - closed with the spool
         self._have: set[int] = set()
@@ -299,7 +302,7 @@ class _Spool:
         if data is None:
             start, after, first, end = 0, -(-self.size // BLOCK), 0, self.size
             data = self.remote.read(self.name)
-        whole(self.name, data, start, end - start)
+        check_length(self.name, data, start, end - start)
         self._file.seek(start)
         self._file.write(data)
         self._file.flush()

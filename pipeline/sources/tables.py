@@ -25,9 +25,11 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import broken, hostile, is_url, said, shown
-from pipeline.sources.filesystem import Store, Unreadable
-from pipeline.sources.source import FILE_COLUMN, FolderSource, Item, Part, Reject, Source, _Entry, _Listing
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
+from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.folder import FolderSource, Listing
+from pipeline.sources.metadata_files import FILE_COLUMN, MetadataReader
+from pipeline.sources.source import Item, Part, Reject, Source
 
 RULE = "parquet-1"
 GROUP_BYTES = 512 << 20
@@ -53,7 +55,7 @@ class ListingSource(FolderSource):
 
     def __init__(
         self,
-        store: Store,
+        filesystem: Filesystem,
         files: Iterable[str],
         rule: CaptionRule,
         name: str,
@@ -62,49 +64,44 @@ class ListingSource(FolderSource):
         image_root: str | None = None,
         format: str = "jsonl",
     ):
-        super().__init__(store, rule, name)
+        super().__init__(filesystem, rule, name)
         self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
 
-    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Entry]]:
-        self.store.refresh()
-        self.store.listed(self.files)
-        self.ignored_kinds = Counter()
-        self.ignored = 0
-        listing = _Listing()
-        told: dict[str, _Entry] = {}
-        rejects: list[Reject] = []
+    def _list(self) -> Listing:
+        self.filesystem.refresh()
+        self.filesystem.require(self.files)
+        self._reset_ignored()
+        metadata = MetadataReader(self.filesystem, self.rule)
         for file in self.files:
-            rejects += self._read_listing(file, listing, told)
-        if not listing.pictures and not rejects:
+            self._read_listing(metadata, file)
+        listing = Listing(set(metadata.pictures), rows=metadata.pictures, rejects=metadata.rejects)
+        if not listing.pictures and not listing.rejects:
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
-        return listing, rejects, told
+        return listing
 
-    def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Entry]) -> list[Reject]:
-        rows, columns, rejects = self._rows(file)
+    def _read_listing(self, metadata: MetadataReader, file: str) -> None:
+        rows, columns = metadata.read(file)
         if not columns:
-            return rejects
+            return
         column = self.image_field or next((name for name in NAME_COLUMNS if name in columns), None)
         if column is None or column not in columns:
             raise UserError(
                 f"{self.location}/{file} has no column " + (repr(column) if column else "that names the pictures"),
-                expected="one of " + ", ".join(NAME_COLUMNS) + ", or what data.image_field says",
-                found="the columns " + ", ".join(repr(shown(column)) for column in columns),
+                expected="one of " + ", ".join(NAME_COLUMNS) + ", or the value of data.image_field",
+                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
                 fix="--set data.image_field=COLUMN",
             )
-        self._check_columns(file, columns, column, "")
-        base = posixpath.dirname(file) if self.image_root is None else self.image_root
+        metadata.check_columns(file, columns, column)
         for line, row in rows:
             where = f"{file}:{line}"
-            named = self._named(where, row, column, rejects)
-            if named is None:
+            name = metadata.file_name(where, row, column)
+            if name is None:
                 continue
-            if is_url(named):
-                rejects.append(Reject(where, f"names {shown(named)!r}: is a URL, not a name within the data"))
+            if is_url(name):
+                reason = f"names {escaped(name)!r}: is a URL, not a name within the data"
+                metadata.rejects.append(Reject(where, reason))
                 continue
-            key = posixpath.normpath(posixpath.join(base, named))
-            listing.pictures.add(key)
-            self._enter(where, row, column, told.setdefault(key, _Entry()), rejects)
-        return rejects
+            metadata.add(where, row, column, _relative(file, name, self.image_root))
 
 
 class ParquetSource(Source):
@@ -117,7 +114,7 @@ class ParquetSource(Source):
 
     def __init__(
         self,
-        store: Store,
+        filesystem: Filesystem,
         files: Iterable[str],
         rule: CaptionRule,
         name: str,
@@ -126,9 +123,9 @@ class ParquetSource(Source):
         image_root: str | None = None,
     ):
         self.rule: CaptionRule
-        self.store, self.rule, self.name = store, rule, name
+        self.filesystem, self.rule, self.name = filesystem, rule, name
         self.image_field, self.image_root = image_field, image_root
-        self.location = store.location
+        self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
         self.ignored_kinds: Counter[str] = Counter()
         self._places: dict[str, tuple[str, int, int, int]] = {}  # part, row group, row in it, bytes
@@ -141,9 +138,9 @@ class ParquetSource(Source):
     # ------------------------------------------------------------ listing
 
     def parts(self) -> list[Part]:
-        self.store.refresh()
+        self.filesystem.refresh()
         with self._lock:
-            self._versions = self.store.listed(self.files)
+            self._versions = self.filesystem.require(self.files)
             self._open, self._groups = OrderedDict(), OrderedDict()
         self.ignored_kinds.clear()
         self.ignored = 0
@@ -155,23 +152,23 @@ class ParquetSource(Source):
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
-            self._versions[name] = self.store.stat(name)
+            self._versions[name] = self.filesystem.stat(name)
             with self._lock:
                 table = self._file(name)
         except Unreadable as error:
-            yield Reject(shown(name), f"unreadable: {str(error).removeprefix(shown(name) + ': ')}")
+            yield Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
             return
         except (pa.ArrowException, OSError) as error:
-            yield Reject(shown(name), f"is no parquet file: {shown(said(error))}")
+            yield Reject(escaped(name), f"is no parquet file: {escaped(error_text(error))}")
             return
         column, _ = self._picture(name, table.schema_arrow)
         wanted = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
-        if self.rule.wanting(wanted):
+        if self.rule.lacks_captions(wanted):
             raise UserError(
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
-                found="the columns " + ", ".join(repr(shown(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={shown(wanted[0])}" if wanted else "add a caption column",
+                found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
+                fix=f"--set data.caption_field={escaped(wanted[0])}" if wanted else "add a caption column",
             )
         first = 0
         odd: Counter[str] = Counter()
@@ -184,7 +181,9 @@ class ParquetSource(Source):
                 if len(pictures) != count or len(rows or pictures) != count:
                     raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
             except (pa.ArrowException, OSError) as error:
-                yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
+                yield Reject(
+                    escaped(name), f"rows {first} to {first + count - 1} cannot be read: {escaped(error_text(error))}"
+                )
                 first += count
                 continue
             for row, said_of_it in enumerate(rows or [{}] * count):
@@ -192,7 +191,7 @@ class ParquetSource(Source):
                 unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
                 odd.update(unreadable.keys())
                 if unreadable:
-                    reasons = (f"its {shown(field)!r} {reason}" for field, reason in unreadable.items())
+                    reasons = (f"its {escaped(field)!r} {reason}" for field, reason in unreadable.items())
                     yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
                 else:
                     yield from self._row(name, group, row, first + row, said_of_it, values[column])
@@ -200,11 +199,11 @@ class ParquetSource(Source):
         for field in sorted(field for field, rows in odd.items() if rows == first):
             kind = table.schema_arrow.field(field).type
             yield Reject(
-                shown(name),
-                f"no value of its column {shown(field)!r} ({kind}) can be read; write it as text, or leave it out",
+                escaped(name),
+                f"no value of its column {escaped(field)!r} ({kind}) can be read; write it as text, or leave it out",
             )
         if not first:
-            yield Reject(shown(name), "holds no row")
+            yield Reject(escaped(name), "holds no row")
 
     def _row(
         self, part: str, group: int, row: int, number: int, said_of_it: dict[str, Any], picture: Any
@@ -216,16 +215,16 @@ class ParquetSource(Source):
             return
         if data is None:
             assert named is not None
-            problem = "is a URL, not a name within the data" if is_url(named) else hostile(named)
+            problem = "is a URL, not a name within the data" if is_url(named) else unsafe_reason(named)
             if problem is not None:
-                yield Reject(own, f"names {shown(named)!r}: {problem}")
+                yield Reject(own, f"names {escaped(named)!r}: {problem}")
                 return
         found = self.rule.read(said_of_it)
-        captions, dropped = self.rule.settle(found.candidates, own, self.name)
+        captions, dropped = self.rule.weigh(found.candidates, own, self.name)
         if dropped:
             self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
             self.ignored = self.ignored_kinds.total()
-        if any(broken(text) for text, _ in captions):
+        if any(has_surrogates(text) for text, _ in captions):
             yield Reject(own, "its caption is not valid Unicode")
         elif not captions:
             yield Reject(own, "; ".join(found.problems))
@@ -237,22 +236,18 @@ class ParquetSource(Source):
                 meta.setdefault("path", named)
             if data is None:
                 assert named is not None
-                where = "=" + self._beside(part, named)
+                where = "=" + _relative(part, named, self.image_root)
             else:
                 where = f"{group}:{row}+{len(data)}"
             self._place(own, part, where)
             yield Item(own, captions, meta, where)
-
-    def _beside(self, part: str, named: str) -> str:
-        base = posixpath.dirname(part) if self.image_root is None else self.image_root
-        return posixpath.normpath(posixpath.join(base, named))
 
     def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
         twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
         if twice:
             raise UserError(
-                f"{self.location}/{part} has two columns {shown(twice[0])!r}",
+                f"{self.location}/{part} has two columns {escaped(twice[0])!r}",
                 fix="write it again with one name for each",
             )
         if self.image_field is not None:
@@ -273,7 +268,7 @@ class ParquetSource(Source):
             f"{self.location}/{part} has no column of pictures"
             + (f" {self.image_field!r}" if self.image_field is not None else ""),
             expected="a struct of bytes and path (Hugging Face), a column of bytes, or a column of file names",
-            found=", ".join(f"{shown(field.name)}: {field.type}" for field in schema),
+            found=", ".join(f"{escaped(field.name)}: {field.type}" for field in schema),
             fix="--set data.image_field=COLUMN",
         )
 
@@ -305,41 +300,41 @@ class ParquetSource(Source):
 
     def stat(self, key: str) -> tuple[int, int]:
         if key in self._names:
-            return self.store.stat(self._names[key])
+            return self.filesystem.stat(self._names[key])
         part, _, _, size = self._found(key)
         version = self._versions.get(part)
         if version is None:
-            version = self._versions[part] = self.store.stat(part)
+            version = self._versions[part] = self.filesystem.stat(part)
         return size, version[1]
 
     def read(self, key: str) -> bytes:
         if key in self._names:
-            return self.store.read(self._names[key])
+            return self.filesystem.read(self._names[key])
         part, group, row, _ = self._found(key)
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable(f"{shown(key)}: {shown(said(error))}") from None
+            raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
         if data is None:
-            raise Unreadable(f"{shown(key)}: has no picture any more")
+            raise Unreadable(f"{escaped(key)}: has no picture any more")
         return data
 
     def head(self, key: str, length: int) -> bytes:
         if key in self._names:
-            return self.store.read(self._names[key], length)
+            return self.filesystem.read(self._names[key], length)
         return self.read(key)  # parquet has no smaller piece than a row group's column
 
     def _found(self, key: str) -> tuple[str, int, int, int]:
         try:
             return self._places[key]
         except KeyError:
-            raise Unreadable(f"{shown(key)}: is in none of the tables that were listed") from None
+            raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed") from None
 
     def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
         table = self._open.get(name)
         if table is None:
-            table = self._open[name] = ParquetFile(self.store.open(name))
+            table = self._open[name] = ParquetFile(self.filesystem.open(name))
             if len(self._open) > 16:
                 self._open.popitem(last=False)
         return table
@@ -366,6 +361,12 @@ class ParquetSource(Source):
             else:
                 self._groups.move_to_end((part, group))
             return found
+
+
+def _relative(table: str, name: str, image_root: str | None) -> str:
+    """A file that a row of a table names, relative to the source's root."""
+    base = posixpath.dirname(table) if image_root is None else image_root
+    return posixpath.normpath(posixpath.join(base, name))
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ from typing import Any, BinaryIO
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import Candidate, CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, hostile, said, shown
-from pipeline.sources.filesystem import BoundedReader, Store, Unreadable
-from pipeline.sources.range_prefetch import Ahead, Place
-from pipeline.sources.source import MAX_CAPTION_BYTES, Item, Part, Reject, SampleColumns, Source, parse_json, sidecar
+from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
+from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable
+from pipeline.sources.range_prefetch import Place, RangePrefetch
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, parse_json, read_sidecar
+from pipeline.sources.source import Item, Part, Reject, Source
 
 RULE = "tar-1"
 """Counts the rules of this module, so that a later version lists again what this one has listed."""
@@ -71,7 +72,7 @@ class TarSource(Source):
 
     def __init__(
         self,
-        store: Store,
+        filesystem: Filesystem,
         files: Iterable[str],
         rule: CaptionRule,
         name: str,
@@ -80,8 +81,8 @@ class TarSource(Source):
     ):
         self.rule: CaptionRule
         self._told = {file: count for file, count in (told or {}).items() if count is not None}
-        self.store, self.rule, self.name, self.format = store, rule, name, format
-        self.location = store.location
+        self.filesystem, self.rule, self.name, self.format = filesystem, rule, name, format
+        self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
         self.ignored_kinds: Counter[str] = Counter()
         self._versions: dict[str, tuple[int, int]] = {}
@@ -91,8 +92,8 @@ class TarSource(Source):
     # ------------------------------------------------------------ listing
 
     def parts(self) -> list[Part]:
-        self.store.refresh()
-        self._versions = self.store.listed(self.files)
+        self.filesystem.refresh()
+        self._versions = self.filesystem.require(self.files)
         self.ignored_kinds.clear()
         self.ignored = 0
         self._beside = self._find_sidecars()
@@ -106,11 +107,11 @@ class TarSource(Source):
         rejects: list[Reject] = []
         samples: dict[str, _Sample] = {}
         try:
-            self._versions[name] = self.store.stat(name)
-            with self.store.open(name, spool=True) as stream:
+            self._versions[name] = self.filesystem.stat(name)
+            with self.filesystem.open(name, spool=True) as stream:
                 self._walk(name, stream, samples, rejects)
         except Unreadable as error:
-            rejects.append(Reject(shown(name), f"unreadable: {str(error).removeprefix(shown(name) + ': ')}"))
+            rejects.append(Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}"))
         told = self._read_sidecars(name, rejects) if samples else {}
         items: list[Item] = []
         missing: list[str] = []
@@ -119,26 +120,26 @@ class TarSource(Source):
             own = [key for key in sample.fields if key in EXTENSIONS]
             pictures += len(own)
             if sample.problems:
-                rejects.append(Reject(shown(f"{name}/{prefix}"), "; ".join(sample.problems)))
+                rejects.append(Reject(escaped(f"{name}/{prefix}"), "; ".join(sample.problems)))
             elif own:
                 self._sample(name, prefix, sample, own, told, items, rejects, missing)
             else:
                 self.ignored_kinds["sample without a picture"] += 1
             for key in sample.fields.keys() - set(own) - {"txt", "json"}:
-                self.ignored_kinds[f".{shown(key)} member"] += 1
+                self.ignored_kinds[f".{escaped(key)} member"] += 1
         if missing and not items and len(missing) == pictures:
             raise UserError(
-                f"{self.store.location}/{name}: none of its {pictures} pictures has a caption",
+                f"{self.filesystem.location}/{name}: none of its {pictures} pictures has a caption",
                 expected=f"a .txt member, or {' or '.join(map(repr, self.rule.columns))} in its .json "
                 f"({self.rule.setting})",
                 found=missing[0],
                 fix="--set data.caption_field=NAME",
             )
         if name in self._told and self._told[name] != len(samples):
-            count = shown(repr(self._told[name]))
-            rejects.append(Reject(shown(name), f"holds {len(samples)} samples, wids-meta.json says {count}"))
+            count = escaped(repr(self._told[name]))
+            rejects.append(Reject(escaped(name), f"holds {len(samples)} samples, wids-meta.json says {count}"))
         if not pictures and not rejects:
-            rejects.append(Reject(shown(name), "holds no picture"))
+            rejects.append(Reject(escaped(name), "holds no picture"))
         self.ignored = self.ignored_kinds.total()
         yield from sorted(rejects, key=lambda reject: reject.key)
         for item in sorted(items, key=lambda item: item.key):
@@ -153,7 +154,7 @@ class TarSource(Source):
         packed = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
         if packed or not start:
             reason = f"is compressed ({packed}) and cannot be read by range; unpack it" if packed else "is empty"
-            rejects.append(Reject(shown(part), reason))
+            rejects.append(Reject(escaped(part), reason))
             return
         stream.seek(0)
         buffered = BoundedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
@@ -168,7 +169,7 @@ class TarSource(Source):
         except (tarfile.TarError, OSError, ValueError, EOFError) as error:
             if isinstance(error, Unreadable):
                 raise
-            rejects.append(Reject(shown(part), f"is no whole tar: {said(error)} (behind byte {end})"))
+            rejects.append(Reject(escaped(part), f"is no whole tar: {error_text(error)} (behind byte {end})"))
             return
         self._check_end(part, buffered, end, size, rejects)
 
@@ -181,7 +182,7 @@ class TarSource(Source):
                 start = at + len(piece) - len(piece.lstrip(b"\0"))
                 rejects.append(
                     Reject(
-                        shown(part),
+                        escaped(part),
                         f"is damaged or has another tar behind its end: the {size - start:,} bytes from {start} on are "
                         "not read",
                     )
@@ -189,7 +190,7 @@ class TarSource(Source):
                 return
             at += len(piece)
         if at - end < 512:
-            rejects.append(Reject(shown(part), "ends without an end mark; it may have been cut"))
+            rejects.append(Reject(escaped(part), "ends without an end mark; it may have been cut"))
 
     def _member(
         self,
@@ -211,7 +212,7 @@ class TarSource(Source):
             self.ignored_kinds["__x__ member"] += 1
             return before
         parts = _FIELD.match(name)
-        problem = hostile(name)
+        problem = unsafe_reason(name)
         if problem is None and (member.issym() or member.islnk()):
             problem = "is a link"
         elif problem is None and (not member.isreg() or member.sparse is not None):
@@ -219,7 +220,7 @@ class TarSource(Source):
         elif problem is None and member.offset_data + member.size > size:
             problem = f"is cut: the tar ends after {size - member.offset_data:,} of its {member.size:,} bytes"
         if problem is not None:
-            rejects.append(Reject(shown(f"{part}/{name}"), problem))
+            rejects.append(Reject(escaped(f"{part}/{name}"), problem))
         if parts is None:
             if problem is None:
                 self.ignored_kinds["member without an extension"] += 1
@@ -228,7 +229,7 @@ class TarSource(Source):
         if problem is not None:
             # The rest of its sample must not pass for whole; the picture itself has its own reject.
             if key not in EXTENSIONS:
-                samples.setdefault(prefix, _Sample()).problems.append(f"its .{shown(key)} {problem}")
+                samples.setdefault(prefix, _Sample()).problems.append(f"its .{escaped(key)} {problem}")
             return prefix
         known = prefix in samples
         sample = samples.setdefault(prefix, _Sample())
@@ -237,7 +238,7 @@ class TarSource(Source):
                 "its members do not stand together in the tar; write it again with the members sorted by name"
             )
         if key in sample.fields:
-            sample.problems.append(f"has two members .{shown(key)}")
+            sample.problems.append(f"has two members .{escaped(key)}")
         sample.fields[key] = (name, member.offset_data, member.size)
         if key in ("txt", "json"):
             stream.seek(member.offset_data)
@@ -259,7 +260,7 @@ class TarSource(Source):
         problems: list[str] = []
         row: dict[str, Any] = {}
         if "txt" in sample.texts and self.rule.text_weight is not None:
-            text = sidecar("its .txt", sample.texts["txt"])
+            text = read_sidecar("its .txt", sample.texts["txt"])
             if isinstance(text, Reject):
                 problems.append(f"{text.key} {text.reason}")
             elif isinstance(text, str) and text:
@@ -276,9 +277,9 @@ class TarSource(Source):
         row = {**row, **beside.captions}
         found = self.rule.read(row, beside.scores)
         candidates += found.candidates
-        if any(column in row for column in (*self.rule.columns, *self.rule.instead)):
+        if any(column in row for column in (*self.rule.columns, *self.rule.fallback)):
             problems += [f"its .json {problem}" for problem in found.problems]
-        captions, dropped = self.rule.settle(candidates, f"{part}/{sample.fields[pictures[0]][0]}", self.name)
+        captions, dropped = self.rule.weigh(candidates, f"{part}/{sample.fields[pictures[0]][0]}", self.name)
         if dropped:
             self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
         meta = {column: value for column, value in row.items() if column not in self.rule.columns}
@@ -289,12 +290,12 @@ class TarSource(Source):
             else:
                 reason = "; ".join(problems)
                 if not reason:
-                    columns = ", ".join(repr(shown(column)) for column in row)
+                    columns = ", ".join(repr(escaped(column)) for column in row)
                     reason = f"has no caption: no .txt, and {f'its .json has only {columns}' if row else 'no .json'}"
                     missing.append(reason)
-                rejects.append(Reject(shown(f"{part}/{name}"), reason))
+                rejects.append(Reject(escaped(f"{part}/{name}"), reason))
         if captions:
-            rejects.extend(Reject(shown(f"{part}/{prefix}"), problem) for problem in problems)
+            rejects.extend(Reject(escaped(f"{part}/{prefix}"), problem) for problem in problems)
 
     # ------------------------------------------------------------ captions and scores beside a tar
 
@@ -303,7 +304,7 @@ class TarSource(Source):
         found: dict[str, list[str]] = {}
         chosen = set(self.files)
         for folder in sorted({posixpath.dirname(file) for file in self.files}):
-            names = self.store.names(folder)
+            names = self.filesystem.names(folder)
             # All tars that are there have their own, also those that were not asked for.
             tars = [name for name in {*names, *chosen} if name.endswith(".tar") and posixpath.dirname(name) == folder]
             stems = {file.removesuffix(".tar"): file for file in tars}
@@ -319,14 +320,14 @@ class TarSource(Source):
         told: dict[str, SampleColumns] = {}
         for name in self._beside.get(part, []):
             try:
-                data = self.store.read(name, MAX_SIDECAR_BYTES)
+                data = self.filesystem.read(name, MAX_SIDECAR_BYTES)
                 value: dict[str, Any] | str = parse_json(data.decode("utf-8-sig"))
             except Unreadable as error:
                 value = str(error)
             except UnicodeDecodeError:
                 value = "is not UTF-8"
             if isinstance(value, str):
-                rejects.append(Reject(shown(name), value))
+                rejects.append(Reject(escaped(name), value))
                 continue
             if not value or not all(isinstance(entry, dict) for entry in value.values()):
                 self.ignored_kinds[".json file beside a tar that is about no samples"] += 1
@@ -345,27 +346,27 @@ class TarSource(Source):
         part, _, size = self._found(key)
         version = self._versions.get(part)
         if version is None:
-            version = self._versions[part] = self.store.stat(part)
+            version = self._versions[part] = self.filesystem.stat(part)
         return size, version[1]
 
     def read(self, key: str) -> bytes:
-        return self.store.read_range(*self._found(key))
+        return self.filesystem.read_range(*self._found(key))
 
     def head(self, key: str, length: int) -> bytes:
         part, offset, size = self._found(key)
-        return self.store.read_range(part, offset, min(size, length))
+        return self.filesystem.read_range(part, offset, min(size, length))
 
     @property
-    def far(self) -> bool:
-        return self.store.far
+    def is_remote(self) -> bool:
+        return self.filesystem.is_remote
 
     @contextmanager
     def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        if not self.far:
+        if not self.is_remote:
             yield self.read
             return
         places = ((key, Place(*self._places[key])) for key in keys if key in self._places)
-        with Ahead(self.store, places, self.read) as ahead:
+        with RangePrefetch(self.filesystem, places, self.read) as ahead:
             yield ahead.read
 
     def _place(self, key: str, part: str, where: str) -> None:
@@ -376,11 +377,11 @@ class TarSource(Source):
         try:
             return self._places[key]
         except KeyError:
-            raise Unreadable(f"{shown(key)}: is in none of the tars that were listed") from None
+            raise Unreadable(f"{escaped(key)}: is in none of the tars that were listed") from None
 
     def _stamp(self, file: str) -> str | None:
         try:
-            versions = [self._versions[file], *map(self.store.stat, self._beside.get(file, []))]
+            versions = [self._versions[file], *map(self.filesystem.stat, self._beside.get(file, []))]
         except Unreadable:
             return None
         told = [repr(self._told[file])] if file in self._told else []
@@ -389,5 +390,5 @@ class TarSource(Source):
 
 
 def _json(data: bytes | Unreadable) -> dict[str, Any] | str:
-    outcome = sidecar("x.json", data)
+    outcome = read_sidecar("x.json", data)
     return outcome.reason if isinstance(outcome, Reject) else outcome
