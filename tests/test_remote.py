@@ -394,7 +394,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
     source = open_source(ranged_server.url, DataConfig(), format="folder")
     assert len([item for item in source.items() if isinstance(item, Item)]) == COUNT
-    monkeypatch.setattr(source.filesystem, "_patience_s", PATIENCE_S)
+    monkeypatch.setattr(source.filesystem.connection, "patience_s", PATIENCE_S)
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())

@@ -19,8 +19,9 @@ from dataclasses import replace
 import pyarrow as pa
 
 from pipeline.cache import index, layout
-from pipeline.cache.files import Files, explained
+from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 
@@ -95,7 +96,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 raise IntegrityError(
                     f"{other.where(name)}: is missing", fix="sana-pipe verify --repair in that cache"
                 ) from None
-            with explained(path), handle.file() as source, open(path, "xb") as target:
+            with cache_errors(path), handle.file() as source, open(path, "xb") as target:
                 shutil.copyfileobj(source, target, 4 << 20)
         try:
             files.publish_content(path, name, digest)

@@ -47,7 +47,7 @@ def examined(files: Files, name: str) -> Pair:
         what = f"{files.where(name)}: differs from its copy, and both are whole"
         return Pair(what, what, None, False)
     document = "" if isinstance(first, bytes) else first
-    copy = second if isinstance(second, str) and files.holds(Paths.copy(name)) else ""
+    copy = second if isinstance(second, str) and files.has_file(Paths.copy(name)) else ""
     return Pair(
         document, copy, first if isinstance(first, bytes) else second if isinstance(second, bytes) else None, False
     )
@@ -81,10 +81,10 @@ def complete(files: Files) -> None:
 
     For commands that write into the cache anyway. Lists the documents and reads those that are not there twice.
     """
-    files.mends = True
+    files.repairs = True
     first = {e.name for folder in layout.DOCUMENTS for e in files.walk(folder) if layout.is_document(e.name)}
     second = {e.name.removeprefix("copies/") for e in files.walk("copies") if e.name.endswith(".json")}
-    first |= {Paths.FORMAT} if files.holds(Paths.FORMAT) else set()
+    first |= {Paths.FORMAT} if files.has_file(Paths.FORMAT) else set()
     for name in sorted(first ^ second):
         put_right(files, name)
 

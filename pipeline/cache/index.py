@@ -127,7 +127,7 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
 
 def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
     """A record table; one that is missing or damaged is made again, if its bytes come out the same, and published if
-    `files.mends`.
+    `files.repairs`.
 
     Raises:
         IntegrityError: it does not.
@@ -143,7 +143,7 @@ def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> p
         data = b"" if table is None else to_ipc(table)
         if layout.content_digest(data) != digest:
             raise
-        if files.mends:
+        if files.repairs:
             files.put_content(data, "tables", "arrow")
         return from_ipc(data, files.where(name))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from pipeline.cache.files import Handle, digest_of, explained, free_at, sweep_in, temporary_in
+from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, sweep_in, temporary_in
 from pipeline.errors import CacheError, NoSpaceError
 
 SPARE = 256 << 20
@@ -76,7 +76,7 @@ class Mirror:
                 self._make_room(needed, disk=True)
             with self.temporary() as path:
                 self._fetched(fetch, path, needed)
-                with explained(path):
+                with cache_errors(path):
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Mirror:
         """
         while True:
             try:
-                with explained(path):
+                with cache_errors(path):
                     return fetch(path)
             except NoSpaceError:
                 path.unlink(missing_ok=True)
@@ -172,7 +172,7 @@ class Mirror:
     def _locked(self, digest: str) -> Iterator[None]:
         """One process and thread at a time per lock file; the system lets go of it if its holder dies."""
         folder = self.root / "locks"
-        with explained(folder):
+        with cache_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder / digest[:2], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -43,7 +43,7 @@ def ended(process: str, started: str) -> bool:
     return state in "ZX" or since != started
 
 
-def mark() -> str:
+def name_prefix() -> str:
     """A beginning for names of files of this process."""
     here = place()
     if not here:
@@ -51,7 +51,7 @@ def mark() -> str:
     return f"{_short(here)}-{here['process']}-{here['started']}"
 
 
-def lives(name: str) -> bool:
+def is_owned_by_live_process(name: str) -> bool:
     """Whether a name begins with the mark of a process of this machine that has not ended."""
     machine, _, rest = name.partition("-")
     process, _, rest = rest.partition("-")

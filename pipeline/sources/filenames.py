@@ -13,8 +13,9 @@ from typing import Any
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
 _EXTENSIONS = (
-    "jpg jpeg jpe jfif jif mpo png apng webp bmp dib gif tif tiff avif avifs jp2 j2k j2c jpc jpf jpx jpm ppm pgm pbm pnm "
-    "pfm qoi tga icb vda vst ico heic heif hif jxl psd dds exr hdr eps svg pcx sgi dng cr2 cr3 nef arw raf orf rw2"
+    "jpg jpeg jpe jfif jif mpo png apng webp bmp dib gif tif tiff avif avifs jp2 j2k j2c jpc jpf jpx jpm ppm pgm pbm "
+    "pnm pfm qoi tga icb vda vst ico heic heif hif jxl psd dds exr hdr eps svg pcx sgi dng cr2 cr3 nef arw raf orf "
+    "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

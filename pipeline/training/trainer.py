@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.cache.files import make_folder
+from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, TrainConfig, dump, reads, written
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
