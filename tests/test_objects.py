@@ -169,7 +169,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(objects: ObjectFiles, monkeypa
 
     monkeypatch.setattr(retrying, "PAUSE_S", 0.1)
     monkeypatch.setattr(retrying, "TIMEOUT_S", 0.0)  # however long an attempt takes here
-    objects.patience_s = 0.5
+    objects.connection.patience_s = 0.5
     real, parts = s3fs.S3FileSystem._call_s3, 0
 
     async def call(self: object, method: str, *args: object, **options: object) -> object:
@@ -209,7 +209,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert objects.read("a") == b"1"
     assert len(asked) == fine
     asked.clear()
-    fine, objects.patience_s = 10**9, 0.2
+    fine, objects.connection.patience_s = 10**9, 0.2
     with pytest.raises(AwayError, match="503 slow down"):
         objects.read("a")
     assert len(asked) > 3
