@@ -1,13 +1,13 @@
-"""Tables of pictures: parquet with image bytes or names, and JSONL or CSV listings of files.
+"""Tables of pictures: parquet files with image bytes or file names, and JSONL or CSV listings of files.
 
-What: `ParquetSource` reads parquet files, each of them a part, with Hugging Face's image struct {bytes, path}, a column
-of bytes, or a column of names; `ListingSource` reads rows of JSONL or CSV that name files.
-Keys: `<file>/<row, nine digits>` for rows of a parquet file; for a listing the picture's own name, so that a listing
-and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table; absolute
-ones, URLs and ones that climb are refused row by row.
-Price: parquet is read by the row group. `GROUP_BYTES` of row groups are kept, so reading near the order of the table
-costs one decode per group, reading anywhere one per picture. A row group above `MAX_GROUP_BYTES` is refused with the
-command that writes smaller ones.
+`ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
+column of bytes, or a column of names. `ListingSource` reads rows of JSONL or CSV that name files.
+Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
+rows with absolute names, URLs or `..` are rejected.
+Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
+order of the table decodes each group once, reading in random order once per picture. A row group above
+`MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "file
 
 
 class ListingSource(FolderSource):
-    """Files that JSONL or CSV files name.
+    """Files named by JSONL or CSV files.
 
-    Rows that name the same file add up to one item with all their captions. Whether a file is there is seen when it is
-    read; a missing one is a reject of its own.
+    Rows that name the same file become one item with all their captions. A missing file is noticed when it is read, and
+    becomes a reject.
 
     Args:
-        store: where the listings and the pictures are.
+        filesystem: of the listings and the pictures.
         files: names of the listings.
         rule: which captions.
         name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that is there.
-        image_root: what the names are relative to, within the store; None: each listing's folder.
+        image_field: the column that names the file; None: the first existing one of `NAME_COLUMNS`.
+        image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class ListingSource(FolderSource):
 
 
 class ParquetSource(Source):
-    """Parquet files of a store; see the module.
+    """Parquet files of a filesystem; see the module.
 
-    Args: as of `ListingSource`; `image_field`: the column of the picture, its bytes or its name.
+    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture.
     """
 
     format = "parquet"
@@ -127,9 +127,9 @@ class ParquetSource(Source):
         self.image_field, self.image_root = image_field, image_root
         self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
-        self.ignored_kinds: Counter[str] = Counter()
-        self._places: dict[str, tuple[str, int, int, int]] = {}  # part, row group, row in it, bytes
-        self._names: dict[str, str] = {}  # the file, where a row names one
+        self.ignored_kinds = Counter()
+        self._places: dict[str, tuple[str, int, int, int]] = {}  # key -> part, row group, row in the group, bytes
+        self._names: dict[str, str] = {}  # key -> file that the row names
         self._versions: dict[str, tuple[int, int]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
@@ -142,8 +142,7 @@ class ParquetSource(Source):
         with self._lock:
             self._versions = self.filesystem.require(self.files)
             self._open, self._groups = OrderedDict(), OrderedDict()
-        self.ignored_kinds.clear()
-        self.ignored = 0
+        self._reset_ignored()
         return [Part(file, self._stamp(file)) for file in self.files]
 
     def items(self) -> Iterator[Item | Reject]:
@@ -162,41 +161,30 @@ class ParquetSource(Source):
             yield Reject(escaped(name), f"is no parquet file: {escaped(error_text(error))}")
             return
         column, _ = self._picture(name, table.schema_arrow)
-        wanted = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
-        if self.rule.lacks_captions(wanted):
-            raise UserError(
-                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
-                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
-                found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={escaped(wanted[0])}" if wanted else "add a caption column",
-            )
+        others = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
+        self._check_captions(name, table, others)
         first = 0
-        odd: Counter[str] = Counter()
+        unreadable: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             try:
-                with self._lock:
-                    rows = _rows(table.read_row_group(group, columns=wanted))
-                pictures = self._group(name, group)
-                if len(pictures) != count or len(rows or pictures) != count:
-                    raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
+                rows, pictures = self._read_group(name, table, group, others)
             except (pa.ArrowException, OSError) as error:
-                yield Reject(
-                    escaped(name), f"rows {first} to {first + count - 1} cannot be read: {escaped(error_text(error))}"
-                )
+                reason = escaped(error_text(error))
+                yield Reject(escaped(name), f"rows {first} to {first + count - 1} cannot be read: {reason}")
                 first += count
                 continue
-            for row, said_of_it in enumerate(rows or [{}] * count):
-                values = {**said_of_it, column: _value(pictures[row])}
-                unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
-                odd.update(unreadable.keys())
-                if unreadable:
-                    reasons = (f"its {escaped(field)!r} {reason}" for field, reason in unreadable.items())
-                    yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
+            for row, values in enumerate(rows):
+                place = _Row(name, group, row, f"{name}/{first + row:09d}")
+                picture = _value(pictures[row])
+                reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
+                unreadable.update(reasons.keys())
+                if reasons:
+                    yield Reject(place.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
                 else:
-                    yield from self._row(name, group, row, first + row, said_of_it, values[column])
+                    yield from self._item(place, values, picture)
             first += count
-        for field in sorted(field for field, rows in odd.items() if rows == first):
+        for field in sorted(field for field, rejected in unreadable.items() if rejected == first):
             kind = table.schema_arrow.field(field).type
             yield Reject(
                 escaped(name),
@@ -205,42 +193,57 @@ class ParquetSource(Source):
         if not first:
             yield Reject(escaped(name), "holds no row")
 
-    def _row(
-        self, part: str, group: int, row: int, number: int, said_of_it: dict[str, Any], picture: Any
-    ) -> Iterator[Item | Reject]:
-        own = f"{part}/{number:09d}"
-        data, named = _bytes_and_name(picture)
-        if data is None and named is None:
-            yield Reject(own, "has no picture")
+    def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
+        """Raises a UserError if no caption column exists."""
+        if self.rule.lacks_captions(columns):
+            raise UserError(
+                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
+                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
+                found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
+                fix=f"--set data.caption_field={escaped(columns[0])}" if columns else "add a caption column",
+            )
+
+    def _read_group(
+        self, name: str, table: ParquetFile, group: int, columns: list[str]
+    ) -> tuple[list[dict[str, Any]], pa.Array]:
+        """(values of `columns` by row, pictures) of a row group."""
+        count = table.metadata.row_group(group).num_rows
+        with self._lock:
+            rows = _rows(table.read_row_group(group, columns=columns))
+        pictures = self._group(name, group)
+        if len(pictures) != count or len(rows or pictures) != count:
+            raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
+        return rows or [{} for _ in range(count)], pictures
+
+    def _item(self, place: _Row, values: dict[str, Any], picture: Any) -> Iterator[Item | Reject]:
+        """The item of a row. values: of the columns beside the picture."""
+        key = place.key
+        data, file = _bytes_and_name(picture)
+        if data is not None:
+            where = f"{place.group}:{place.row}+{len(data)}"
+        elif file is None:
+            yield Reject(key, "has no picture")
             return
-        if data is None:
-            assert named is not None
-            problem = "is a URL, not a name within the data" if is_url(named) else unsafe_reason(named)
-            if problem is not None:
-                yield Reject(own, f"names {escaped(named)!r}: {problem}")
-                return
-        found = self.rule.read(said_of_it)
-        captions, dropped = self.rule.weigh(found.candidates, own, self.name)
-        if dropped:
-            self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
-            self.ignored = self.ignored_kinds.total()
-        if any(has_surrogates(text) for text, _ in captions):
-            yield Reject(own, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(own, "; ".join(found.problems))
         else:
-            if found.problems:
-                yield Reject(own + " (caption)", "; ".join(found.problems))
-            meta = {column: value for column, value in said_of_it.items() if column not in self.rule.columns}
-            if data is not None and named:
-                meta.setdefault("path", named)
-            if data is None:
-                assert named is not None
-                where = "=" + _relative(part, named, self.image_root)
-            else:
-                where = f"{group}:{row}+{len(data)}"
-            self._place(own, part, where)
-            yield Item(own, captions, meta, where)
+            problem = "is a URL, not a name within the data" if is_url(file) else unsafe_reason(file)
+            if problem is not None:
+                yield Reject(key, f"names {escaped(file)!r}: {problem}")
+                return
+            where = "=" + _relative(place.part, file, self.image_root)
+        row = self.rule.read(values)
+        captions = self._weighted(row.candidates, key)
+        if any(has_surrogates(text) for text, _ in captions):
+            yield Reject(key, "its caption is not valid Unicode")
+        elif not captions:
+            yield Reject(key, "; ".join(row.problems))
+        else:
+            if row.problems:
+                yield Reject(key + " (caption)", "; ".join(row.problems))
+            meta = {column: value for column, value in values.items() if column not in self.rule.columns}
+            if data is not None and file:
+                meta.setdefault("path", file)
+            self._place(key, place.part, where)
+            yield Item(key, captions, meta, where)
 
     def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
@@ -273,7 +276,7 @@ class ParquetSource(Source):
         )
 
     def _stamp(self, file: str) -> str | None:
-        """None where rows name files: those may change without the table."""
+        """None if rows name files, which may change without the table."""
         try:
             version = self._versions[file]
             with self._lock:
@@ -301,7 +304,7 @@ class ParquetSource(Source):
     def stat(self, key: str) -> tuple[int, int]:
         if key in self._names:
             return self.filesystem.stat(self._names[key])
-        part, _, _, size = self._found(key)
+        part, _, _, size = self._locate(key)
         version = self._versions.get(part)
         if version is None:
             version = self._versions[part] = self.filesystem.stat(part)
@@ -310,7 +313,7 @@ class ParquetSource(Source):
     def read(self, key: str) -> bytes:
         if key in self._names:
             return self.filesystem.read(self._names[key])
-        part, group, row, _ = self._found(key)
+        part, group, row, _ = self._locate(key)
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
@@ -322,9 +325,9 @@ class ParquetSource(Source):
     def head(self, key: str, length: int) -> bytes:
         if key in self._names:
             return self.filesystem.read(self._names[key], length)
-        return self.read(key)  # parquet has no smaller piece than a row group's column
+        return self.read(key)  # the smallest unit of reading is a column of a row group
 
-    def _found(self, key: str) -> tuple[str, int, int, int]:
+    def _locate(self, key: str) -> tuple[str, int, int, int]:
         try:
             return self._places[key]
         except KeyError:
@@ -342,8 +345,8 @@ class ParquetSource(Source):
     def _group(self, part: str, group: int) -> pa.Array:
         """The pictures of a row group."""
         with self._lock:
-            found = self._groups.get((part, group))
-            if found is None:
+            pictures = self._groups.get((part, group))
+            if pictures is None:
                 table = self._file(part)
                 column, _ = self._picture(part, table.schema_arrow)
                 size = _size(table, group, column)
@@ -354,13 +357,13 @@ class ParquetSource(Source):
                         expected=f"row groups of at most {MAX_GROUP_BYTES:,} bytes",
                         fix="write it again: pyarrow.parquet.write_table(table, file, row_group_size=256)",
                     )
-                found = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
-                self._groups[part, group] = found
-                while len(self._groups) > 1 and sum(one.nbytes for one in self._groups.values()) > GROUP_BYTES:
+                pictures = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
+                self._groups[part, group] = pictures
+                while len(self._groups) > 1 and sum(array.nbytes for array in self._groups.values()) > GROUP_BYTES:
                     self._groups.popitem(last=False)
             else:
                 self._groups.move_to_end((part, group))
-            return found
+            return pictures
 
 
 def _relative(table: str, name: str, image_root: str | None) -> str:
@@ -370,7 +373,17 @@ def _relative(table: str, name: str, image_root: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Odd:
+class _Row:
+    """A row of a parquet file. row: within its row group."""
+
+    part: str
+    group: int
+    row: int
+    key: str
+
+
+@dataclass(frozen=True)
+class _BadValue:
     """Stands for a value that Python has no object for."""
 
     reason: str
@@ -380,19 +393,19 @@ def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return _Odd("is not UTF-8")
+        return _BadValue("is not UTF-8")
     except Exception:  # ValueError, OverflowError, KeyError of a time zone
-        return _Odd(f"holds a {scalar.type} that Python's types cannot hold")
+        return _BadValue(f"holds a {scalar.type} that Python's types cannot hold")
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows of a table; an `_Odd` stands in the place of a value that cannot be read."""
+    """Rows of a table; `_BadValue` for values that cannot be read."""
 
     def values(column: pa.ChunkedArray) -> list[Any]:
         try:
             return column.to_pylist()
         except Exception:
-            return [_value(one) for one in column]
+            return [_value(scalar) for scalar in column]
 
     columns = [values(column) for column in table.columns]
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -427,8 +440,8 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
-    found = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
-    return [chunk for chunk in found if chunk.path_in_schema.split(".")[0] == column]
+    chunks = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
+    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
 
 
 def _size(table: ParquetFile, group: int, column: str) -> int:
