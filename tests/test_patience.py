@@ -29,7 +29,7 @@ from tests.support.consumed import loader, sequence
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No store is known yet, and pauses are short."""
-    monkeypatch.setattr(retrying, "_contacts", {})
+    monkeypatch.setattr(retrying, "_states", {})
     monkeypatch.setattr(retrying, "PAUSE_S", 0.05)
 
 
