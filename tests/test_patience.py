@@ -36,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(retrying, "say", lines.append)
+    monkeypatch.setattr(retrying, "log", lines.append)
     monkeypatch.setattr(retrying, "NOTICE_S", 0.3)
     return lines
 
