@@ -32,7 +32,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding import worker
 from pipeline.images import decoding
 from pipeline.processes import run_and_exit
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from pipeline.work import engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress

@@ -23,7 +23,8 @@ from pipeline.models import tiny
 from pipeline.processes import command, shown
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
-from pipeline.sources.source import FolderSource, Item, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Item, Unreadable
 
 TINY = "tiny.yaml"
 MARK = "demo.json"

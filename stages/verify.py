@@ -118,7 +118,7 @@ def _documents_again(cache: Cache, findings: list[audit.Finding], became: Became
     for finding in findings:
         if finding.path in still:
             became(finding.path, f"failed: {still[finding.path].fix}")
-        elif cache.files.holds(finding.path):
+        elif cache.files.has_file(finding.path):
             became(finding.path, "restored")
         else:
             became(finding.path, f"moved to damaged/; to make again what it was for: {audit.maker(finding.path)}")

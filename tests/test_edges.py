@@ -28,8 +28,9 @@ from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, Frame, Joined, unjudged, usable
-from pipeline.sources import source
+from pipeline.sources import sidecars
 from pipeline.sources.caption_columns import SEEN, Candidate, CaptionRule
+from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
@@ -41,7 +42,7 @@ RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 
 
 def drawn(*scored: tuple[str, float | None], rule: CaptionRule = RULE) -> dict[str, float]:
-    return dict(rule.settle([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
+    return dict(rule.weigh([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
 
 
 def test_a_score_at_the_threshold_passes_it() -> None:
@@ -56,7 +57,7 @@ def test_scores_of_zero_and_below_and_equal_texts() -> None:
     assert rule.read({"text": ["a"], "score": [-3]}).candidates == [Candidate("a", 1.0, 0.0)]
     plain = CaptionRule()
     for weights in ((1.0, 3.0), (3.0, 1.0)):
-        assert plain.settle([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
+        assert plain.weigh([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
 
 
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
@@ -96,9 +97,9 @@ def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absen
 
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_CAPTION_BYTES", 5)
-    assert source.sidecar("a.txt", b"12345") == "12345"
-    assert isinstance(source.sidecar("a.txt", b"123456"), source.Reject)
+    monkeypatch.setattr(sidecars, "MAX_CAPTION_BYTES", 5)
+    assert sidecars.read_sidecar("a.txt", b"12345") == "12345"
+    assert isinstance(sidecars.read_sidecar("a.txt", b"123456"), sidecars.Reject)
 
 
 def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:
@@ -650,7 +651,7 @@ def test_which_causes_may_pass(tmp_path: Path) -> None:
         LATENT,
         Unit("aa", 0, 3, 3),
         pa.Table.from_pylist(rows, schema=planning.IMAGES),
-        {"s": source.FolderSource(tmp_path, "text")},
+        {"s": FolderSource(tmp_path, "text")},
         None,
         max_pixels=100,
         workers=1,  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder
 from pipeline.models import encoders
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
 
 MakeConfig = Callable[..., Config]

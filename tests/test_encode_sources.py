@@ -147,7 +147,7 @@ def test_a_scan_of_an_earlier_version_is_read(
     cache.add_scan("folder", {**kept, "table": cache.put_table(old)})
     assert list(scanning.places(old)) == []
     reads: list[str] = []
-    from pipeline.sources.source import FolderSource
+    from pipeline.sources.folder import FolderSource
 
     monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key))
     assert stages.encode.run(config, data=str(pictures / "folder"))["images"] == 0

@@ -65,7 +65,7 @@ def test_a_signal_while_a_store_is_waited_for_saves(tmp_path: Path, monkeypatch:
     def waits(step: int) -> None:
         if step == at:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            retrying.tried(lambda: (_ for _ in ()).throw(ConnectionError("away")), "s3://away", 60.0)
+            retrying.retry(lambda: (_ for _ in ()).throw(ConnectionError("away")), "s3://away", 60.0)
 
     began = time.monotonic()
     said = fitted(tmp_path / "run", waits)

@@ -25,8 +25,9 @@ import stages.snapshots
 import stages.train
 import stages.verify
 from pipeline.cache import adopt, audit, garbage, index, layout, objects, process_identity, shard
-from pipeline.cache.files import STALE_TMP_S, Files
+from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
@@ -681,7 +682,7 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
     for mends in (False, True):
-        cache.files.mends = mends
+        cache.files.repairs = mends
         found = cache.index(recipe)
         assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
         assert cache.files.exists(Paths.table(names[0], "arrow")) == mends

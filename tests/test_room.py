@@ -16,7 +16,8 @@ import pytest
 import stages.encode
 from pipeline import __version__
 from pipeline.cache import index, layout
-from pipeline.cache.files import Files, explained
+from pipeline.cache.files import Files
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config, EncodeConfig
 from pipeline.errors import CacheError, NoSpaceError
@@ -144,7 +145,7 @@ def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
         progress(1, 0)
         if not failed:
             failed.append(unit.unit)
-            with explained(cache.root / "shard"):
+            with cache_errors(cache.root / "shard"):
                 raise OSError(number, os.strerror(number))
 
     held: list[list[Path]] = []
@@ -172,7 +173,7 @@ def test_a_disk_that_fills_again_and_again_is_given_up(cache: Cache, todo: engin
 
 def test_another_refusal_is_no_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
     def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
-        with explained(cache.root / "shard"):
+        with cache_errors(cache.root / "shard"):
             raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(CacheError, match="Permission denied") as caught:

@@ -26,8 +26,9 @@ from pipeline.cache.store import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filesystem import Disk, Unreadable
-from pipeline.sources.source import FolderSource, Part, Source
+from pipeline.sources.filesystem import LocalFilesystem, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Part, Source
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.stop import Stop, Stopped
@@ -85,7 +86,9 @@ class Counted(FolderSource):
 
 class CountedTars(TarSource):
     def __init__(self, paths: list[Path]):
-        super().__init__(Disk(paths[0].parent), [path.name for path in paths], CaptionRule.column("text"), "photos")
+        super().__init__(
+            LocalFilesystem(paths[0].parent), [path.name for path in paths], CaptionRule.column("text"), "photos"
+        )
         self.reads: list[str] = []
         self.listed: list[str] = []
 

@@ -27,8 +27,8 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
 from pipeline.cache.audit import contradictions, packs, recipe_names
-from pipeline.cache.files import STALE_TMP_S
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError
 
@@ -165,7 +165,7 @@ class _Needed:
         folder, stem = path.parts[0], path.stem
         if folder in ("plans", "units") and path.parts[1] in self.given_up:
             return "no name points to the snapshot of this pack"
-        if folder == "tmp" and not process_identity.lives(path.name):
+        if folder == "tmp" and not process_identity.is_owned_by_live_process(path.name):
             return "left by a writer that died"
         if folder == "shards" and stem not in self.shards:
             return "no commit or snapshot refers to this shard"

@@ -29,7 +29,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots.join import latent_keys
 from pipeline.sources import caption_rules
-from pipeline.sources.filenames import said
+from pipeline.sources.filenames import error_text
 
 IMAGES = pa.schema(
     [
@@ -118,7 +118,7 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
             found=str(error),
         ) from None
     except Exception as error:  # drivers raise what they like
-        raise UserError(f"{path}: cannot be read: {said(error)}", fix="sana-pipe bucket writes it") from None
+        raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
     for item, sides in found.items():
         if any(side <= 0 or side % compression for side in sides):
             raise UserError(

@@ -32,7 +32,7 @@ LOST = "the document that said what became of it was lost"
 def rebuilt(cache: Cache) -> None:
     """Make every document of a cache right that can be; the others are moved to `damaged/`."""
     files = cache.files
-    files.mends = True
+    files.repairs = True
     for name in [Paths.FORMAT, *(name for name, _ in copies.documents(files))]:
         if not copies.put_right(files, name) and name != Paths.FORMAT:
             files.set_aside(name)

@@ -142,7 +142,7 @@ def scan(
         Stopped: a signal asked for the end.
     """
     while True:
-        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
+        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.is_remote else 1))
         try:
             tables = _Scan(
                 source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments

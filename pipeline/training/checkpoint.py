@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from pipeline.cache.files import make_folder
+from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError
 from pipeline.loader.loader import State

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.cache import process_identity as processes
-from pipeline.cache.files import make_folder, now_in
+from pipeline.cache.local_files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0

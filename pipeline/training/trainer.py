@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.cache.files import make_folder
+from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError
 from pipeline.launch import Launch

@@ -21,7 +21,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import layout
-from pipeline.cache.files import explained
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import estimate
@@ -105,5 +105,5 @@ class Room:
         self._since = None
 
     def _allocate(self, size: int) -> None:
-        with self.cache.files.temporary() as path, explained(path), open(path, "xb") as file:
+        with self.cache.files.temporary() as path, cache_errors(path), open(path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))

@@ -10,7 +10,7 @@ from pipeline.cache.store import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from pipeline.work.claims import Claims
 from pipeline.work.stop import Stop, Stopped
 
