@@ -33,6 +33,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +42,12 @@ import torch
 
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache.snapshot import Policies
 from pipeline.cache.store import Cache, Unit
 from pipeline.loader import randomness
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit
-from pipeline.snapshots.join import Joined, assemble, join
+from pipeline.snapshots.join import BucketTable, Joined, Records, Resolution, assemble, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -115,21 +117,12 @@ def build(
         for _, commit in plan:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
-    latents, texts = cache.index(latent.name), cache.index(text.name)
-    join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), buckets, latent, text, latents, texts)
-    head, samples, names, _ = assemble(
-        joined,
-        buckets,
-        batch=batch,
-        small="carry",
-        pad_text_multiple=1,
-        latent=latent,
-        text=text,
-        latents=latents,
-        texts=texts,
-        sources={},
-    )
-    cache.add_snapshot(snapshot.build(cache.files, head, samples, names), None)
+    records = Records(latent, text, cache.index(latent.name), cache.index(text.name))
+    join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
+    table = BucketTable(buckets, [batch] * len(buckets))
+    made = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
+    chunks = snapshot.write_chunks(cache.files, made.samples, made.names)
+    cache.add_snapshot(replace(made.head, chunks=chunks), None)
     return cache
 
 
@@ -159,18 +152,20 @@ Side = Iterator[tuple[int, int]]
 def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Side:
     loader = Loader(
         cache.open_snapshot(),
-        seed=0,
-        phase=0,
-        rank=0,
-        world=1,
-        microbatch=BATCH,
-        caption_drop=0.0,
-        null_mask="bos",
-        prefetch=None if threads else 0,
-        threads=max(threads, 1),
-        verify=verify,
-        text=text,
-        length_window=window,
+        LoaderSettings(
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=BATCH,
+            caption_drop=0.0,
+            null_mask="bos",
+            prefetch=None if threads else 0,
+            threads=max(threads, 1),
+            verify=verify,
+            text=text,
+            length_window=window,
+        ),
     )
     for step, (batches, _) in enumerate(loader):
         for batch in batches if step >= AHEAD else ():

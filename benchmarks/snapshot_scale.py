@@ -26,7 +26,7 @@ import pyarrow as pa
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard, snapshot
 from pipeline.cache.store import Cache
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.processes import run_and_exit
 
@@ -51,35 +51,35 @@ def build(root: Path, count: int) -> None:
             if recipe is text:
                 writer.add(layout.null_key(text.id), np.zeros((300, 256), np.uint16), caption="", valid=1)
             name, size, tables[recipe.kind] = writer.finish()
-        shards[recipe.kind] = [{"name": name, "bytes": size}]
+        shards[recipe.kind] = (snapshot.ShardFile(name, size),)
     null = tables["text"].to_pylist()[-1]
     chunks, buckets, start = [], [], 0
     for height, width in BUCKETS:
         own = count // len(BUCKETS)
-        buckets.append({"height": height, "width": width, "samples": own, "batch": BATCH})
+        buckets.append(snapshot.Bucket(height, width, own, BATCH))
         start += own
     for first in range(0, start, snapshot.CHUNK_ROWS):
         rows = np.arange(first, min(first + snapshot.CHUNK_ROWS, start))
         samples, names = _rows(rows, rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS, tables)
-        chunks += snapshot.build(cache.files, {}, samples, names)["chunks"]
-    head = {
-        "recipes": {"latent": latent.values(), "text": text.values()},
-        "policies": {"small": "carry", "pad_text_multiple": 16},
-        "buckets": buckets,
-        "left_out": {},
-        "sources": {},
-        "shards": shards,
-        "null": {
-            "shard": shards["text"][0]["name"],
-            "offset": null["offset"],
-            "key": null["key"].hex(),
-            "checksum": null["checksum"].hex(),
-            "rows": 300,
-            "valid": 1,
-            "length": null["length"],
-        },
-        "chunks": chunks,
-    }
+        chunks += snapshot.write_chunks(cache.files, samples, names)
+    head = snapshot.Head(
+        recipes={"latent": latent.values(), "text": text.values()},
+        policies=snapshot.Policies("carry", pad_text_multiple=16),
+        buckets=tuple(buckets),
+        shards=shards,
+        null=snapshot.NullRecord(
+            shards["text"][0].name,
+            null["offset"],
+            rows=300,
+            valid=1,
+            key=null["key"],
+            checksum=null["checksum"],
+            length=null["length"],
+        ),
+        left_out={},
+        sources={},
+        chunks=tuple(chunks),
+    )
     assert latent.storage == text.storage == codec.PLAIN
     cache.add_snapshot(head, None)
 
@@ -130,16 +130,18 @@ def measure(root: Path, start: int) -> dict[str, float]:
     began = time.perf_counter()
     loader = Loader(
         Cache(root).open_snapshot(),
-        seed=0,
-        phase=0,
-        rank=0,
-        world=1,
-        microbatch=BATCH,
-        caption_drop=0.1,
-        null_mask="bos",
-        prefetch=0,
-        threads=1,
-        start_step=start,
+        LoaderSettings(
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=BATCH,
+            caption_drop=0.1,
+            null_mask="bos",
+            prefetch=0,
+            threads=1,
+            start_step=start,
+        ),
     )
     opened, read = time.perf_counter() - began, _read()
     steps = iter(loader)

@@ -1,7 +1,7 @@
-"""`sana-pipe bucket`: the cache, or several, to an immutable snapshot. Moves no tensor bytes of its own cache.
+"""`sana-pipe bucket`: make an immutable snapshot from one cache or several. Copies no tensor bytes of the first.
 
-Scans and indexes of every cache, then filters, join, deduplication, held-out part, subset, small buckets; then the
-shards of other caches are adopted and the snapshot is published.
+Steps: read the scans and indexes of every cache, filter, join, deduplicate, hold out a part, take a subset, move or
+drop small buckets; then adopt the shards of other caches and publish the snapshot.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import csv
 import io
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,33 +20,69 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.amounts import amount
-from pipeline.cache import copies, layout, snapshot
+from pipeline.cache import copies, layout
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import HeldOut, Policies, write_chunks
 from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import BucketReport, Frame, Joined, assemble, join, unjudged, usable
+from pipeline.snapshots.join import (
+    Assembled,
+    BucketTable,
+    Frame,
+    Joined,
+    Records,
+    Resolution,
+    assemble,
+    join,
+    unjudged,
+    usable,
+)
 from pipeline.sources import reasons
 from pipeline.sources.caption_rules import instruction
 
 
-@dataclass
-class _Made:
-    """A snapshot that is ready to be published."""
+@dataclass(frozen=True)
+class _Scan:
+    """The last scan of a source, and the cache that holds it. table: digest of the scan's table."""
 
-    head: dict[str, Any]
-    samples: pa.Table
-    names: pa.Table
-    report: list[BucketReport]
+    cache: Cache
+    table: str
+    recipes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a snapshot is made from.
+
+    Attributes:
+        caches: the cache of the configuration, then `bucket.caches`.
+        scans: by source, also of sources that are not used.
+        unused: sources of weight 0.
+        resolutions: one after the other, they are `table`.
+    """
+
+    caches: list[Cache]
+    scans: dict[str, _Scan]
+    unused: set[str]
+    records: Records
+    resolutions: list[Resolution]
+    table: BucketTable
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A snapshot to be published. moves: samples to encode for another bucket first (`bucket.remainder=reassign`)."""
+
+    assembled: Assembled
     joined: Joined
     frame: Frame
-    moves: list[selection.Move] = field(default_factory=list)
+    moves: list[selection.Move]
 
 
 def run(
@@ -65,289 +102,301 @@ def run(
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
-        UserError: nothing is left to train on, a setting names what is not there, or the name is none or taken.
+        UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
-    own = config.bucket
+    settings = config.bucket
     heldout_name = f"{name or 'latest'}.heldout"
-    for label in ([name] if name is not None else []) + ([heldout_name] if own.heldout else []):
+    for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
         check_snapshot_name(label)
     caches = _caches(config, dry_run)
     cache = caches[0]
     if not dry_run:
         copies.complete(cache.files)
-    unused = {source for source, one in own.sources.items() if not one.weight}
-    found = _sources(caches, unused)
-    if not found:
-        raise CacheError(
-            f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
-        )
-    if unknown := sorted(set(own.sources) - set(found)):
-        raise CacheError(
-            f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(found))
-        )
-    latent, text = _recipes(config, {source: one for source, one in found.items() if source not in unused} or found)
-    tables = buckets.resolutions(own, config.data, latent.compression)
-    shapes = [shape for _, table in tables for shape in table]
-    batches = buckets.batches(own, shapes, latent.compression)
-    latents, texts = (RecordIndex.union([one.index(name) for one in caches]) for name in (latent.name, text.name))
-
-    joined = Joined()
-    scans = _selected(config, joined, found)
-    for source, scan in scans.items():
-        first = 0
-        for variant, table in tables:
-            join(
-                joined,
-                source,
-                scan,
-                table,
-                latent,
-                text,
-                latents,
-                texts,
-                first=first,
-                variant=variant,
-                policy=config.data if own.resolutions else None,
-            )
-            first += len(table)
+    inputs = _inputs(config, caches)
+    joined = _joined(config, inputs)
     frame = joined.frame()
-    earlier = _sample_ids(cache.open_snapshot(own.grow)) if own.grow else np.empty(0, np.uint64)
-    if own.dedup == "image":
-        frame = selection.deduplicated(joined, frame, list(own.sources), earlier)
-    away = selection.heldout(frame, own.heldout)
+    earlier = _earlier(config, cache)
+    if settings.dedup == "image":
+        frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
+    held_out = selection.heldout(frame, settings.heldout)
 
-    def make(frame: Frame, joined: Joined, small: str, policies: dict[str, Any]) -> _Made:
-        moves: list[selection.Move] = []
-        if small == "reassign":
-            small, first = "carry", 0
-            for _, table in tables:
-                part = batches[first : first + len(table)]
-                frame, more = selection.reassigned(joined, frame, table, part, first, latent, latents)
-                moves, first = moves + more, first + len(table)
-        head, samples, names, report = assemble(
-            joined,
-            shapes,
-            batch=batches,
-            small=small,
-            pad_text_multiple=own.pad_text_multiple,
-            latent=latent,
-            text=text,
-            latents=latents,
-            texts=texts,
-            frame=frame,
-            before=selection.places(frame, earlier),
-            sources={source: body["table"] for source, (_, body) in sorted(found.items()) if source in scans},
-            weights=_weights(config),
-            policies=policies,
-        )
-        return _Made(head, samples, names, report, joined, frame, moves)
-
-    told: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    kept_away = None
-    if away.any():
-        side = Joined(joined.sources)
-        side.leave("not in the held-out part", int((~away).sum()))
-        policies: dict[str, Any] = {"heldout": {"share": own.heldout, "side": "heldout"}}
-        kept_away = make(frame.take(away), side, "carry", policies)
-        joined.leave("held out for validation", int(away.sum()), "bucket.heldout=0")
-        frame = frame.take(~away)
-    if own.subset is not None:
+    report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
+    heldout_made = None
+    if held_out.any():
+        heldout_joined = Joined(joined.sources)
+        heldout_joined.leave("not in the held-out part", int((~held_out).sum()))
+        heldout_made = _make(config, inputs, heldout_joined, frame.take(held_out), earlier, heldout=True)
+        joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
+        frame = frame.take(~held_out)
+    if settings.subset is not None:
         pictures = len(np.unique(frame.picture_id))
-        if pictures < own.subset:
-            told["note"] = f"bucket.subset = {own.subset}, but there are only {pictures} pictures"
-        frame = selection.subset(joined, frame, own.subset, earlier)
-    policies = {"order": own.order} if own.order != "random" else {}
-    if own.heldout:
-        policies["heldout"] = {"share": own.heldout, "side": "train"}
-    made = make(frame, joined, own.remainder, policies)
-    told |= _publish(made, caches, (latents, texts), dry_run, name, move)
-    if kept_away is not None:
-        told["heldout"] = _publish(kept_away, caches, (latents, texts), dry_run, heldout_name, move, latest=False)
-    told["reassign"] = (
-        _reassign_lists(cache, made.moves, joined.sources, dry_run) if own.remainder == "reassign" else []
-    )
+        if pictures < settings.subset:
+            report["note"] = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
+        frame = selection.subset(joined, frame, settings.subset, earlier)
+    made = _make(config, inputs, joined, frame, earlier)
+    report |= _publish(made, inputs, dry_run, name, move)
+    if heldout_made is not None:
+        report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
+    report["reassign"] = []
+    if settings.remainder == "reassign":
+        report["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run)
     if joined.examples:
-        lists = ((one, reasons.report(source)) for source, (one, _) in found.items() if source in scans)
-        told["reports"] = [one.files.where(name) for one, name in lists if one.files.exists(name)]
-    _tell(told, as_json)
-    return told["snapshot"] or ""
+        lists = [(scan.cache.files, reasons.report(source)) for source, scan in _used(inputs)]
+        report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
+    _print(report, as_json)
+    return report["snapshot"] or ""
 
 
-# ---------------------------------------------------------------- what goes in
+# ---------------------------------------------------------------- inputs
 
 
 def _caches(config: Config, dry_run: bool) -> list[Cache]:
-    """The own cache, then the others."""
+    """The cache of the configuration, then `bucket.caches`."""
     others = [Cache(root, mirror=config.mirror) for root in config.bucket.caches]
-    first = Cache.of(config, create=bool(others) and not dry_run)
-    roots = [one.location if "://" in one.location else os.path.realpath(one.location) for one in (first, *others)]
+    caches = [Cache.of(config, create=bool(others) and not dry_run), *others]
+    roots = [cache.location if "://" in cache.location else os.path.realpath(cache.location) for cache in caches]
     if len(set(roots)) < len(roots):
-        raise UserError("bucket.caches names a cache twice, or the own one", found=", ".join(roots))
-    return [first, *others]
+        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(roots))
+    return caches
 
 
-def _sources(caches: list[Cache], unused: set[str]) -> dict[str, tuple[Cache, dict[str, Any]]]:
-    """Source -> the cache that holds it, and its last scan. Sources that are not used may contradict one another."""
-    found: dict[str, tuple[Cache, dict[str, Any]]] = {}
+def _inputs(config: Config, caches: list[Cache]) -> _Inputs:
+    settings = config.bucket
+    unused = {source for source, setting in settings.sources.items() if not setting.weight}
+    scans = _scans(caches, unused)
+    if not scans:
+        raise CacheError(
+            f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
+        )
+    if unknown := sorted(set(settings.sources) - set(scans)):
+        raise CacheError(
+            f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
+        )
+    latent, text = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
+    resolutions, shapes = [], list[tuple[int, int]]()
+    for variant, table in buckets.resolutions(settings, config.data, latent.compression):
+        policy = config.data if settings.resolutions else None
+        resolutions.append(Resolution(table, len(shapes), variant, policy))
+        shapes += table
+    batches = buckets.batches(settings, shapes, latent.compression)
+    latents, texts = (RecordIndex.union([cache.index(recipe.name) for cache in caches]) for recipe in (latent, text))
+    records = Records(latent, text, latents, texts)
+    return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches))
+
+
+def _scans(caches: list[Cache], unused: set[str]) -> dict[str, _Scan]:
+    """The last scan of each source. Caches may hold different scans of an unused source."""
+    scans: dict[str, _Scan] = {}
     for cache in caches:
         for source in cache.sources():
             body = cache.last_scan(source)
             if body is None:
                 continue
-            first = found.setdefault(source, (cache, body))
-            if first[1]["table"] != body["table"] and source not in unused:
+            scan = _Scan(cache, body["table"], {kind: body[kind] for kind in ("latent", "text")})
+            first = scans.setdefault(source, scan)
+            if first.table != scan.table and source not in unused:
                 raise CacheError(
-                    f"{first[0].location} and {cache.location} both have a source {source!r}, with different items",
-                    fix="encode one of them with another --source-name: samples are told apart by it",
+                    f"{first.cache.location} and {cache.location} both have a source {source!r}, with different items",
+                    fix="encode one of them with another --source-name: it is part of a sample's id",
                 )
-    return dict(sorted(found.items()))
+    return dict(sorted(scans.items()))
 
 
-def _selected(config: Config, joined: Joined, found: dict[str, tuple[Cache, dict[str, Any]]]) -> dict[str, pa.Table]:
-    """The usable items of the sources, filtered."""
-    own, scans = config.bucket, {}
-    for source, (cache, body) in found.items():
-        scan = cache.table(body["table"])
-        if source in own.sources and not own.sources[source].weight:
-            setting = f"bucket.sources.{source}.weight"
-            joined.leave(f"{setting} is 0", scan.num_rows, f"another {setting}")
+def _used(inputs: _Inputs) -> Iterator[tuple[str, _Scan]]:
+    return ((source, scan) for source, scan in inputs.scans.items() if source not in inputs.unused)
+
+
+def _joined(config: Config, inputs: _Inputs) -> Joined:
+    """The usable items of the sources, filtered, at all resolutions."""
+    settings, joined = config.bucket, Joined()
+    items: dict[str, pa.Table] = {}
+    for source, scan in inputs.scans.items():
+        table = scan.cache.table(scan.table)
+        if source in inputs.unused:
+            option = f"bucket.sources.{source}.weight"
+            joined.leave(f"{option} is 0", table.num_rows, f"another {option}")
             continue
-        scans[source] = usable(joined, unjudged(scan) if own.resolutions else scan)
-    common = Filter(own.filter, "bucket.filter") if own.filter else None
+        items[source] = usable(joined, unjudged(table) if settings.resolutions else table)
+    common = Filter(settings.filter, "bucket.filter") if settings.filter else None
     by_source = {
         source: Filter(setting.filter, f"bucket.sources.{source}.filter")
-        for source, setting in own.sources.items()
-        if setting.filter and source in scans
+        for source, setting in settings.sources.items()
+        if setting.filter and source in items
     }
-    return selection.filtered(joined, scans, common, by_source) if common or by_source else scans
+    if common or by_source:
+        items = selection.filtered(joined, items, common, by_source)
+    for source, table in items.items():
+        for resolution in inputs.resolutions:
+            join(joined, source, table, inputs.records, resolution)
+    return joined
 
 
-def _weights(config: Config) -> dict[str, Fraction]:
-    return {source: Fraction(str(setting.weight)) for source, setting in config.bucket.sources.items()}
+def _earlier(config: Config, cache: Cache) -> np.ndarray:
+    """Sample ids of the snapshot that this one grows from, by row: (n,) uint64."""
+    ids = cache.open_snapshot(config.bucket.grow).sample_ids() if config.bucket.grow else ()
+    return np.concatenate([np.empty(0, np.uint64), *ids])
 
 
-def _sample_ids(opened: Snapshot) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.uint64), *opened.sample_ids()])
+# ---------------------------------------------------------------- outputs
 
 
-# ---------------------------------------------------------------- what comes out
+def _make(
+    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: np.ndarray, *, heldout: bool = False
+) -> _Made:
+    """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
+    settings, records = config.bucket, inputs.records
+    small = "carry" if heldout else settings.remainder
+    moves: list[selection.Move] = []
+    if small == "reassign":
+        small = "carry"
+        for resolution in inputs.resolutions:
+            batches = inputs.table.batches[resolution.first :][: len(resolution.table)]
+            frame, missing = selection.reassigned(joined, frame, resolution, batches, records)
+            moves += missing
+    policies = Policies(
+        small=small,
+        pad_text_multiple=settings.pad_text_multiple,
+        order=None if heldout or settings.order == "random" else settings.order,
+        heldout=HeldOut(settings.heldout, "heldout" if heldout else "train") if settings.heldout else None,
+    )
+    assembled = assemble(
+        joined,
+        frame,
+        records,
+        inputs.table,
+        policies,
+        {source: scan.table for source, scan in _used(inputs)},
+        weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
+        places=selection.places(frame, earlier),
+    )
+    return _Made(assembled, joined, frame, moves)
 
 
 def _publish(
-    made: _Made,
-    caches: list[Cache],
-    indexes: tuple[RecordIndex, RecordIndex],
-    dry_run: bool,
-    name: str | None,
-    move: bool,
-    latest: bool = True,
+    made: _Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
-    """Adopt what is of other caches and publish the snapshot; returns the report."""
-    cache, head = caches[0], made.head
-    brought = 0
-    for index in indexes:
-        origin = dict(zip(index.shards, index.origin, strict=True))
-        for at, other in enumerate(caches[1:], start=1):
-            used = [shard for shard in head["shards"][index.kind] if origin[shard["name"]] == at]
-            brought += sum(shard["bytes"] for shard in used)
-            if not dry_run:
-                adopt(cache, other, index.recipe, {shard["name"] for shard in used})
+    """Adopt the shards of other caches and publish the snapshot; returns the report."""
+    cache, head = inputs.caches[0], made.assembled.head
+    adopted_bytes = _adopt(made, inputs, dry_run)
     snapshot_id = None
     if not dry_run:
-        for other in caches[1:]:
-            tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
-            for digest in tables & set(head["sources"].values()):
-                bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
-        whole = snapshot.build(cache.files, head, made.samples, made.names)
-        snapshot_id = cache.add_snapshot(whole, name, latest=latest, move=move)
-    frame, sources = made.frame, made.joined.sources
-    held = np.bincount(frame.source, minlength=len(sources)).tolist()
+        chunks = write_chunks(cache.files, made.assembled.samples, made.assembled.names)
+        snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
+    sources, rows = made.joined.sources, made.assembled.report
+    counts = np.bincount(made.frame.source, minlength=len(sources)).tolist()
     return {
         "snapshot": snapshot_id,
         "name": name,
-        "samples": head["counts"]["samples"],
-        "steps_per_epoch": sum(float(row.steps) for row in made.report),
-        "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in made.report],
-        "sources": dict(zip(sources, held, strict=True)),
+        "samples": head.samples,
+        "steps_per_epoch": sum(float(row.steps) for row in rows),
+        "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
+        "sources": dict(zip(sources, counts, strict=True)),
         "left_out": [
             {
                 "reason": reason,
                 "samples": count,
                 "keep": made.joined.keep.get(reason),
-                **({"examples": some} if (some := made.joined.examples.get(reason)) else {}),
+                **({"examples": examples} if (examples := made.joined.examples.get(reason)) else {}),
             }
-            for reason, count in head["left_out"].items()
+            for reason, count in head.left_out.items()
         ],
-        "adopted_bytes": brought,
+        "adopted_bytes": adopted_bytes,
     }
+
+
+def _adopt(made: _Made, inputs: _Inputs, dry_run: bool) -> int:
+    """Bring the shards and scans of other caches into the first one. Returns the bytes of these shards."""
+    head, (cache, *others) = made.assembled.head, inputs.caches
+    total = 0
+    for index in (inputs.records.latents, inputs.records.texts):
+        origin = dict(zip(index.shards, index.origin, strict=True))
+        for number, other in enumerate(others, start=1):
+            shards = [shard for shard in head.shards[index.kind] if origin[shard.name] == number]
+            total += sum(shard.bytes for shard in shards)
+            if not dry_run:
+                adopt(cache, other, index.recipe, {shard.name for shard in shards})
+    for other in () if dry_run else others:
+        tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
+        for digest in tables & set(head.sources.values()):
+            bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
+    return total
 
 
 def _reassign_lists(
     cache: Cache, moves: list[selection.Move], sources: list[str], dry_run: bool
 ) -> list[dict[str, Any]]:
-    """Write what `encode --reassign` takes, a file per source; lists that are done are removed."""
-    told = []
+    """Write the lists that `encode --reassign` reads, a file per source; remove lists that are done."""
+    reports = []
     for source in sources:
-        where = f"reports/reassign-{source}.csv"
+        path = f"reports/reassign-{source}.csv"
         rows = [move[1:] for move in moves if move[0] == source]
         if rows:
-            told.append({"source": source, "items": len(rows), "file": cache.files.where(where)})
+            reports.append({"source": source, "items": len(rows), "file": cache.files.where(path)})
         if dry_run:
             continue
         if not rows:
-            cache.files.remove(where)
+            cache.files.remove(path)
             continue
         sheet = io.StringIO()
         out = csv.writer(sheet, lineterminator="\n")
         out.writerow(["item", "height", "width"])
         out.writerows(sorted(rows))
-        cache.files.replace(where, sheet.getvalue().encode())
-    return told
+        cache.files.replace(path, sheet.getvalue().encode())
+    return reports
 
 
-def _tell(told: dict[str, Any], as_json: bool) -> None:
+def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(report))
         return
-    for one in [told, *([told["heldout"]] if "heldout" in told else [])]:
-        if one is not told:
-            click.echo("held out:")
-        click.echo(f"{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
-        for row in one["buckets"]:
-            click.echo(
-                f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "
-                f"{row['crop']:>10.1%}" + (f"  {row['note']}" if row["note"] else "")
-            )
-        click.echo(f"{one['samples']} samples, {one['steps_per_epoch']:.2f} optimizer steps per epoch")
-        if one["adopted_bytes"]:
-            verb = "would be" if told["dry_run"] else "were"
-            click.echo(f"{amount(one['adopted_bytes'])} of shards {verb} linked or copied from other caches")
-        if one is told:
-            for left in one["left_out"]:
-                keep = f"; to keep: {left['keep']}" if left["keep"] else ""
-                click.echo(f"left out: {left['samples']:6d}  {left['reason']}{keep}")
-                if "examples" in left:
-                    click.echo(f"{'':18}{reasons.examples(left['examples'], left['samples'])}")
-            for file in told["reports"]:
-                click.echo(f"each reject with its reason: {file}")
-            for entry in told["reassign"]:
-                click.echo(
-                    f"{entry['items']} pictures of {entry['source']!r} have to be encoded for another bucket: "
-                    f"sana-pipe encode --data ... --reassign {entry['file']}"
-                )
-            if "note" in told:
-                click.echo(told["note"])
-        named = f" ({one['name']})" if one["name"] else ""
-        click.echo(f"snapshot {one['snapshot']}{named}" if one["snapshot"] else f"dry run: no snapshot was made{named}")
+    _print_buckets(report, report["dry_run"])
+    for entry in report["left_out"]:
+        keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
+        click.echo(f"left out: {entry['samples']:6d}  {entry['reason']}{keep}")
+        if "examples" in entry:
+            click.echo(f"{'':18}{reasons.examples(entry['examples'], entry['samples'])}")
+    for file in report["reports"]:
+        click.echo(f"each reject with its reason: {file}")
+    for entry in report["reassign"]:
+        click.echo(
+            f"{entry['items']} pictures of {entry['source']!r} have to be encoded for another bucket: "
+            f"sana-pipe encode --data ... --reassign {entry['file']}"
+        )
+    if "note" in report:
+        click.echo(report["note"])
+    _print_id(report)
+    if "heldout" in report:
+        click.echo("held out:")
+        _print_buckets(report["heldout"], report["dry_run"])
+        _print_id(report["heldout"])
 
 
-def _recipes(
-    config: Config, scans: dict[str, tuple[Cache, dict[str, Any]]]
-) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-    """The recipes of the sources, which must agree with one another and with the configuration."""
+def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
+    click.echo(f"{'bucket':>11} {'samples':>9} {'batch':>6} {'steps/epoch':>12} {'crop loss':>10}")
+    for row in report["buckets"]:
+        click.echo(
+            f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "
+            f"{row['crop']:>10.1%}" + (f"  {row['note']}" if row["note"] else "")
+        )
+    click.echo(f"{report['samples']} samples, {report['steps_per_epoch']:.2f} optimizer steps per epoch")
+    if report["adopted_bytes"]:
+        verb = "would be" if dry_run else "were"
+        click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")
+
+
+def _print_id(report: dict[str, Any]) -> None:
+    name = f" ({report['name']})" if report["name"] else ""
+    click.echo(f"snapshot {report['snapshot']}{name}" if report["snapshot"] else f"dry run: no snapshot was made{name}")
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    """The recipes of the sources. They must be equal, and agree with the configuration."""
     chosen: dict[str, layout.Recipe] = {}
     for kind in ("latent", "text"):
-        by_source = {source: cache.recipe(body[kind]) for source, (cache, body) in scans.items()}
+        by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
         for source, recipe in by_source.items():
             if recipe != first:
@@ -360,20 +409,24 @@ def _recipes(
     latent, text = chosen["latent"], chosen["text"]
     assert isinstance(latent, layout.LatentRecipe)
     assert isinstance(text, layout.TextRecipe)
-    wanted: list[tuple[str, Any, Any]] = [
+    _check_settings(config, latent, text)
+    return latent, text
+
+
+def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.TextRecipe) -> None:
+    """Refuse settings of the encoders that differ from the cache's; another name of equal weights is a note."""
+    pairs: list[tuple[str, Any, Any]] = [
         ("vae.dtype", config.vae.dtype, latent.dtype),
         ("text.dtype", config.text.dtype, text.dtype),
         ("text.recipe", config.text.recipe, text.normalisation),
         ("text.max_length", config.text.max_length, text.max_length),
         ("text.instruction", instruction(config.text), text.instruction),
         ("data.background", config.data.background, latent.background),
-    ]
-    wanted += [
         ("encode.storage.latent", config.encode.storage.latent, latent.storage),
         ("encode.storage.text", config.encode.storage.text, text.storage),
     ]
     if config.vae.scaling_factor is not None:
-        wanted.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
+        pairs.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
     for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):
         if recipe.model and (recipe.model, recipe.revision) != (section.id, section.revision):
             click.echo(
@@ -381,11 +434,10 @@ def _recipes(
                 f"{recipe.revision!r}), {key} names {section.id!r}: equal weights, if `encode` found nothing new to do",
                 err=True,
             )
-    wrong = [f"{key}: configuration {mine!r}, cache {theirs!r}" for key, mine, theirs in wanted if mine != theirs]
-    if wrong:
+    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+    if different:
         raise CacheError(
-            "the cache was encoded with other settings than this configuration asks for",
-            found="; ".join(wrong),
+            "the cache was encoded with other settings than this configuration has",
+            found="; ".join(different),
             fix="run sana-pipe encode with this configuration, or use the configuration of the cache",
         )
-    return latent, text

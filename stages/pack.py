@@ -1,7 +1,7 @@
-"""`sana-pipe bucket --pack`: a snapshot to a packed one, for caches that are read from object storage.
+"""`sana-pipe bucket --pack`: pack a snapshot, for caches that are read from object storage.
 
-Plan, copy the units that are missing (shared with other processes that run the same command), publish the snapshot when
-all are there. Running the same command again continues.
+Plan, pack the missing units (shared with other processes that run the same command), and publish the packed snapshot
+when all units are packed. Running the same command again continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.work.stop import Stop, Stopped
 
 
 def check_name(name: str | None) -> None:
-    """UserError if a name is given that no snapshot may have."""
+    """Raise UserError if a name is given that no snapshot may have."""
     if name is not None:
         check_snapshot_name(name)
 
@@ -40,56 +40,62 @@ def run(
 
     Args:
         snapshot: name or id; default: the newest.
-        name: a name that will point to the packed snapshot. Default: that of what is packed (its id), and `.packed`.
+        name: a name that will point to the packed snapshot. Default: the name (or id) of the source and `.packed`.
         as_json: print one JSON object instead of lines.
         move: let the name point to it though it points to another snapshot.
         latest: let `latest` point to it, too.
 
     Returns:
-        The packed snapshot's id; None if other processes still had units in hand, or a signal ended the run.
+        The packed snapshot's id; None if other processes still pack units, or a signal ended the run.
 
     Raises:
-        CacheError: no such snapshot, or a record of it is damaged.
-        UserError: it is packed already, or the name is none or taken.
+        CacheError: no such snapshot, or one of its records is damaged.
+        UserError: it is packed already, or the name is not valid or taken.
     """
     check_name(name)
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
     copies.complete(cache.files)
     source = cache.open_snapshot(snapshot)
-    of = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
-    name = name if name is not None else f"{of[:93]}.packed"
+    source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
+    name = name if name is not None else f"{source_name[:93]}.packed"
     plan = packing.planned(cache, source, config.bucket.pack_mib)
-    taken = cache.snapshot_of(name)  # asked before the work; `add_snapshot` asks again
-    if taken is not None and not move and cache.open_snapshot(taken).head.get("folder") != plan.recipe:
-        raise name_taken(name, taken, f"a pack of {source.id}")
-    packer = packing.Packer(cache, source, plan)
-    commits = index.commits(cache.files, plan.recipe, plan.number)
-    done = {commit.unit for commit in commits}
-    todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
-    own = claims.Claims(cache.files, config.encode.claim_timeout_s)
+    pointed = cache.snapshot_of(name)  # checked before the work; `add_snapshot` checks again
+    if pointed is not None and not move and cache.open_snapshot(pointed).head.folder != plan.recipe:
+        raise name_taken(name, pointed, f"a pack of {source.id}")
     try:
-        shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
-        for at in index.lost(cache.files, plan.recipe, shards, sizes).nonzero()[0].tolist():
-            packer.restore(shards[at])
-        with stop.signals(), Progress("samples", 0) as bar:
-            made, left = engine.run_here(packer, todo, *launch.share_of_work(), own, stop, bar)
+        made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:
         click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
         return None
     claims.sweep(cache, [plan])
-    told: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
+    report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
-        told["bytes"] = sum(shard["bytes"] for shard in head["shards"]["text"])
-    told |= {"snapshot": packed, "name": name}
+        report["bytes"] = sum(head.shard_files().values())
+    report |= {"snapshot": packed, "name": name}
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(report))
     elif packed is None:
-        click.echo(f"{left} units are in other processes' hands: the last of them publishes the packed snapshot")
+        click.echo(f"other processes still pack {left} units: the last of them publishes the packed snapshot")
     else:
-        click.echo(f"packed {source.id} into {told['shards']} shards, {amount(told['bytes'])}")
+        click.echo(f"packed {source.id} into {report['shards']} shards, {amount(report['bytes'])}")
         click.echo(f"snapshot {packed} ({name})")
     return packed
+
+
+def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int, int]:
+    """Restore lost shards, then pack this process's share of the missing units. Returns the units packed, and those
+    left to other processes."""
+    plan, files = packer.plan, packer.cache.files
+    commits = index.commits(files, plan.recipe, plan.number)
+    shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
+    for at in index.lost(files, plan.recipe, shards, sizes).nonzero()[0].tolist():
+        packer.restore(shards[at])
+    done = {commit.unit for commit in commits}
+    todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
+    process_claims = claims.Claims(files, config.encode.claim_timeout_s)
+    with stop.signals(), Progress("samples", 0) as bar:
+        return engine.run_here(packer, todo, *launch.share_of_work(), process_claims, stop, bar)

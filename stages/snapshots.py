@@ -1,4 +1,4 @@
-"""`sana-pipe snapshots`: lists the snapshots of a cache, names them, and compares two of them."""
+"""`sana-pipe snapshots`: list the snapshots of a cache, name them, and compare two of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    found = compare.listed(Cache.of(config))
-    damaged = [entry for entry in found if "damaged" in entry]
+    entries = compare.listed(Cache.of(config))
+    damaged = [entry for entry in entries if "damaged" in entry]
     if as_json:
-        click.echo(json.dumps({"snapshots": found}))
+        click.echo(json.dumps({"snapshots": entries}))
         return IntegrityError.exit_code if damaged else 0
     click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'size':>10}  names")
-    for entry in found:
+    for entry in entries:
         if "damaged" in entry:
             click.echo(f"damaged: {', '.join(entry['names']) or entry['id']}: {entry['damaged']}")
             continue
@@ -51,20 +51,20 @@ def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
 
     Args:
         snapshot: a name, an id or the beginning of an id.
-        move: also if the name points to another snapshot.
+        move: let the name point to it though it points to another snapshot.
 
     Returns:
         0.
 
     Raises:
-        UserError: the name is taken, or is none.
+        UserError: the name is taken or not valid.
         CacheError: no such snapshot.
     """
     check_snapshot_name(label)
     cache = Cache.of(config)
-    found = cache.open_snapshot(snapshot).id
-    cache.point(label, found, move=move)
-    click.echo(f"snapshot {found} ({label})")
+    snapshot_id = cache.open_snapshot(snapshot).id
+    cache.point(label, snapshot_id, move=move)
+    click.echo(f"snapshot {snapshot_id} ({label})")
     return 0
 
 
@@ -78,34 +78,34 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
         0 if both hold the same samples with the same records, 1 if not.
 
     Raises:
-        CacheError: no such snapshot, or one that is damaged.
+        CacheError: no such snapshot, or a damaged one.
     """
     cache = Cache.of(config)
-    one, other = cache.open_snapshot(a), cache.open_snapshot(b)
-    found = compare.difference(one, other)
+    first, second = cache.open_snapshot(a), cache.open_snapshot(b)
+    difference = compare.difference(first, second)
     kinds = {
-        "added": _named(other, [(row, ()) for row in found.added]),
-        "removed": _named(one, [(row, ()) for row in found.removed]),
-        "changed": _named(other, found.changed),
+        "added": _named(second, [(row, ()) for row in difference.added]),
+        "removed": _named(first, [(row, ()) for row in difference.removed]),
+        "changed": _named(second, difference.changed),
     }
     if as_json:
-        told: dict[str, object] = {"a": one.id, "b": other.id}
+        report: dict[str, object] = {"a": first.id, "b": second.id}
         for kind, samples in kinds.items():
-            told[kind] = [
+            report[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
                 for source, item, what in samples
             ]
-        click.echo(json.dumps(told))
-        return 1 if found else 0
+        click.echo(json.dumps(report))
+        return 1 if difference else 0
     for kind, samples in kinds.items():
         click.echo(f"{len(samples)} {kind}")
         for source, item, what in samples[:SHOWN]:
             click.echo(f"  {source}: {item}" + (f" ({', '.join(what)})" if what else ""))
         if len(samples) > SHOWN:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
-    return 1 if found else 0
+    return 1 if difference else 0
 
 
 def _named(snapshot: Snapshot, rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(source, item, what) of samples, by name: rows stand in the order of sample ids, which says nothing to people."""
+    """(source, item, what changed) of samples, sorted by name."""
     return sorted((*snapshot.origin(row), what) for row, what in rows)

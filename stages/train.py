@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import compile_shapes, shard_prefetch
-from pipeline.loader.loader import Loader, State
+from pipeline.loader.loader import Loader, LoaderSettings, State
 from pipeline.parallel.mesh import Layout
 from pipeline.retrying import TIMEOUT_S
 from pipeline.training.checkpoint import snapshot_of
@@ -81,23 +81,25 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
     def loader(layout: Layout, start: int, stop: int) -> Loader:
         return Loader(
             snapshot,
-            seed=train.seed,
-            phase=train.phase,
-            rank=layout.data_rank(launch.rank),
-            world=layout.data_world,
-            microbatch=train.microbatch,
-            caption_drop=train.caption_drop,
-            null_mask=train.null_mask,
-            prefetch=train.prefetch,
-            threads=train.loader_threads,
-            start_step=start,
-            stop_step=stop,
-            prefetch_mib=train.prefetch_mib,
-            text=train.text,
-            length_window=train.length_window,
-            pin=resolve_device(train.device, launch).type == "cuda",
-            timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first, with their own error
-            quarantine=quarantine,
+            LoaderSettings(
+                seed=train.seed,
+                phase=train.phase,
+                rank=layout.data_rank(launch.rank),
+                world=layout.data_world,
+                microbatch=train.microbatch,
+                caption_drop=train.caption_drop,
+                null_mask=train.null_mask,
+                prefetch=train.prefetch,
+                threads=train.loader_threads,
+                start_step=start,
+                stop_step=stop,
+                prefetch_mib=train.prefetch_mib,
+                text=train.text,
+                length_window=train.length_window,
+                pin=resolve_device(train.device, launch).type == "cuda",
+                timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first
+                quarantine=quarantine,
+            ),
         )
 
     return Task(

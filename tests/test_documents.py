@@ -334,8 +334,8 @@ def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, ho
     cache = Cache.of(config)
     head = cache.open_snapshot().head
     named = {
-        "samples": lambda: Paths.table(head["chunks"][0]["samples"], "arrow"),
-        "sources": lambda: Paths.table(head["sources"]["photos"], "parquet"),
+        "samples": lambda: Paths.table(head.chunks[0].samples, "arrow"),
+        "sources": lambda: Paths.table(head.sources["photos"], "parquet"),
     }
     path = cache.root / named[what]() if what in named else next(cache.root.glob(what))
     assert stages.status.run(config) == 0

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import stages.bucket
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.files import Files
+from pipeline.cache.snapshot import Part
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
@@ -27,7 +29,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, Frame, Joined, unjudged, usable
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, unjudged, usable
 from pipeline.sources import sidecars
 from pipeline.sources.caption_columns import SEEN, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -146,9 +148,9 @@ def test_a_missing_value_decides_only_where_it_must(text: str, selected: list[bo
 
 def test_an_expression_may_have_as_many_parts_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = sum(1 for _ in ast.walk(ast.parse("a + b > 1", mode="eval").body))
-    monkeypatch.setattr(filters, "_LARGEST", parts)
+    monkeypatch.setattr(filters, "MAX_PARTS", parts)
     assert Filter("a + b > 1", "f").names == {"a", "b"}
-    monkeypatch.setattr(filters, "_LARGEST", parts - 1)
+    monkeypatch.setattr(filters, "MAX_PARTS", parts - 1)
     with pytest.raises(UserError, match="parts"):
         Filter("a + b > 1", "f")
 
@@ -499,7 +501,8 @@ def test_the_smallest_bucket_gives_up_first(
         weight=np.ones(count, np.float32),
     )
     none = Cache(tmp_path, create=True).index(LATENT.name)
-    left, moves = selection.reassigned(Joined(["s"]), frame, TABLE, [batch] * first, first, LATENT, none)
+    records = Records(LATENT, layout.TextRecipe(), none, none)
+    left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
     assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(held[a])]
     assert len(left) == count - len(moves)
 
@@ -552,7 +555,7 @@ def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(tmp_path: 
     rows[1]["captions"] = []
     cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
     snapshot = cache.open_snapshot(stages.bucket.run(of))
-    (lacks, one), (none, other) = sorted(snapshot.head["left_out"].items())
+    (lacks, one), (none, other) = sorted(snapshot.head.left_out.items())
     assert (len(snapshot), one, other) == (2, 1, 1)
     assert "one of several captions" in lacks and none.startswith("its caption is not encoded")
 
@@ -570,7 +573,7 @@ def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(
     rows[0]["captions"] = [{"text": text, "weight": 1.0} for text in ("never encoded", "bad")]
     cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
     head = cache.open_snapshot(stages.bucket.run(of)).head
-    assert head["left_out"] == {"caption rejected while encoding: not finite": 1}
+    assert head.left_out == {"caption rejected while encoding: not finite": 1}
 
 
 def shaped(count: int, prefix: str, height: int, width: int) -> list[Picture]:
@@ -581,8 +584,8 @@ def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path)
     of = config(tmp_path / "cache", "bucket.sources={one: {weight: 2}}")
     add(of, "one", shaped(4, "one-", 16, 24))
     cache = add(of, "two", shaped(5, "two-", 16, 32))
-    found = {one["width"]: one.get("parts") for one in cache.open_snapshot(stages.bucket.run(of)).head["buckets"]}
-    assert found == {24: [{"samples": 4, "weight": [2, 1]}], 32: None}
+    found = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
+    assert found == {24: (Part(4, Fraction(2)),), 32: None}
 
 
 def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Path) -> None:

@@ -305,8 +305,8 @@ def test_bad_files_are_rejected_with_a_reason_and_the_run_goes_on(start: Config,
     assert all(reasons.values())
     stages.bucket.run(start)
     head = Cache(start.cache).open_snapshot().head
-    assert head["counts"]["samples"] == 13
-    assert sum(head["left_out"].values()) == 3
+    assert head.samples == 13
+    assert sum(head.left_out.values()) == 3
     # mended, it is encoded
     (source / "cut.jpg").write_bytes(whole)
     assert stages.encode.run(start, data=str(source))["rejects"] == 2
@@ -329,7 +329,7 @@ def test_policies_reject_by_name_and_can_be_lifted(source: Path, make_config: Ma
     assert "data.min_side = 41" in found["small.png"]
     assert "data.max_crop_loss = 0.5" in found["narrow.png"]
     stages.bucket.run(make_config(tmp_path))
-    left_out = Cache(tmp_path / "cache").open_snapshot().head["left_out"]
+    left_out = Cache(tmp_path / "cache").open_snapshot().head.left_out
     assert sorted(left_out.values()) == [1, 1]
 
     eased = make_config(tmp_path, "data.max_upscale=1.2")  # neither file changed since
@@ -590,7 +590,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 def test_a_cache_moves_and_its_sources_may_be_away(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from pipeline.loader.loader import Loader
+    from pipeline.loader.loader import Loader, LoaderSettings
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -601,16 +601,18 @@ def test_a_cache_moves_and_its_sources_may_be_away(
     stages.bucket.run(config)
     loader = Loader(
         Cache(config.cache).open_snapshot(),
-        seed=0,
-        phase=0,
-        rank=0,
-        world=1,
-        microbatch=12,
-        caption_drop=0.1,
-        null_mask="bos",
-        prefetch=0,
-        threads=1,
-        stop_step=4,
+        LoaderSettings(
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=12,
+            caption_drop=0.1,
+            null_mask="bos",
+            prefetch=0,
+            threads=1,
+            stop_step=4,
+        ),
     )
     assert sum(len(batch.sample_ids) for batches, _ in loader for batch in batches) == 48
     shutil.move(away, source)
@@ -638,7 +640,7 @@ def test_bucketing_again_makes_no_new_snapshot(start: Config, source: Path) -> N
     stages.encode.run(start, data=str(source))
     second = stages.bucket.run(start, name="more")
     assert second != first
-    assert Cache(start.cache).open_snapshot("more").head["parent"] is None
+    assert Cache(start.cache).open_snapshot("more").head.parent is None
     assert Cache(start.cache).open_snapshot(first[:10]).id == first
     assert stages.bucket.run(start) == second
 

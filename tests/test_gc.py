@@ -9,6 +9,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -227,9 +228,9 @@ def test_the_references_are_read_again_by_time_and_not_by_number_of_files(
 def unnamed(cache: Cache) -> str:
     """A snapshot with a table of its own that no name points to, everything old; its id."""
     first = cache.open_snapshot().id
-    head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
+    head = replace(cache.open_snapshot().head, parent=None)
     chunk = cache.files.put_content(b"of that snapshot alone", "tables", "parquet")
-    other = cache.add_snapshot({**head, "sources": {"gone": chunk}}, None)
+    other = cache.add_snapshot(replace(head, sources={"gone": chunk}), None)
     cache.point("latest", first)
     age(cache.files, Paths.snapshot(other), Paths.table(chunk, "parquet"))
     return other
@@ -404,23 +405,23 @@ def test_a_put_that_is_asked_twice_accuses_nobody(
 def test_a_name_stays_until_it_is_moved(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
     first = cache.open_snapshot()
-    head = {k: v for k, v in first.head.items() if k != "parent"}
+    head = replace(first.head, parent=None)
     assert cache.add_snapshot(head, "r1") == first.id
     with pytest.raises(UserError) as error:
-        cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1")
+        cache.add_snapshot(replace(head, left_out={"x": 1}), "r1")
     assert "--move" in str(error.value) and error.value.found == first.id
     assert cache.snapshot_of("r1") == cache.snapshot_of("latest") == first.id, "nothing was named in part"
-    second = cache.add_snapshot({**head, "left_out": {"x": 1}}, "r1", move=True)
+    second = cache.add_snapshot(replace(head, left_out={"x": 1}), "r1", move=True)
     assert second != first.id and cache.snapshot_of("r1") == cache.snapshot_of("latest") == second
-    assert cache.add_snapshot({**head, "left_out": {"x": 2}}, None) == cache.snapshot_of("latest") != second
+    assert cache.add_snapshot(replace(head, left_out={"x": 2}), None) == cache.snapshot_of("latest") != second
 
 
 def test_a_new_snapshot_reads_no_head_that_only_older_names_pointed_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
-    head = {k: v for k, v in cache.open_snapshot().head.items() if k != "parent"}
-    made = [cache.add_snapshot({**head, "left_out": {"x": number}}, None) for number in range(4)]
+    head = replace(cache.open_snapshot().head, parent=None)
+    made = [cache.add_snapshot(replace(head, left_out={"x": number}), None) for number in range(4)]
     cache.point("mine", made[1])
     opened, real = set[str](), Files.document
 
@@ -429,13 +430,13 @@ def test_a_new_snapshot_reads_no_head_that_only_older_names_pointed_to(
         return real(self, name)
 
     monkeypatch.setattr(Files, "document", document)
-    newest = cache.add_snapshot({**head, "left_out": {"x": 4}}, None)
+    newest = cache.add_snapshot(replace(head, left_out={"x": 4}), None)
     assert opened - {newest} == {made[1], made[3]}
     path = cache.root / Paths.snapshot(made[1])
     good = path.read_bytes()
     for place in (path, cache.root / Paths.copy(Paths.snapshot(made[1]))):
         place.unlink()
-    cache.add_snapshot({**head, "left_out": {"x": 1}}, None)
+    cache.add_snapshot(replace(head, left_out={"x": 1}), None)
     assert path.read_bytes() == good, "its parent is one that no name points to now"
 
 

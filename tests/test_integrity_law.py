@@ -127,7 +127,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     reader, rows = Reader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
 
     def reading() -> object:
-        reader.read(null["shard"], null["offset"], bytes.fromhex(null["key"]), bytes.fromhex(null["checksum"]), rows)
+        reader.read(null.shard, null.offset, null.key, null.checksum, rows)
         loaded = [own.load(step).batches for step in range(steps)]
         return [[b.latents.tolist(), b.captions.tolist()] for batches in loaded for b in batches], rows.tolist()
 
@@ -139,7 +139,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
             if (place is sample) == (kind == "latent"):
                 records.setdefault(place.shard, []).append((place.offset, size, place.key.hex()))
     if kind == "text":
-        records[null["shard"]].append((null["offset"], null["rows"] * 6, null["key"]))
+        records[null.shard].append((null.offset, null.rows * 6, null.key.hex()))
     tally, inside = Tally(reading()), 0
     for path in shards(copy, kind):
         held = records[path.stem]
@@ -357,8 +357,10 @@ def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
 @pytest.mark.parametrize("of", ["head", "samples", "names"])
 def test_bits_of_a_snapshot(copy: Path, of: str, count: int | None) -> None:
     opened = Cache(copy).open_snapshot()
-    [chunk] = opened.head["chunks"]
-    path = copy / (layout.Paths.snapshot(opened.id) if of == "head" else layout.Paths.table(chunk[of], "arrow"))
+    [chunk] = opened.head.chunks
+    path = copy / (
+        layout.Paths.snapshot(opened.id) if of == "head" else layout.Paths.table(getattr(chunk, of), "arrow")
+    )
 
     def reading() -> object:
         snapshot = Snapshot(Files(copy), opened.id)
@@ -394,7 +396,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     path.write_bytes(data)
     with_it, without = Tally(truth), Tally(truth)
     assert with_it.judge("flip", lambda: read(copy), [path.stem])
-    monkeypatch.setattr(Reader, "_intact", lambda *a: True)
+    monkeypatch.setattr(Reader, "matches", lambda *a: True)
     assert not without.judge("flip", lambda: read(copy), [path.stem])
     assert without.silent == ["flip"]
     with pytest.raises(AssertionError, match="1 silent cases"):
@@ -427,7 +429,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
 ) -> None:
     opened = Cache(copy).open_snapshot()
     if guard == "the chunk's digest":
-        name = opened.head["chunks"][0]["samples"]
+        name = opened.head.chunks[0].samples
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
         monkeypatch.setattr("pipeline.cache.snapshot.digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731

@@ -15,10 +15,11 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline.cache.files import Files
+from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError, IntegrityError
-from pipeline.loader.loader import Batch, Loaded, Loader, State, bf16
+from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, State, bf16
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 
@@ -38,7 +39,7 @@ def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batc
         "threads": 2,
         "stop_step": steps,
     }
-    return list(Loader(Cache(cache).open_snapshot(), **{**settings, **options}))
+    return list(Loader(Cache(cache).open_snapshot(), LoaderSettings(**{**settings, **options})))
 
 
 def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
@@ -100,8 +101,8 @@ def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch:
     from pipeline.cache.shard import Reader
 
     read: list[int] = []
-    real = Reader._preadv
-    monkeypatch.setattr(Reader, "_preadv", lambda self, s, o, v: read.append(sum(map(len, v))) or real(self, s, o, v))
+    real = Reader.read_span
+    monkeypatch.setattr(Reader, "read_span", lambda self, s, o, v: read.append(sum(map(len, v))) or real(self, s, o, v))
     load(small_cache, steps=1)
     at_start = sum(read)
     read.clear()
@@ -135,16 +136,18 @@ def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
     snapshot = Cache(small_cache).open_snapshot()
     null = Loader(
         snapshot,
-        seed=0,
-        phase=0,
-        rank=0,
-        world=1,
-        microbatch=12,
-        caption_drop=0.0,
-        null_mask="bos",
-        prefetch=0,
-        threads=1,
-    )._null
+        LoaderSettings(
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=12,
+            caption_drop=0.0,
+            null_mask="bos",
+            prefetch=0,
+            threads=1,
+        ),
+    ).null
     kept = load(small_cache, caption_drop=0.0)
     for mode in ("bos", "caption"):
         for (with_captions, _), (dropped, _) in zip(
@@ -260,7 +263,7 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
 ) -> None:
     real = Loader.load
 
-    def fail_at_four(self: Loader, step: int, doing: object = None) -> Loaded:
+    def fail_at_four(self: Loader, step: int, report: object = None) -> Loaded:
         if step == 4:
             raise OSError("the disk is gone")
         return real(self, step)
@@ -269,16 +272,18 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
     loader = iter(
         Loader(
             Cache(small_cache).open_snapshot(),
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=3,
-            threads=2,
-            stop_step=10,
+            LoaderSettings(
+                seed=0,
+                phase=0,
+                rank=0,
+                world=1,
+                microbatch=12,
+                caption_drop=0.0,
+                null_mask="bos",
+                prefetch=3,
+                threads=2,
+                stop_step=10,
+            ),
         )
     )
     assert [next(loader)[1].step for _ in range(4)] == [1, 2, 3, 4]
@@ -318,9 +323,7 @@ def test_missing_short_and_swapped_shards_are_named(small_cache: Path, tmp_path:
 
     copy, _ = fresh("chunk")
     snapshot = Cache(copy).open_snapshot()
-    chunk = Files(copy).path(f"tables/{snapshot.head['chunks'][0]['samples'][:2]}") / (
-        snapshot.head["chunks"][0]["samples"] + ".arrow"
-    )
+    chunk = Files(copy).path(Paths.table(snapshot.head.chunks[0].samples, "arrow"))
     data = bytearray(chunk.read_bytes())
     for position in range(0, len(data), max(1, len(data) // 200)):
         bad = bytearray(data)

@@ -71,7 +71,7 @@ def test_a_rank_dependent_order_would_be_noticed(
 
 
 def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
-    """An oracle without planner, ring or batch reads: schedule, sample by sample, the records read one by one."""
+    """An oracle without planner, buffer pool or batch reads: schedule, samples and records one by one."""
     snapshot = cache.open_snapshot()
     schedule = Schedule(
         [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
@@ -119,7 +119,7 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
 def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.cache.snapshot.CHUNK_ROWS", 7)
     own = tiny_cache.build(tmp_path / "cache").open_snapshot()
-    assert len(own.head["chunks"]) > 3
+    assert len(own.head.chunks) > 3
     rng = np.random.default_rng(0)
     for rows in (
         rng.permutation(len(own)),
@@ -148,13 +148,13 @@ def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]
 
 def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
-    real = Reader._preadv
+    real = Reader.read_span
 
     def counted(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
         read.append((shard, sum(map(len, views))))
         return real(self, shard, offset, views)
 
-    monkeypatch.setattr(Reader, "_preadv", counted)
+    monkeypatch.setattr(Reader, "read_span", counted)
     own = loader(cache, start_step=10**6, stop_step=10**6 + 1, caption_drop=0.0)
     [(batches, state)] = list(own)
     assert state.step == 10**6 + 1
@@ -167,10 +167,10 @@ def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monk
 
 def test_neighbours_are_read_in_one_call(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = Reader._preadv
+    real = Reader.read_span
     monkeypatch.setattr(
         Reader,
-        "_preadv",
+        "read_span",
         lambda self, s, o, v: calls.append(len(v)) or real(self, s, o, v),  # type: ignore[func-returns-value]
     )
     list(loader(cache, stop_step=4))
@@ -196,25 +196,25 @@ def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
 
 def test_there_is_room_for_a_null_record_that_is_shown(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     own = loader(cache, caption_drop=0.5, null_mask="bos")
-    assert own.planner.least == own._null_valid > 0
-    assert loader(cache, caption_drop=0.5, null_mask="caption").planner.least == 0
+    assert own.planner.min_rows == own.null_valid > 0
+    assert loader(cache, caption_drop=0.5, null_mask="caption").planner.min_rows == 0
     plain = loader(cache, caption_drop=0.0, null_mask="bos").planner
-    assert plain.least == 0
-    real = Planner._columns
+    assert plain.min_rows == 0
+    real = Planner.columns
 
     def short(self: Planner, *args: Any) -> Any:
         samples, texts = real(self, *args)
         return samples, {**texts, "rows": np.minimum(texts["rows"], 3)}
 
-    monkeypatch.setattr(Planner, "_columns", short)
-    roomy = Planner(plain.snapshot, seed=plain.seed, phase=plain.phase, least=9)
+    monkeypatch.setattr(Planner, "columns", short)
+    roomy = Planner(plain.snapshot, seed=plain.seed, phase=plain.phase, min_rows=9)
     assert max(plain.step(step).length for step in range(6)) < 9
     assert all(roomy.step(step).length == 9 for step in range(6))
 
 
 def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: Cache) -> None:
     own, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
-    own._null, own._null_valid = np.full((40, 3), 7, np.uint16), 40
+    own.null, own.null_valid = np.full((40, 3), 7, np.uint16), 40
     for step, ((batches, _), (others, _)) in enumerate(zip(own, plain, strict=True)):
         plan = own.planner.step(step)
         drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.samples["sample_id"].tolist())
@@ -268,7 +268,7 @@ def test_windows_against_an_oracle() -> None:
         def rows(bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
             return (positions * 7 + bucket + visits * 3) % 11
 
-        ordered = length_bucketing.Windows(schedule, steps, rows, seed=1, phase=0)
+        ordered = length_bucketing.LengthBucketing(schedule, steps, rows, seed=1, phase=0)
         total = schedule.steps_upto(3)
         bounds = [schedule.steps_upto(e) for e in range(4)]
         spans = [(s, min(s + steps, b)) for a, b in itertools.pairwise(bounds) for s in range(a, b, steps)]
@@ -305,10 +305,10 @@ def test_a_batch_that_is_held_is_never_overwritten(cache: Cache, truth: list[lis
     own = loader(cache, prefetch=3, threads=2)
     held = [batches for batches, _ in own]
     assert [seen(batches) for batches in held] == truth
-    assert own.ring.made >= len(held)
+    assert own.pool.made >= len(held)
     del held
     gc.collect()
-    assert len(own.ring.free) == own.ring.made, "a buffer is lost"
+    assert len(own.pool.free) == own.pool.made, "a buffer is lost"
 
 
 def test_a_tensor_of_a_batch_keeps_the_whole_buffer(cache: Cache) -> None:
@@ -323,34 +323,36 @@ def test_buffers_are_used_again(cache: Cache) -> None:
     places = set()
     for batches, _ in own:
         places.add(batches[0].latents.data_ptr())
-    assert own.ring.made == len(places) == 2, "the one that is in use, and the next"
+    assert own.pool.made == len(places) == 2, "the one that is in use, and the next"
 
 
 def test_a_batch_stays_until_the_next_but_one_is_asked_for(cache: Cache) -> None:
     """For copies to a GPU in flight, which hold no tensor: the buffer of a batch that was let go of is not free while
     the next one is in use, and free once the one after that is."""
     own = loader(cache, stop_step=20)
-    own.pin = True  # of the loader, not of its ring: there is no page-locked memory without a GPU
+    own.settings = dataclasses.replace(
+        own.settings, pin=True
+    )  # not of its pool: there is no page-locked memory without a GPU
     steps, places = iter(own), []
     for _ in range(20):
         batches, _ = next(steps)
         places.append(batches[0].latents.data_ptr())  # latents stand first in the buffer
         del batches
-        free = {memory.data_ptr() for memory in own.ring.free}
+        free = {memory.data_ptr() for memory in own.pool.free}
         assert not free & set(places[-2:]), "a buffer is free too early"
-    assert own.ring.made <= 3
+    assert own.pool.made <= 3
 
 
 def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]) -> None:
     own = loader(cache)
-    real = own.ring.take
+    real = own.pool.take
 
     def dirty() -> np.ndarray:
         buffer = real()
         buffer[:] = 0xA5
         return buffer
 
-    own.ring.take = dirty  # type: ignore[method-assign]
+    own.pool.take = dirty  # type: ignore[method-assign]
     assert sequence(own) == truth
 
 
@@ -360,8 +362,8 @@ def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         Loader,
         "load",
-        lambda self, step, doing=None: (
-            loaded.append(step) or dataclasses.replace(real(self, step, doing), size=1 << 20)
+        lambda self, step, report=None: (
+            loaded.append(step) or dataclasses.replace(real(self, step, report), size=1 << 20)
         ),  # type: ignore[func-returns-value]
     )
     steps = iter(loader(cache, prefetch=None, prefetch_mib=4, threads=2, stop_step=None))
@@ -405,7 +407,7 @@ def test_any_error_arrives_at_its_batch(
 
 
 def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Reader._preadv
+    real = Reader.read_span
     release, calls = threading.Event(), itertools.count()
 
     def hang(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
@@ -414,7 +416,7 @@ def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.Mo
         return real(self, shard, offset, views)
 
     own = loader(cache, prefetch=2, threads=2, timeout_s=0.4, stop_step=None)
-    monkeypatch.setattr(Reader, "_preadv", hang)
+    monkeypatch.setattr(Reader, "read_span", hang)
     began = time.monotonic()
     with pytest.raises(CacheError, match=r"\.tar: record [0-9a-f]{32} at byte \d+ takes too long") as caught:
         for _ in own:
@@ -426,14 +428,14 @@ def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.Mo
 
 def test_slow_reads_that_go_on_are_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is for one read, not for a step of many."""
-    real = Reader._preadv
+    real = Reader.read_span
 
     def slow(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
         time.sleep(0.05)
         return real(self, shard, offset, views)
 
     own = loader(cache, prefetch=1, threads=1, timeout_s=0.3, stop_step=1)
-    monkeypatch.setattr(Reader, "_preadv", slow)
+    monkeypatch.setattr(Reader, "read_span", slow)
     assert len(list(own)) == 1
 
 
@@ -444,7 +446,7 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
         "from pathlib import Path; from pipeline.cache.store import Cache; from pipeline.cache.shard import Reader\n"
         "from tests.support.consumed import loader\n"
         "own = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
-        "Reader._preadv = lambda *a: threading.Event().wait()\n"
+        "Reader.read_span = lambda *a: threading.Event().wait()\n"
         "list(own)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, ROOT, cache.root], capture_output=True, text=True, timeout=60)
@@ -560,7 +562,7 @@ def test_a_bucket_with_nothing_to_put_in_its_place_stops_the_run(tmp_path: Path)
 
 
 def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = Reader._preadv, itertools.count()
+    real, calls = Reader.read_span, itertools.count()
 
     def once(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
         got = real(self, shard, offset, views)
@@ -570,7 +572,7 @@ def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkey
 
     expected = sequence(loader(cache, stop_step=4))
     own = loader(cache, stop_step=4)
-    monkeypatch.setattr(Reader, "_preadv", once)
+    monkeypatch.setattr(Reader, "read_span", once)
     assert sequence(own) == expected
 
 
@@ -582,13 +584,14 @@ def test_a_shard_that_was_replaced_is_read_anew(tmp_path: Path, read: str) -> No
 
     def outcome() -> list[Any]:
         if read == "captions":
-            return [snapshot.captions(row, own._text) for row in range(len(snapshot))]
+            return [snapshot.captions(row, own.readers["text"]) for row in range(len(snapshot))]
         return sequence(own)
 
     expected = outcome()
-    own._latents.close(), own._text.close()
+    for reader in own.readers.values():
+        reader.close()
     for path in cache.root.glob("shards/*/*/*.tar"):
-        (own._latents if "latent-" in str(path) else own._text)._handle(path.stem)
+        own.readers["latent" if "latent-" in str(path) else "text"].read_span(path.stem, 0, [bytearray(1)])
         right = path.read_bytes()
         path.write_bytes(bytes(byte ^ 1 for byte in right))  # in the file that is open
         (tmp_path / "new").write_bytes(right)
@@ -623,8 +626,8 @@ def test_a_process_with_few_descriptors_reads_many_shards(
         monkeypatch.setattr(shard, "descriptors_left", lambda: 10_000)
     own = loader(cache)
     assert sequence(own) == expected
-    left = len(own._latents._open) + len(own._text._open)
-    assert 0 < left <= 40 and (not sized or 8 < left <= 32), "as many as there may be"
+    still_open = sum(reader.open_shards for reader in own.readers.values())
+    assert 0 < still_open <= 40 and (not sized or 8 < still_open <= 32), "as many as there may be"
 
 
 def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,7 +637,7 @@ def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = os.listdir("/dev/fd")
     assert len({opened.sample_id(row) for row in range(len(opened))}) == len(opened)
     assert [opened.origin(row)[0] for row in range(len(opened))] == ["item"] * len(opened)
-    assert len(opened._chunks) == len(opened._names) == len(opened.head["chunks"]) > 10
+    assert len(opened.head.chunks) > 10
     assert len(os.listdir("/dev/fd")) == len(before)
 
 

@@ -31,7 +31,7 @@ from pipeline.cache.shard import ShardWriter
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import command
 from pipeline.work.claims import Claims
 from tests.test_cache import LATENT
@@ -355,7 +355,9 @@ def test_encode_bucket_load_verify_repair_over_s3(
         "stop_step": 3,
     }
     for (ours, state), (local, same) in zip(
-        Loader(here.open_snapshot(), **settings), Loader(Cache(small_cache).open_snapshot(), **settings), strict=True
+        Loader(here.open_snapshot(), LoaderSettings(**settings)),
+        Loader(Cache(small_cache).open_snapshot(), LoaderSettings(**settings)),
+        strict=True,
     ):
         assert state == same
         assert all(

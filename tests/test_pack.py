@@ -13,6 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import Packed, Part, Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import packing
 from tests.support import tiny_cache
@@ -90,13 +92,13 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
 def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) -> None:
     cache, source, packed = made(tmp_path / "cache", storage=storage)
     assert content(packed) == content(source)
-    assert packed.id != source.id and packed.head["parent"] == source.id and packed.packed and not source.packed
-    assert cache.snapshot_of("latest") == packed.id and packed.head["policies"]["packed"] == {"window": 2}
+    assert packed.id != source.id and packed.head.parent == source.id and packed.packed and not source.packed
+    assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == Packed(2)
     assert not compare.difference(source, packed)
-    assert packed.buckets == source.buckets
+    assert tuple(replace(bucket, block=None) for bucket in packed.buckets) == source.buckets
     assert not list(audit.verify(cache))
     for path in packed.shard_files():
-        assert path.startswith(f"shards/{packed.head['folder']}/")
+        assert path.startswith(f"shards/{packed.head.folder}/")
     order = [[s.sample_id(row) for row in range(len(s))] for s in (source, packed)]
     assert order[0] != order[1]
     sizes = Counter(packed.sample(row).shard for row in range(len(packed)))
@@ -140,14 +142,14 @@ def test_packing_is_a_function_of_the_content(tmp_path: Path) -> None:
     shards = [{path.name: path.read_bytes() for path in (tmp_path / n / "shards").rglob("*.tar")} for n in "ab"]
     assert shards[0] == shards[1]
     _, source, _ = made(tmp_path / "c", seed=1)
-    assert packing.planned(Cache(tmp_path / "c"), source, 4).recipe != one.head["folder"]
+    assert packing.planned(Cache(tmp_path / "c"), source, 4).recipe != one.head.folder
 
 
 def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
-    head = {name: value for name, value in cache.open_snapshot().head.items() if name != "parent"}
-    parts = [{"samples": 10, "weight": [2, 1]}, {"samples": 20, "weight": [1, 2]}]
-    head["buckets"] = [{**head["buckets"][0], "parts": parts}, *head["buckets"][1:]]
+    head = cache.open_snapshot().head
+    weighted = replace(head.buckets[0], parts=(Part(10, Fraction(2)), Part(20, Fraction(1, 2))))
+    head = replace(head, parent=None, buckets=(weighted, *head.buckets[1:]))
     source = cache.open_snapshot(cache.add_snapshot(head, None))
     packed = pack(cache)
     assert content(packed) == content(source)
@@ -173,9 +175,8 @@ def test_what_is_packed_is_not_packed_again(both: tuple[Cache, Snapshot, Snapsho
 def test_bucket_again_finds_what_was_packed(copy: Cache) -> None:
     """The same samples are the snapshot that was packed, although `latest` points to the packed one."""
     packed = copy.open_snapshot()
-    source = Snapshot(copy.files, packed.head["parent"])
-    head = {name: value for name, value in source.head.items() if name != "parent"}
-    assert copy.add_snapshot(head, None) == source.id
+    source = Snapshot(copy.files, str(packed.head.parent))
+    assert copy.add_snapshot(replace(source.head, parent=None), None) == source.id
     assert pack(copy).id == packed.id
 
 
@@ -191,7 +192,7 @@ def test_the_commands(
     opened = cache.open_snapshot("far")
     assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
     assert told["shards"] == len(opened.shard_files()) and (told["made"], told["left"]) == (13, 0)
-    assert opened.id == packed and opened.head["parent"] == source.id
+    assert opened.id == packed and opened.head.parent == source.id
     assert cache.open_snapshot().id == source.id, "nobody asked for another newest snapshot"
     assert told["bytes"] == sum(opened.shard_files().values())
     before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
@@ -244,7 +245,8 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
         steps = Schedule.of(snapshot.head, seed=5, phase=1).steps_upto(24)  # 24 epochs fill batches of 24 exactly
         settings: dict[str, Any] = {"caption_drop": 0.2, "null_mask": "caption", "prefetch": 0, "threads": 1}
         every = Loader(
-            snapshot, seed=5, phase=1, rank=0, world=1, microbatch=24, text="packed", stop_step=steps, **settings
+            snapshot,
+            LoaderSettings(seed=5, phase=1, rank=0, world=1, microbatch=24, text="packed", stop_step=steps, **settings),
         )
         for (batch,), _ in every:
             assert batch.cu_seqlens is not None
@@ -290,7 +292,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:
     packed = copy.open_snapshot()
     sample = packed.sample(3)
-    path = copy.root / f"shards/{packed.head['folder']}/{sample.shard[:2]}/{sample.shard}.tar"
+    path = copy.root / f"shards/{packed.head.folder}/{sample.shard[:2]}/{sample.shard}.tar"
     flip(path, sample.offset + 1)
     with pytest.raises(IntegrityError, match=rf"{sample.shard}[\s\S]*record {sample.key.hex()}"):
         list(loader(copy, stop_step=40))
@@ -306,9 +308,9 @@ def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:
     assert "outside the records" in next(iter(audit.verify(copy))).problem
     assert packing.restored(copy, finding.path) and not list(audit.verify(copy))
     null = packed.null
-    flip(copy.root / f"shards/{packed.head['folder']}/{null['shard'][:2]}/{null['shard']}.tar", null["offset"])
-    assert next(iter(audit.verify(copy))).records == (null["key"],)
-    with pytest.raises(IntegrityError, match=null["key"]):
+    flip(copy.root / f"shards/{packed.head.folder}/{null.shard[:2]}/{null.shard}.tar", null.offset)
+    assert next(iter(audit.verify(copy))).records == (null.key.hex(),)
+    with pytest.raises(IntegrityError, match=null.key.hex()):
         loader(copy)
 
 
@@ -316,7 +318,7 @@ def test_no_bit_of_a_joint_shard_goes_unnoticed(copy: Cache) -> None:
     """Every 97th byte, by reading all records (silent only outside of them) and by `verify` (never silent)."""
     packed = copy.open_snapshot()
     shard = packed.sample(0).shard
-    path = copy.root / f"shards/{packed.head['folder']}/{shard[:2]}/{shard}.tar"
+    path = copy.root / f"shards/{packed.head.folder}/{shard[:2]}/{shard}.tar"
     right, truth = path.read_bytes(), content(packed)
     for at in range(0, len(right), 97):
         flip(path, at)
@@ -357,23 +359,20 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     def reasons(of: str) -> dict[str, str]:
         return {path: why for path, _, why in unneeded(copy, now=later) if of in path}
 
-    assert not reasons(packed.head["folder"])
-    named = copy.add_snapshot({k: v for k, v in tiny_head(copy, packed).items() if k != "parent"}, None)
-    assert named == packed.head["parent"], "the source is the newest again"
-    found = reasons(packed.head["folder"])
+    assert not reasons(packed.head.folder)
+    source_head = Snapshot(copy.files, str(packed.head.parent)).head
+    named = copy.add_snapshot(replace(source_head, parent=None), None)
+    assert named == packed.head.parent, "the source is the newest again"
+    found = reasons(packed.head.folder)
     assert len(found) == 2 * len(packed.shard_files()) + 1, "shards, units, the plan"
     for path, _, _ in list(unneeded(copy, now=later)):
         copy.files.remove(path)
     assert not list(audit.verify(copy)) and not list(unneeded(copy, now=later))
     source = copy.open_snapshot()
     plan = packing.planned(copy, source, 1)
-    packing.Packer(copy, source, plan).encode(plan, plan.units[0], lambda made, rejected: None)
+    packing.Packer(copy, source, plan).pack_unit(plan.units[0])
     assert not reasons(plan.recipe), "a pack that is not finished goes on"
     assert audit.status(copy)["stores"][plan.recipe]["units_done"] == 1 and not audit.status(copy)["complete"]
-
-
-def tiny_head(cache: Cache, packed: Snapshot) -> dict[str, Any]:
-    return Snapshot(cache.files, packed.head["parent"]).head
 
 
 CHILD = """
@@ -428,7 +427,7 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert cache.snapshot_of(label) is None, "no half of a pack is to be seen"
-    folder = expected.head["folder"]
+    folder = expected.head.folder
     before = audit.status(cache)["stores"][folder]["units_done"]
     assert before >= 2
     helpers = [start(cache.root, 0.05) for _ in range(2)]

@@ -20,7 +20,7 @@ from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig
 from pipeline.errors import IntegrityError
 from pipeline.loader import shard_prefetch
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import packing
 from tests.support import tiny_cache
@@ -61,7 +61,7 @@ def consume(snapshot: Snapshot, **options: Any) -> Iterator[list[str]]:
         "threads": 2,
         "stop_step": 12,
     }
-    for batches, _ in Loader(snapshot, **{**settings, **options}):
+    for batches, _ in Loader(snapshot, LoaderSettings(**{**settings, **options})):
         yield seen(batches)
 
 
@@ -100,7 +100,7 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     """With a mirror of less than half the data: at most a tenth more than once each. The order of the snapshot that it
     was packed from fetches every shard again and again: the reason for packing."""
     packed = disk.open_snapshot()
-    source = Snapshot(disk.files, packed.head["parent"])
+    source = Snapshot(disk.files, str(packed.head.parent))
     size = int(0.45 * data(packed))
     here = Watched(place, tmp_path / "mirror", size, monkeypatch)
     opened = here.cache.open_snapshot()
@@ -131,7 +131,7 @@ def test_a_mirror_that_is_too_small_is_told(
     for size, told in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
         opened = Watched(place, tmp_path / "mirror", size, monkeypatch).cache.open_snapshot()
         assert (shard_prefetch.advice(opened) is not None) is told
-        plain = Snapshot(opened.files, packed.head["parent"])
+        plain = Snapshot(opened.files, str(packed.head.parent))
         assert shard_prefetch.advice(plain) is None
 
 
@@ -167,17 +167,19 @@ def test_coming_shards_are_fetched_while_a_batch_is_held(
     first = settled()
     planner = Loader(
         packed,
-        seed=5,
-        phase=1,
-        rank=0,
-        world=1,
-        microbatch=12,
-        caption_drop=0.0,
-        null_mask="caption",
-        prefetch=0,
-        threads=1,
+        LoaderSettings(
+            seed=5,
+            phase=1,
+            rank=0,
+            world=1,
+            microbatch=12,
+            caption_drop=0.0,
+            null_mask="caption",
+            prefetch=0,
+            threads=1,
+        ),
     )
-    at_once = {name for step in range(3) for name in planner._files_of(step)}
+    at_once = {name for step in range(3) for name in planner.shard_paths(step)}
     assert first > len(at_once) + 3, "nothing was fetched ahead"
     largest = max(packed.shard_files().values())
     ahead = sum(packed.shard_files()[name] for name in set(here.shards()) - at_once)
@@ -201,8 +203,8 @@ def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
     packed = disk.open_snapshot()
     here = Watched(place, tmp_path / "mirror", 4 * data(packed) + 2**22, monkeypatch)
     planned: list[int] = []
-    real = Loader._files_of
-    monkeypatch.setattr(Loader, "_files_of", lambda own, step: planned.append(step) or real(own, step))
+    real = Loader.shard_paths
+    monkeypatch.setattr(Loader, "shard_paths", lambda self, step: planned.append(step) or real(self, step))
     found = []
     for step, rows in enumerate(consume(here.cache.open_snapshot(), stop_step=None, prefetch=1)):
         found.append(rows)
@@ -217,8 +219,8 @@ def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
 def test_without_fetching_ahead_it_would_be_noticed(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sabotage: a fetcher that takes nothing."""
-    monkeypatch.setattr(shard_prefetch.ShardPrefetch, "_may_plan", lambda self: False)
+    """Sabotage: shard prefetch that plans no step."""
+    monkeypatch.setattr(shard_prefetch, "STEPS", 0)
     with pytest.raises(AssertionError, match="nothing was fetched ahead"):
         test_coming_shards_are_fetched_while_a_batch_is_held(disk, place, tmp_path, monkeypatch)
 

@@ -249,7 +249,7 @@ def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.Captur
     config = load("tiny", [f"cache={cache.root}"])
     segment = Paths.segment(cache.recipes("latent")[0].name, 0)
     flip(cache.root / segment, 40)
-    (cache.root / Paths.table(cache.open_snapshot().head["chunks"][0]["samples"], "arrow")).unlink()
+    (cache.root / Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow")).unlink()
     fixes = {"names/latest": audit.BUCKET, segment: layout.REPAIR}
     assert {name: damage["fix"] for name, damage in audit.status(Cache(cache.root))["damaged"].items()} == fixes
     assert stages.status.run(config) == IntegrityError.exit_code
@@ -268,6 +268,6 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
 
 
 def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
-    flip(cache.root / Paths.table(cache.open_snapshot().head["chunks"][0]["names"], "arrow"), 100)
+    flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
     code, found = verified()
     assert code == 4 and {fix for _, fix, _ in found} == {audit.BUCKET}

@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies
 from pipeline.loader.schedule import Schedule, permute
 
 
@@ -281,10 +282,15 @@ def walk_one(schedule: Schedule, step: int) -> tuple[int, list[int]]:
 
 def test_largest_is_the_one_with_most_pixels() -> None:
     sizes = [(512, 512), (1024, 1024), (768, 1024)]
-    head = {
-        "buckets": [{"height": h, "width": w, "samples": 40, "batch": 4} for h, w in sizes],
-        "policies": {"small": "carry", "order": "largest_first"},
-    }
+    head = Head(
+        recipes={},
+        policies=Policies("carry", pad_text_multiple=1, order="largest_first"),
+        buckets=tuple(Bucket(height, width, samples=40, batch=4) for height, width in sizes),
+        shards={},
+        null=NullRecord("", 0, 1, 1, b"", b""),
+        left_out={},
+        sources={},
+    )
     schedule = Schedule.of(head, seed=1, phase=0)
     assert [schedule.step(t).bucket for t in range(3)] == [1, 2, 0]
 

@@ -27,7 +27,7 @@ from pipeline.cache.garbage import unneeded
 from pipeline.cache.store import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
-from pipeline.loader.loader import Loader
+from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.reporting import drawing
 
 MakeConfig = Callable[..., Config]
@@ -335,16 +335,18 @@ def test_storage_is_one_word_or_one_per_kind() -> None:
 def batches(cache: Path) -> list:
     loader = Loader(
         Cache(cache).open_snapshot(),
-        seed=0,
-        phase=0,
-        rank=0,
-        world=1,
-        microbatch=12,
-        caption_drop=0.2,
-        null_mask="caption",
-        prefetch=2,
-        threads=2,
-        stop_step=4,
+        LoaderSettings(
+            seed=0,
+            phase=0,
+            rank=0,
+            world=1,
+            microbatch=12,
+            caption_drop=0.2,
+            null_mask="caption",
+            prefetch=2,
+            threads=2,
+            stop_step=4,
+        ),
     )
     return [batch for step, _ in loader for batch in step]
 

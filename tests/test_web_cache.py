@@ -7,6 +7,7 @@ import http.server
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,8 @@ def configured(url: str, tmp_path: Path) -> Config:
 def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, packed: bool) -> None:
     cache, url = served
     if not packed:
-        head = cache.open_snapshot(cache.open_snapshot().head["parent"]).head
-        cache.add_snapshot({k: v for k, v in head.items() if k != "parent"}, None)
+        head = cache.open_snapshot(cache.open_snapshot().head.parent).head
+        cache.add_snapshot(replace(head, parent=None), None)
     assert cache.open_snapshot().packed is packed
     assert sequence(loader(opened(url, tmp_path), prefetch=2)) == sequence(loader(cache))
 

@@ -1,10 +1,11 @@
-"""Parquet and Arrow files, read on the calling thread alone, and columns of text of any size.
+"""Parquet and Arrow files, read in the calling thread alone, and text columns of any size.
 
-Why: a column of plain text, or of lists of it, holds less than 2 GiB in one piece; joining more is an error. So tables
-are joined by `combined`, and rows are picked by `taken`, which leave such a column in several pieces.
-Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; one that still
-reads when the process ends takes the process down (SIGABRT). Reading ahead gains little here: a table of the cache is
-in memory already, a row group of a source is read whole. The price: columns are decompressed one after the other.
+A column of plain text, or of lists of it, holds less than 2 GiB in one piece; Arrow raises an error if more is joined.
+`combined` joins tables, and `taken` picks rows, in several pieces where one would be too large.
+
+Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; a thread that still
+reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in
+memory already, and a row group of a source is read whole. Price: columns are decompressed one after the other.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 LIMIT = 1 << 30
-"""Bytes of a column in one piece, at most: half of what Arrow can."""
+"""Limit on the bytes of a column in one piece: half of Arrow's."""
 ROWS = 1 << 16
-"""Rows that are picked at a time where a column is larger."""
+"""Rows to pick at a time from a table with a larger column."""
 
 
 def _largest(table: pa.Table) -> int:
-    """Bytes of the largest column whose pieces are limited."""
+    """Bytes of the largest column of a limited type."""
 
     def unlimited(kind: pa.DataType) -> bool:
         return pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind) or pa.types.is_dictionary(kind)
@@ -32,7 +33,7 @@ def _largest(table: pa.Table) -> int:
 
 
 def pieces(table: pa.Table) -> list[pa.Table]:
-    """The rows of a table, in order: all in one table, or in several whose columns have at most `LIMIT` bytes each."""
+    """The rows of a table, in order, as one table or as several with at most `LIMIT` bytes per column."""
     if table.num_rows < 2 or _largest(table) <= LIMIT:
         return [table]
     middle = table.num_rows // 2
@@ -40,7 +41,7 @@ def pieces(table: pa.Table) -> list[pa.Table]:
 
 
 def combined(table: pa.Table) -> pa.Table:
-    """The same table with one chunk a column, or one for each of its `pieces`."""
+    """The same table with one chunk per column, or one for each of its `pieces`."""
     return pa.concat_tables([piece.combine_chunks() for piece in pieces(table)])
 
 
@@ -49,7 +50,7 @@ def taken(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) ->
 
     Args:
         rows: (n,) numbers.
-        schema: what the result is cast to (`large_string` to `string`); default: that of the table.
+        schema: of the result (`large_string` is cast to `string`); default: that of the table.
     """
     schema = schema or table.schema
     if _largest(table) <= LIMIT:
@@ -61,21 +62,21 @@ def taken(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) ->
 def _taken(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
-        found = wide.take(pa.array(some))
-        if len(some) > 1 and _largest(found) > LIMIT:
+        part = wide.take(pa.array(some))
+        if len(some) > 1 and _largest(part) > LIMIT:
             yield from _taken(wide, some, schema, -(-len(some) // 2))
         else:
-            yield found.cast(schema)
+            yield part.cast(schema)
 
 
 def text(column: pa.ChunkedArray) -> pa.Array:
-    """A column of text in one piece, as `large_string`, which has no limit."""
+    """A text column in one piece, as `large_string`, which has no limit."""
     wide = column.cast(pa.large_string())
     return wide.chunk(0) if wide.num_chunks == 1 else pa.concat_arrays([pa.array([], pa.large_string()), *wide.chunks])
 
 
 class ParquetFile(pq.ParquetFile):
-    """`pyarrow.parquet.ParquetFile` that starts no threads, whatever is read from it."""
+    """A `pyarrow.parquet.ParquetFile` that starts no threads."""
 
     def __init__(self, source: str | BinaryIO | pa.NativeFile):
         super().__init__(source, pre_buffer=False)
@@ -94,10 +95,10 @@ class ParquetFile(pq.ParquetFile):
 
 
 def parquet_table(data: bytes) -> pa.Table:
-    """The table of a Parquet file that is in memory. Raises pyarrow.ArrowException for other bytes."""
+    """The table of a Parquet file in memory. Raises pyarrow.ArrowException for other bytes."""
     file = ParquetFile(pa.BufferReader(data))
     groups = range(file.num_row_groups)
-    # A column of lists cannot be read in one piece where it has more text than one piece holds.
+    # Row group by row group: a column of lists with too much text for one piece cannot be read whole.
     return file.read() if len(groups) < 2 else pa.concat_tables([file.read_row_group(group) for group in groups])
 
 

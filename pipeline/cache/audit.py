@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from pipeline.cache import codec, copies, index, shard
 from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
-from pipeline.cache.snapshot import Caption, Snapshot, check_files, shard_files
+from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.urls import strip_credentials
@@ -222,7 +222,7 @@ def verify_contents(
     pointed, needed = named_snapshots(cache), set[str]()
     for snapshot in pointed:
         with suppress(CacheError):
-            needed |= set(shard_files(files.document(Paths.snapshot(snapshot))))
+            needed |= set(Head.read(files, snapshot).shard_files())
     for name in recipe_names(cache):
         yield from _verify_scale(cache, name)
         records = remembered(partial(cache.index, name))
@@ -257,8 +257,9 @@ def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
     """Tables that a document refers to."""
     folder = name.partition("/")[0]
     if folder == "snapshots":
-        yield from (Paths.table(chunk[kind], "arrow") for chunk in body["chunks"] for kind in ("samples", "names"))
-        yield from (Paths.table(table, "parquet") for table in body["sources"].values())
+        head = Head.parse(body)
+        yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
+        yield from (Paths.table(table, "parquet") for table in head.sources.values())
     elif folder == "scales":
         yield Paths.table(body["table"], "npy")
     elif folder in ("sources", "plans"):
@@ -333,18 +334,8 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
                     yield caption.key.hex()
         first += table.num_rows
     null = snapshot.null
-    if null["shard"] == digest:
-        own = Caption(
-            digest,
-            null["offset"],
-            null["rows"],
-            1.0,
-            bytes.fromhex(null["key"]),
-            bytes.fromhex(null["checksum"]),
-            null.get("length"),
-        )
-        if damaged("text", own, np.empty((null["rows"], width), np.uint16)):
-            yield null["key"]
+    if null.shard == digest and damaged("text", null, np.empty((null.rows, width), np.uint16)):
+        yield null.key.hex()
 
 
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
@@ -489,7 +480,7 @@ def verify_snapshot(
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
             return
         check_files(cache.files, snapshot.head)
-        for number in range(len(snapshot.head["chunks"])):
+        for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
         yield Finding(name, error.what, fix=error.fix or REPAIR)
@@ -520,7 +511,7 @@ def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[in
             for kind, (shards, keys) in columns.items()
             for number, bad in wanted[kind].items()
         )
-    yield int(bytes.fromhex(snapshot.null["key"]) in records.get(snapshot.null["shard"], ()))
+    yield int(snapshot.null.key in records.get(snapshot.null.shard, ()))
 
 
 # ---------------------------------------------------------------- what contradicts itself

@@ -1,13 +1,13 @@
-"""Storage of a record's values: how bf16 bits become the payload that stands in a shard, and back.
+"""Storage of a record's values: from bf16 bits to the payload in a shard, and back.
 
-What: `bf16` (the bits as they are; nothing here is used), `bf16-zstd` (lossless: the exponents, which repeat, are
-compressed with zstd level 1, sign and mantissa, which do not, stay as they are) and `int8` (lossy: 8 bits a value
-with one scale per token, after a fixed scale per channel).
+`bf16`: the bits themselves, without this module. `bf16-zstd`, lossless: the exponents, which repeat, are compressed
+with zstd level 1; sign and mantissa are stored as they are. `int8`, lossy: 8 bits per value, with one scale per token
+after division by a fixed scale per channel.
 Why: text is 85 % of a cache. Lossless takes 0.69 of the bytes, int8 half. A scale per token alone loses a third of the
-signal in encoders with a few channels that are far larger than the others; dividing by a fixed scale per channel
-first costs nothing and keeps the error under one per cent (reference measurements).
-Price: decoding costs CPU on every read (lossless: several times the plain read). zstd's output may differ between
-versions of zstd: equal values, other bytes; a repair elsewhere may then end in a new plan.
+signal in encoders with a few very large channels; dividing by a fixed scale per channel first costs nothing and keeps
+the error below one per cent (reference measurements).
+Price: decoding costs CPU on every read (lossless: several times the plain read). The output of zstd may differ between
+its versions: equal values, other bytes; a repair on another machine may then end in a new plan.
 
 The payload begins with a header of 20 bytes: a magic, the number of dimensions, three dimensions (u32; 0 where unused).
   SPZ1 (bf16-zstd): n bytes `sign << 7 | mantissa`, then one zstd frame of n bytes of exponents.
@@ -15,8 +15,8 @@ The payload begins with a header of 20 bytes: a magic, the number of dimensions,
 A token is a row of text, or a position of a latent; a channel is a column of text, or a channel of a latent.
 
 The channel scales of a recipe are measured once, rounded to bf16 (so that the order of a sum does not show), and
-published as a content-addressed table that `scales/<recipe>.json` names. The first document counts for every worker.
-Each record names its table too, so that it is never decoded with another.
+published as a content-addressed table that `scales/<recipe>.json` names. All workers use the first document. Each
+record names its table, too, so that it is never decoded with another.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PLAIN, LOSSLESS, INT8 = "bf16", "bf16-zstd", "int8"
 STORAGES = (PLAIN, LOSSLESS, INT8)
 LEVEL = 1
 ZSTD = ".".join(str(part) for part in zstandard.ZSTD_VERSION)
-"""The version of the library that compresses: its output may differ between versions."""
+"""Version of the zstd library: its output may differ between versions."""
 
 _HEADER = struct.Struct("<4s4I")
 _LOSSLESS, _INT8 = b"SPZ1", b"SPQ1"
 _DIGEST = 16
-_own = threading.local()  # zstd contexts are not for several threads
+_thread = threading.local()  # a zstd context belongs to one thread
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Codec:
         files: the cache, where channel scales lie.
         kind: `latent` or `text`.
         storage: `bf16-zstd` or `int8`.
-        scale: what `encode` divides by (int8); `decode` takes what each record names.
+        scale: for `encode` (int8); `decode` uses the scales that each record names.
 
     Raises:
         CacheError: a storage that this version does not know.
     """
 
     def __init__(self, files: Files, kind: str, storage: str, scale: Scale | None = None):
-        known(storage)
+        check_storage(storage)
         self.files, self.kind, self.storage, self.scale = files, kind, storage, scale
         self._scales: dict[str, np.ndarray] = {} if scale is None else {scale.digest: scale.values}
 
@@ -87,7 +87,7 @@ class Codec:
         """Write the bf16 bits of a verified payload into a C-contiguous uint16 array.
 
         Raises:
-            IntegrityError: the payload is of another storage or shape than asked for, or its scales are missing.
+            IntegrityError: the payload has another storage or shape, or its scales are missing.
         """
         data = memoryview(payload)
         magic = _LOSSLESS if self.storage == LOSSLESS else _INT8
@@ -123,16 +123,16 @@ class Codec:
             into[...] = _untokens(from_float(values, largest), self.kind).reshape(into.shape)
 
     def _scale(self, digest: str, where: str) -> np.ndarray:
-        found = self._scales.get(digest)
-        if found is None:
+        scale = self._scales.get(digest)
+        if scale is None:
             try:
-                found = self._scales[digest] = load_scale(self.files, digest)
+                scale = self._scales[digest] = load_scale(self.files, digest)
             except IntegrityError as error:
                 raise IntegrityError(f"{where}: its channel scales: {error.what}", fix="restore that file") from None
-        return found
+        return scale
 
 
-def known(storage: str) -> None:
+def check_storage(storage: str) -> None:
     """Refuse a storage that this version cannot read.
 
     Raises:
@@ -147,7 +147,7 @@ def known(storage: str) -> None:
 
 
 def writer(files: Files, recipe: layout.Recipe) -> Codec | None:
-    """The codec that new records of a recipe are written with; None for plain bf16.
+    """The codec for new records of a recipe; None for plain bf16.
 
     Raises:
         CacheError: int8, and no channel scales have been measured.
@@ -162,23 +162,23 @@ def writer(files: Files, recipe: layout.Recipe) -> Codec | None:
 
 
 def reader(files: Files, recipe: str) -> Codec | None:
-    """The codec of a recipe that is in the cache, by name; None for plain bf16, and where there is no recipe document
-    (a plain record is checked in full without one, any other then fails its check)."""
+    """The codec of a recipe in the cache, by name. None for plain bf16, and if the recipe's document is missing: plain
+    records are verified without it, all others then fail their check."""
     if not files.exists(layout.Paths.recipe(recipe)):
         return None
     body = files.document(layout.Paths.recipe(recipe))
-    found = layout.RECIPES[body["kind"]].from_values(body["values"])
-    if found.name != recipe:
+    values = layout.RECIPES[body["kind"]].from_values(body["values"])
+    if values.name != recipe:
         raise IntegrityError(
-            f"{files.where(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=found.name
+            f"{files.where(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=values.name
         )
-    storage = storage_of(found)
-    return None if storage == PLAIN else Codec(files, found.kind, storage)
+    storage = storage_of(values)
+    return None if storage == PLAIN else Codec(files, values.kind, storage)
 
 
 def payload_bytes(storage: str, kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a payload; of `bf16-zstd` about so many, as its values decide (measured: 0.69 of bf16)."""
-    known(storage)
+    """Bytes of a payload; an estimate for `bf16-zstd`, which depends on the values (measured: 0.69 of bf16)."""
+    check_storage(storage)
     size = int(np.prod(shape))
     if storage == PLAIN:
         return 2 * size
@@ -190,7 +190,7 @@ def payload_bytes(storage: str, kind: str, shape: tuple[int, ...]) -> int:
 
 def storage_of(recipe: layout.Recipe) -> str:
     storage = str(recipe.values()["storage"])
-    known(storage)
+    check_storage(storage)
     return storage
 
 
@@ -200,8 +200,8 @@ def storage_of(recipe: layout.Recipe) -> str:
 def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
     """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, rounded to bf16.
 
-    A channel that is (nearly) silent in the set gets 1/1024 of the mean scale, lest one loud value later on takes all
-    the precision of its token.
+    A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise one large value later on would
+    take all the precision of its token.
     """
     total, count = np.zeros(0), 0
     for bits in arrays:
@@ -219,18 +219,18 @@ def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
 
 
 def publish_scale(files: Files, recipe: str, values: np.ndarray, records: int) -> Scale:
-    """Make channel scales those of a recipe, unless another worker was first: then its scales are returned."""
+    """Publish the channel scales of a recipe. If another worker was first, its scales are returned."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.ascontiguousarray(values, "<f4"), version=(1, 0))
     digest = files.put_content(buffer.getvalue(), "tables", "npy")
     files.put(layout.Paths.scale(recipe), layout.seal({"recipe": recipe, "table": digest, "records": records}))
-    found = find_scale(files, recipe)
-    assert found is not None
-    return found
+    scale = find_scale(files, recipe)
+    assert scale is not None
+    return scale
 
 
 def find_scale(files: Files, recipe: str) -> Scale | None:
-    """The channel scales that new records of a recipe are written with; None before they are measured."""
+    """The channel scales for new records of a recipe; None before they are measured."""
     name = layout.Paths.scale(recipe)
     if not files.exists(name):
         return None
@@ -241,7 +241,7 @@ def find_scale(files: Files, recipe: str) -> Scale | None:
 
 
 def scale_named(payload: bytes | bytearray) -> str:
-    """Hex digest of the channel scales that an int8 payload was made with."""
+    """Hex digest of the channel scales of an int8 payload."""
     return bytes(payload[_HEADER.size : _HEADER.size + 16]).hex()
 
 
@@ -262,11 +262,11 @@ def load_scale(files: Files, digest: str) -> np.ndarray:
     return values
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- size and error
 
 
 class Measured:
-    """Size and error of stored records, as they add up."""
+    """Adds up size and error of stored records."""
 
     def __init__(self) -> None:
         self.records = self.raw = self.stored = 0
@@ -274,21 +274,21 @@ class Measured:
         self.worst = 0.0
 
     def add(self, codec: Codec, bits: np.ndarray, payload: bytes) -> None:
-        """Decode a payload that was just made and compare.
+        """Decode a new payload and compare it with the values.
 
         Raises:
-            IntegrityError: a lossless payload does not decode to what it was made of.
+            IntegrityError: a lossless payload does not decode to its values.
         """
         back = np.empty(bits.shape, np.uint16)
-        codec.decode(payload, back, "a record that was just made")
+        codec.decode(payload, back, "a new record")
         if codec.storage == LOSSLESS and not np.array_equal(back, bits):
             raise IntegrityError("a lossless record does not decode to what was encoded", fix="check zstandard and RAM")
         true = _tokens(to_float(bits), codec.kind).astype(np.float64)
         error = _tokens(to_float(back), codec.kind) - true
         signal, noise = (true * true).sum(axis=1), (error * error).sum(axis=1)
-        heard = signal > 0
-        if heard.any():
-            self.worst = max(self.worst, float(np.sqrt(noise[heard] / signal[heard]).max()))
+        nonzero = signal > 0
+        if nonzero.any():
+            self.worst = max(self.worst, float(np.sqrt(noise[nonzero] / signal[nonzero]).max()))
         self._signal += float(signal.sum())
         self._noise += float(noise.sum())
         self.records += 1
@@ -320,10 +320,11 @@ def to_float(bits: np.ndarray) -> np.ndarray:
 
 
 def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
-    """bf16 bits of finite float32 values, to nearest even; what would round to infinity is the largest value.
+    """bf16 bits of finite float32 values, rounded to nearest even. A value that would round to infinity becomes the
+    largest finite one.
 
     Args:
-        largest: no value is larger; spares a pass where that is far from the largest bf16.
+        largest: bound of the values; a small one saves a pass.
     """
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = wide >> np.uint32(16)
@@ -352,42 +353,42 @@ def _split(bits: np.ndarray) -> bytes:
     flat = np.ascontiguousarray(bits, "<u2").reshape(-1)
     mantissas = ((flat >> 8) & 0x80 | flat & 0x7F).astype(np.uint8)
     exponents = (flat >> 7 & 0xFF).astype(np.uint8)
-    packer = getattr(_own, "packer", None)
-    if packer is None:
-        packer = _own.packer = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
-    return mantissas.tobytes() + packer.compress(exponents.tobytes())
+    compressor = getattr(_thread, "compressor", None)
+    if compressor is None:
+        compressor = _thread.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+    return mantissas.tobytes() + compressor.compress(exponents.tobytes())
 
 
 def _join(data: memoryview, into: np.ndarray, where: str) -> None:
     count = into.size
-    unpacker = getattr(_own, "unpacker", None)
-    if unpacker is None:
-        unpacker = _own.unpacker = zstandard.ZstdDecompressor()
+    decompressor = getattr(_thread, "decompressor", None)
+    if decompressor is None:
+        decompressor = _thread.decompressor = zstandard.ZstdDecompressor()
     try:
-        # zstandard allocates what the frame says, whatever it is asked for.
+        # zstandard allocates the size in the frame, whatever the limit is.
         size = zstandard.get_frame_parameters(data[count:]).content_size if len(data) > count else 0
-        exponents = unpacker.decompress(data[count:], max_output_size=count) if size == count and count else b""
+        exponents = decompressor.decompress(data[count:], max_output_size=count) if size == count and count else b""
     except zstandard.ZstdError as error:
         raise IntegrityError(f"{where}: its exponents cannot be decompressed: {error}") from None
     if size != count or len(exponents) != count:
         raise IntegrityError(f"{where}: holds another number of exponents", expected=count, found=size)
-    found = np.frombuffer(exponents, np.uint8).astype(np.uint16)
-    found <<= 7
+    bits = np.frombuffer(exponents, np.uint8).astype(np.uint16)
+    bits <<= 7
     mantissas = np.frombuffer(data, np.uint8, count).astype(np.uint16)
-    found |= mantissas & 0x7F
+    bits |= mantissas & 0x7F
     mantissas &= 0x80
     mantissas <<= 8
-    np.bitwise_or(found.reshape(into.shape), mantissas.reshape(into.shape), out=into)
+    np.bitwise_or(bits.reshape(into.shape), mantissas.reshape(into.shape), out=into)
 
 
 def _quantise(tokens: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Steps (bf16 bits, one per token) and int8 values of (tokens, channels)."""
     if tokens.shape[1] != len(scale):
         raise CacheError("values and channel scales do not fit", expected=tokens.shape[1], found=len(scale))
-    with np.errstate(over="ignore"):  # what overflows is refused below
+    with np.errstate(over="ignore"):  # an overflow is refused below
         even = tokens / scale
     wide = (np.abs(even).max(axis=1, initial=0.0) / np.float32(127)).astype(np.float32).view(np.uint32)
-    steps = ((wide + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)  # rounded up: nothing is cut off
+    steps = ((wide + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)  # rounded up, so that no value is clipped
     if np.any((steps & 0x7F80) == 0x7F80):
         raise IntegrityError("a value is too far above its channel's scale for int8", fix="encode.storage=bf16-zstd")
     step = to_float(steps)[:, None]

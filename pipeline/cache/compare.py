@@ -1,8 +1,6 @@
-"""Snapshots side by side: what a cache has, and what one has that another has not.
+"""Compare snapshots: list those of a cache, and find the samples in which two of them differ.
 
-What: `listed` describes every snapshot from its head, `difference` finds what was added, removed or changed.
-Why: two training runs differ by their snapshots; how, should be a question that the cache can answer.
-Price: a difference reads all sample chunks of both; the names of samples are read for those that differ only.
+`listed` reads heads only. `difference` reads all sample chunks of both snapshots, and the names of samples that differ.
 """
 
 from __future__ import annotations
@@ -22,8 +20,14 @@ from pipeline.errors import IntegrityError
 
 @dataclass(frozen=True)
 class Difference:
-    """Rows: `added` of the second snapshot, `removed` of the first, `changed` of the second, with what changed:
-    `picture` (another latent), `bucket` (another size), `captions` (other rows, weights or order)."""
+    """Rows that differ between two snapshots.
+
+    Attributes:
+        added: rows of the second.
+        removed: rows of the first.
+        changed: (row of the second, what changed). What: `picture` (another latent), `bucket` (another size),
+            `captions` (other records, weights or order).
+    """
 
     added: list[int]
     removed: list[int]
@@ -34,84 +38,81 @@ class Difference:
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
-    """Every snapshot: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`, `bytes` of its
-    shards. Of one that cannot be read: `id`, `names` and `damaged`, what is wrong."""
+    """All snapshots, parents first: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`,
+    `bytes` of its shards. A snapshot or name that cannot be read has `id`, `parent`, `names` and `damaged`: the
+    message."""
     names: dict[str, list[str]] = {}
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name in cache.snapshot_names():
         try:
             if (pointed := cache.snapshot_of(name)) is not None:
                 names.setdefault(pointed, []).append(name)
         except IntegrityError as error:
-            found.append({"id": None, "parent": None, "names": [name], "damaged": error.what})
+            entries.append({"id": None, "parent": None, "names": [name], "damaged": error.what})
     heads = {entry.removesuffix(".json") for entry in cache.files.names("snapshots") if entry.endswith(".json")}
-    for snapshot in sorted(heads | set(names)):
+    for snapshot_id in sorted(heads | set(names)):
+        entry: dict[str, Any] = {"id": snapshot_id, "names": sorted(names.get(snapshot_id, [])), "parent": None}
         try:
-            opened = Snapshot(cache.files, snapshot)
+            head = Snapshot(cache.files, snapshot_id).head
         except IntegrityError as error:
-            found.append(
-                {"id": snapshot, "parent": None, "names": sorted(names.get(snapshot, [])), "damaged": error.what}
-            )
+            entries.append({**entry, "damaged": error.what})
             continue
-        head = opened.head
-        found.append(
-            {
-                "id": opened.id,
-                "names": sorted(names.get(opened.id, [])),
-                "parent": head["parent"],
-                "samples": len(opened),
-                "buckets": len(opened.buckets),
-                "left_out": sum(head["left_out"].values()),
-                "bytes": sum(opened.shard_files().values()),
-                "packed": opened.packed,
-            }
-        )
-    return _by_age(found)
+        entry |= {
+            "parent": head.parent,
+            "samples": head.samples,
+            "buckets": len(head.buckets),
+            "left_out": sum(head.left_out.values()),
+            "bytes": sum(head.shard_files().values()),
+            "packed": head.folder is not None,
+        }
+        entries.append(entry)
+    return _parents_first(entries)
 
 
-def _by_age(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _parents_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parents before their children, otherwise by id."""
-    known = {entry["id"]: entry for entry in found}
+    by_id = {entry["id"]: entry for entry in entries}
 
     def depth(entry: dict[str, Any]) -> int:
         steps = 0
-        while (parent := known.get(entry["parent"] or "")) is not None and steps < len(known):
+        while (parent := by_id.get(entry["parent"] or "")) is not None and steps < len(by_id):
             entry, steps = parent, steps + 1
         return steps
 
-    return sorted(found, key=lambda entry: (depth(entry), entry["id"] or ""))
+    return sorted(entries, key=lambda entry: (depth(entry), entry["id"] or ""))
 
 
-def difference(one: Snapshot, other: Snapshot) -> Difference:
-    """What `other` has that `one` has not, and so on. Samples are told apart by their id."""
-    mine, theirs = _Columns(one), _Columns(other)
-    at = np.argsort(mine.sample_id)
-    place = np.minimum(np.searchsorted(mine.sample_id, theirs.sample_id, sorter=at), max(len(at) - 1, 0))
-    rows = at[place] if len(at) else np.zeros(len(theirs.sample_id), np.int64)
-    both = mine.sample_id[rows] == theirs.sample_id if len(at) else np.zeros(len(rows), bool)
-    a, b = rows[both], np.flatnonzero(both)
-    bucket = (mine.shape[a] != theirs.shape[b]).any(1)
-    picture = (mine.key[a] != theirs.key[b]) & ~bucket
-    counts = np.diff(mine.offsets)[a]
-    captions = counts != np.diff(theirs.offsets)[b]
-    same = np.flatnonzero(~captions)
-    owner = np.repeat(same, counts[same])
-    inner = np.arange(len(owner)) - np.repeat(np.cumsum(counts[same]) - counts[same], counts[same])
-    left, right = mine.offsets[a[owner]] + inner, theirs.offsets[b[owner]] + inner
-    odd = (mine.caption[left] != theirs.caption[right]) | (mine.weight[left] != theirs.weight[right])
-    captions[owner[odd]] = True
+def difference(first: Snapshot, second: Snapshot) -> Difference:
+    """What changed from the first snapshot to the second. Samples are matched by id."""
+    old, new = _Columns(first), _Columns(second)
+    order = np.argsort(old.sample_id)
+    places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), max(len(order) - 1, 0))
+    candidates = order[places] if len(order) else np.zeros(len(new.sample_id), np.int64)
+    common = old.sample_id[candidates] == new.sample_id if len(order) else np.zeros(len(candidates), bool)
+    a, b = candidates[common], np.flatnonzero(common)
+    bucket = (old.shape[a] != new.shape[b]).any(1)
+    picture = (old.key[a] != new.key[b]) & ~bucket
+    counts = np.diff(old.offsets)[a]
+    captions = counts != np.diff(new.offsets)[b]
+    comparable = np.flatnonzero(~captions)
+    sample = np.repeat(comparable, counts[comparable])
+    ends = np.cumsum(counts[comparable])
+    inner = np.arange(len(sample)) - np.repeat(ends - counts[comparable], counts[comparable])
+    left, right = old.offsets[a[sample]] + inner, new.offsets[b[sample]] + inner
+    differs = (old.caption[left] != new.caption[right]) | (old.weight[left] != new.weight[right])
+    captions[sample[differs]] = True
     kinds = {"picture": picture, "bucket": bucket, "captions": captions}
     changed = [
         (int(b[i]), tuple(name for name, column in kinds.items() if column[i]))
         for i in np.flatnonzero(picture | bucket | captions)
     ]
-    removed = np.ones(len(mine.sample_id), bool)
+    removed = np.ones(len(old.sample_id), bool)
     removed[a] = False
-    return Difference(np.flatnonzero(~both).tolist(), np.flatnonzero(removed).tolist(), changed)
+    return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed)
 
 
 class _Columns:
-    """What is compared of a snapshot's samples, by row."""
+    """The compared columns of a snapshot's samples, by row."""
 
     def __init__(self, snapshot: Snapshot):
         tables = list(snapshot.tables())

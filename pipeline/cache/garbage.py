@@ -29,6 +29,7 @@ from pipeline.cache import index, process_identity
 from pipeline.cache.audit import contradictions, packs, recipe_names
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
+from pipeline.cache.snapshot import Head
 from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError
 
@@ -136,22 +137,21 @@ class _Needed:
         """Returns the packs that some snapshot lies in, and whether one of these counts."""
         packed: dict[str, bool] = {}
         written = {entry.name: entry.modified for entry in cache.files.walk("snapshots")}
-        for name in (f"snapshots/{head}" for head in cache.files.names("snapshots")):
+        for name in (f"snapshots/{entry}" for entry in cache.files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
             counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy is there
             try:
-                body = cache.files.document(name)
+                head = Head.read(cache.files, snapshot_id)
             except CacheError:
                 if counts and snapshot_id in named:
                     raise
                 continue  # nobody can read it, and nobody named it
-            if "folder" in body:
-                packed[body["folder"]] = packed.get(body["folder"], False) or counts
+            if head.folder is not None:
+                packed[head.folder] = packed.get(head.folder, False) or counts
             if counts:
                 self.heads.add(name)
-                self.tables |= {chunk[kind] for chunk in body["chunks"] for kind in ("samples", "names")}
-                self.tables |= set(body["sources"].values())
-                self.shards |= {s["name"] for shards in body["shards"].values() for s in shards}
+                self.tables |= head.tables() | set(head.sources.values())
+                self.shards |= {shard.name for shards in head.shards.values() for shard in shards}
         return packed
 
     def _add_commits(self, commits: Iterable[index.Commit]) -> None:

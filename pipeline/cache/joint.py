@@ -1,12 +1,11 @@
 """Joint shards: the latent, the text records and the captions of a sample side by side.
 
-What: `JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy`, `<id>.text.npy`, `<id>.txt`,
-and `<id>.1.text.npy`, `<id>.1.txt` for a second caption. The record table is a snapshot's rows of it.
-Why: object storage is read sequentially, and a plain webdataset client pairs what belongs together by itself (it cuts
-names at the first dot).
-Price: a caption that several samples share is stored with each of them.
+`JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy`, `<id>.text.npy`, `<id>.txt`, and
+`<id>.1.text.npy`, `<id>.1.txt` for a second caption. Its record table has the samples' rows of the packed snapshot.
+Why: object storage is read sequentially, and a plain webdataset client pairs the members of a sample (it cuts names at
+the first dot). Price: a caption that several samples share is stored with each of them.
 
-Records keep their payload, key and checksum, so every reader verifies them as where they were copied from.
+Records keep their payload, key and checksum, so readers verify them as in the shards that they were copied from.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ NULL = f"{layout.META}/null.npy"
 
 
 def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
-    """Rows of `samples`, then what `names` has more of them; `shard` is 0 everywhere: this one."""
+    """The columns of `samples_schema`, then those of `NAMES`, whose `captions` are called `written`. `shard` is 0, for
+    this shard."""
     schema = samples_schema(latent, text)
-    for name, own in (("source", "source"), ("item", "item"), ("written", "captions")):
-        schema = schema.append(NAMES.field(own).with_name(name))
+    for name, column in (("source", "source"), ("item", "item"), ("written", "captions")):
+        schema = schema.append(NAMES.field(column).with_name(name))
     return schema
 
 
 @dataclass(frozen=True)
 class Record:
-    """A verified payload as it stands in a shard of its recipe; shape: of its values."""
+    """A verified payload, copied from a shard of its recipe. shape: of its values."""
 
     key: bytes
     checksum: bytes
@@ -49,7 +49,7 @@ class JointWriter(TarWriter):
     Args:
         files: the cache.
         folder: of the pack, below `shards/`.
-        unit: the unit's id, kept in the shard's head.
+        unit: the unit's id, written to the shard's head.
         latent, text: the recipes of the records.
     """
 
@@ -70,7 +70,7 @@ class JointWriter(TarWriter):
     def add(
         self, sample_id: int, latent: Record, captions: list[tuple[Record, float, str]], source: str, item: str
     ) -> None:
-        """Add a sample. captions: the record, its weight and the caption as it was written."""
+        """Add a sample. captions: the record, its weight and the original caption."""
         name = f"{sample_id:016x}"
         row: dict[str, Any] = {
             "sample_id": sample_id,
@@ -80,18 +80,18 @@ class JointWriter(TarWriter):
             "captions": [],
             "written": [],
         }
-        for number, (record, weight, said) in enumerate(captions):
-            own = f"{name}.{number}" if number else name
-            place = self._record(f"{own}.text.npy", record, self.text)
+        for number, (record, weight, caption) in enumerate(captions):
+            stem = f"{name}.{number}" if number else name
+            place = self._record(f"{stem}.text.npy", record, self.text)
             row["captions"].append({**place, "rows": record.shape[0], "weight": weight})
-            text = said.encode("utf-8")
-            offset = self._member(f"{own}.txt", text)
+            text = caption.encode("utf-8")
+            offset = self._member(f"{stem}.txt", text)
             checksum = layout.digest("caption", record.key, text)
             row["written"].append({"offset": offset, "length": len(text), "checksum": checksum})
         self._rows.append(row)
 
     def add_null(self, record: Record, valid: int) -> None:
-        """Make it the shard of the null record, which holds nothing else; webdataset passes it over."""
+        """Make this the shard of the null record, which has no other record; webdataset skips it."""
         place = self._record(NULL, record, self.text)
         rows, width = record.shape
         self._null = {

@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
@@ -264,16 +265,68 @@ def finite(bits: np.ndarray) -> bool:
 GAP = 8192
 """Records that lie closer than this many bytes are read in one call, with what lies between."""
 RUN = 64
-"""At most so many in one call."""
+"""Limit on the records of one call."""
 _MEND = "sana-pipe verify --repair, with the --config and --set of this cache; or restore this shard from a copy of it"
 _own = threading.local()
 
 
 def _gap(size: int) -> memoryview:
-    """Where the bytes between two records go: nobody reads them."""
+    """Where preadv puts the bytes between two records, which are not used."""
     if not hasattr(_own, "gap"):
         _own.gap = memoryview(bytearray(GAP))
     return _own.gap[:size]
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Records in the order of storage, and how they are grouped into reads.
+
+    Attributes:
+        rows: of the columns.
+        shards, starts, sizes: number of the shard, offset and bytes of each record.
+        gaps: bytes between each record and the next.
+        views: where each record goes.
+        runs: places at which a new read begins, and the end.
+    """
+
+    rows: list[int]
+    shards: list[int]
+    starts: list[int]
+    sizes: list[int]
+    gaps: list[int]
+    views: list[memoryview]
+    runs: list[int]
+
+    @classmethod
+    def planned(
+        cls,
+        columns: Mapping[str, np.ndarray],
+        which: np.ndarray,
+        into: np.ndarray,
+        begin: np.ndarray,
+        end: np.ndarray,
+        *,
+        apart: bool,
+    ) -> Self:
+        """Arguments as for `Reader.read_batch`. apart: read each record by itself."""
+        order = which[np.lexsort((columns["offset"][which], columns["shard"][which]))]
+        shard, start = columns["shard"][order], columns["offset"][order].astype(np.int64)
+        stride = into.strides[0]
+        size = (end - begin)[order] * stride
+        gap = start[1:] - start[:-1] - size[:-1]
+        new_run = (shard[1:] != shard[:-1]) | (gap < 0) | (gap > GAP) | apart
+        new_run[RUN - 1 :: RUN] = True
+        data, sizes = into.data.cast("B"), size.tolist()
+        places = (begin[order] * stride).tolist()
+        return cls(
+            order.tolist(),
+            shard.tolist(),
+            start.tolist(),
+            sizes,
+            gap.tolist(),
+            [data[at : at + length] for at, length in zip(places, sizes, strict=True)],
+            [0, *(np.flatnonzero(new_run) + 1).tolist(), len(order)],
+        )
 
 
 class RecordError(IntegrityError):
@@ -352,69 +405,65 @@ class Reader:
         end: np.ndarray,
         *,
         verify: bool = True,
-        doing: Callable[[str, int, bytes], None] | None = None,
+        report: Callable[[str, int, bytes], None] | None = None,
     ) -> list[tuple[int, RecordError]]:
-        """Read many records, in the order of their places; neighbours in one call. Each is verified, and read once
-        more alone if it is wrong.
+        """Read many records in the order of storage, neighbours in one call. Each is verified; a wrong record is read
+        once more alone.
 
         Args:
-            shards: their names; the column `shard` counts into them.
+            shards: names; the column `shard` is an index into them.
             columns: `shard`, `offset`, `key`, `checksum` of each record, and `length` where they are not plain bf16.
-            which: rows of the columns, (n,) int64: the records that are read.
+            which: rows of the columns, (n,) int64: the records to read.
             into: C-contiguous uint16; record i goes to `into[begin[i] : end[i]]`.
-            verify: False skips the checksums: for measuring what they cost.
-            doing: told of each record (shard, offset, key) before it is read.
+            verify: False skips the checksums, to measure their cost.
+            report: called with the place (shard, offset, key) of each record before it is read.
 
         Returns:
-            The records that stay wrong, by their rows, in that order.
+            The records that stay wrong: (row, error), by row.
 
         Raises:
-            IntegrityError: not of one record: a shard is missing, or stored otherwise than its recipe says.
+            IntegrityError: not about one record: a shard is missing, or stored otherwise than its recipe says.
         """
         if not len(which):
             return []
-        order = which[np.lexsort((columns["offset"][which], columns["shard"][which]))]
-        number, start = columns["shard"][order], columns["offset"][order].astype(np.int64)
-        size = (end - begin)[order] * into.strides[0]
-        gap = start[1:] - start[:-1] - size[:-1]
-        apart = (number[1:] != number[:-1]) | (gap < 0) | (gap > GAP) | (self._codec is not None)
-        apart[RUN - 1 :: RUN] = True
-        runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
-
+        reads = _Reads.planned(columns, which, into, begin, end, apart=self._codec is not None)
         keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
         lengths = columns["length"].tolist() if "length" in columns else None
-        rows, numbers, starts, sizes, gaps = (own.tolist() for own in (order, number, start, size, gap))
-        whole = into.data.cast("B")
-        places = (begin[order] * into.strides[0]).tolist()
-        views = [whole[at : at + own] for at, own in zip(places, sizes, strict=True)]
         bad: list[tuple[int, RecordError]] = []
-        for first, last in pairwise(runs):
-            shard, at = shards[numbers[first]], starts[first]
-            if doing is not None:
-                doing(shard, at, keys[rows[first] * 16 :][:16])
-            pieces = views[first : first + 1]
-            for i in range(first + 1, last):
-                pieces += (_gap(gaps[i - 1]), views[i])
-            read = self._codec is None and self._preadv(shard, at, pieces) == starts[last - 1] + sizes[last - 1] - at
-            if read and not verify and lengths is None:
+        for first, last in pairwise(reads.runs):
+            shard = shards[reads.shards[first]]
+            if report is not None:
+                report(shard, reads.starts[first], keys[reads.rows[first] * 16 :][:16])
+            complete = self._codec is None and self._read_run(shard, reads, first, last)
+            if complete and not verify and lengths is None:
                 continue
             for i in range(first, last):
-                row, at = rows[i], starts[i]
+                row, offset = reads.rows[i], reads.starts[i]
                 key, checksum = keys[row * 16 : row * 16 + 16], checksums[row * 16 : row * 16 + 16]
                 length = None if lengths is None else lengths[row]
-                if read and length in (None, sizes[i]) and (not verify or self._intact(key, checksum, views[i])):
+                right_size = complete and length in (None, reads.sizes[i])
+                if right_size and (not verify or self.matches(key, checksum, reads.views[i])):
                     continue
-                if doing is not None:
-                    doing(shard, at, key)
+                if report is not None:
+                    report(shard, offset, key)
                 try:
-                    again = 2 if self._codec is not None else 1  # a plain record has been read once already
-                    self.read(shard, at, key, checksum, into[begin[row] : end[row]], length, again)
+                    attempts = 2 if self._codec is not None else 1  # a plain record has been read once already
+                    self.read(shard, offset, key, checksum, into[begin[row] : end[row]], length, attempts)
                 except RecordError as error:
                     bad.append((row, error))
         return sorted(bad, key=lambda pair: pair[0])
 
-    def _intact(self, key: bytes, expected: bytes, payload: memoryview) -> bool:
-        return layout.checksum(self.recipe_id, key, payload) == expected
+    def _read_run(self, shard: str, reads: _Reads, first: int, last: int) -> bool:
+        """Read neighbouring records into their views; False if bytes are missing."""
+        pieces = reads.views[first : first + 1]
+        for i in range(first + 1, last):
+            pieces += (_gap(reads.gaps[i - 1]), reads.views[i])
+        start, end = reads.starts[first], reads.starts[last - 1] + reads.sizes[last - 1]
+        return self.read_span(shard, start, pieces) == end - start
+
+    def matches(self, key: bytes, checksum: bytes, payload: memoryview) -> bool:
+        """Whether a payload is the one that was written under this key."""
+        return layout.checksum(self.recipe_id, key, payload) == checksum
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record as it stands in its shard.
@@ -511,14 +560,22 @@ class Reader:
         """Let go of every open file; a read opens its shard again."""
         self._open.clear()
 
-    def _preadv(self, shard: str, offset: int, views: list[Any]) -> int:
-        """Fill writable buffers one after the other from a place in a shard; returns how many bytes came, perhaps too
-        few. Where the disk refuses, none: who reads each record again says what it said."""
-        handle = self._handle(shard)  # held while it is read from: eviction may let go of it
+    def read_span(self, shard: str, offset: int, views: list[Any]) -> int:
+        """Fill writable buffers one after the other from a place in a shard, with one call and without verification.
+
+        Returns:
+            How many bytes came, perhaps too few; -1 if the disk refused (a read of the single record says why).
+        """
+        handle = self._handle(shard)  # a reference for the time of the read: eviction may drop the other one
         try:
             return os.preadv(handle.descriptor, views, offset)
         except OSError:
             return -1
+
+    @property
+    def open_shards(self) -> int:
+        """How many shards are open."""
+        return len(self._open)
 
     def _handle(self, shard: str) -> Handle:
         handle = self._open.get(shard)

@@ -1,21 +1,25 @@
-"""Snapshots: immutable, content-addressed lists of samples grouped by bucket. This is all that training reads first.
+"""Snapshots: immutable, content-addressed lists of samples grouped by bucket. Training reads these first.
 
-What: a JSON head (recipes, bucket table, policies, counts, what was left out and why, shards, chunks) and uncompressed
-Arrow IPC chunks, mapped into memory; a chunk's digest is checked when it is first touched.
-Why: two runs that name the same snapshot train on the same samples in the same order, wherever the cache was copied.
-Price: about 150 bytes of disk per sample; nothing of it is resident until touched.
+A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out, shards,
+chunks) and uncompressed Arrow IPC chunks, which are mapped into memory; a chunk's digest is checked when it is first
+touched. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
+copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
+
+The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
 Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket). A packed snapshot
-has its rows in a shuffled order inside each bucket, and its records in joint shards (`folder` in the head).
+has its rows in a shuffled order inside each bucket, and its records in joint shards (`Head.folder`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -53,11 +57,11 @@ SAMPLES = pa.schema(
         ("captions", pa.list_(CAPTION)),
     ]
 )
-"""What training reads of a sample. `shard` counts into the head's `shards` of that kind."""
+"""Rows that training reads, one per sample. `shard` is an index into the head's `shards` of that kind."""
 
 
 def samples_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
-    """`SAMPLES`, with a `length` (bytes of the payload) last where a kind is not stored as plain bf16."""
+    """`SAMPLES`; a kind that is not stored as plain bf16 has a last column `length` (bytes of the payload)."""
     length = pa.field("length", pa.uint64())
     schema = SAMPLES
     if text.storage != PLAIN:
@@ -71,11 +75,293 @@ WRITTEN = pa.struct([("offset", pa.uint64()), ("length", pa.uint32()), ("checksu
 NAMES = pa.schema(
     [("sample_id", pa.uint64()), ("source", pa.string()), ("item", pa.string()), ("captions", pa.list_(WRITTEN))]
 )
-"""What people want to know of a sample: where it came from, and where its captions stand in the text shards."""
+"""Rows for people, one per sample: where it came from, and where its captions lie in the text shards."""
+
+
+# ---------------------------------------------------------------- the head
+
+
+Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""How a field is written: JSON to value, value to JSON."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One JSON object of a head. A field that is None is not written.
+
+    other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
+    """
+
+    other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    forms: ClassVar[Mapping[str, Form]] = {}
+    """Of fields whose JSON differs from their value."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
+        if not cls.forms and values.keys() == set(names):
+            return cls(**values)  # the usual case of shards and chunks, of which there are many
+        known = {name: value for name, value in values.items() if name in names}
+        for name in cls.forms.keys() & known.keys():
+            known[name] = cls.forms[name][0](known[name])
+        return cls(**known, other={name: value for name, value in values.items() if name not in names})
+
+    def values(self) -> dict[str, Any]:
+        """The JSON object."""
+        names: tuple[str, ...] = self.__match_args__
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name in self.forms.keys() & values.keys():
+            values[name] = self.forms[name][1](values[name])
+        return {**values, **self.other}
+
+
+def _one(entry: type[Entry]) -> Form:
+    return entry.parse, lambda value: value.values()
+
+
+def _several(entry: type[Entry]) -> Form:
+    return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
+
+
+_HEX = (bytes.fromhex, bytes.hex)
+
+
+@dataclass(frozen=True)
+class Part(Entry):
+    """Samples of a bucket that are visited `weight` times per epoch."""
+
+    samples: int
+    weight: Fraction
+    forms: ClassVar[Mapping[str, Form]] = {
+        "weight": (lambda pair: Fraction(*pair), lambda weight: [weight.numerator, weight.denominator])
+    }
+
+
+@dataclass(frozen=True)
+class Bucket(Entry):
+    """One resolution.
+
+    Attributes:
+        height, width: pixels.
+        samples: how many it has.
+        batch: global batch of a step.
+        parts: in the order of rows; None if every sample is visited once per epoch.
+        block: samples per joint shard (packed snapshots).
+    """
+
+    height: int
+    width: int
+    samples: int
+    batch: int
+    parts: tuple[Part, ...] | None = None
+    block: int | None = None
+    forms: ClassVar[Mapping[str, Form]] = {"parts": _several(Part)}
+
+
+@dataclass(frozen=True)
+class Packed(Entry):
+    """window: blocks that are shuffled together while training."""
+
+    window: int
+
+
+@dataclass(frozen=True)
+class HeldOut(Entry):
+    """share: of the pictures that is held out. side: `train` or `heldout`."""
+
+    share: float
+    side: str
+
+
+@dataclass(frozen=True)
+class Policies(Entry):
+    """Settings that decide the training order; options of `bucket` in the configuration.
+
+    Attributes:
+        small: `carry`, `drop` or `repeat`.
+        pad_text_multiple: padded text lengths are multiples of it.
+        order: `largest_first`; None: random.
+    """
+
+    small: str
+    pad_text_multiple: int
+    order: str | None = None
+    heldout: HeldOut | None = None
+    packed: Packed | None = None
+    forms: ClassVar[Mapping[str, Form]] = {"heldout": _one(HeldOut), "packed": _one(Packed)}
+
+
+@dataclass(frozen=True)
+class ShardFile(Entry):
+    """A shard by its digest (hex), and its size."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class NullRecord(Entry):
+    """The record of the empty caption: all its rows, of which attention may see the first `valid`.
+
+    length: bytes of the payload, where it is not plain bf16.
+    """
+
+    shard: str
+    offset: int
+    rows: int
+    valid: int
+    key: bytes
+    checksum: bytes
+    length: int | None = None
+    forms: ClassVar[Mapping[str, Form]] = {"key": _HEX, "checksum": _HEX}
+
+
+@dataclass(frozen=True)
+class Chunk(Entry):
+    """Digests of the two tables of up to `CHUNK_ROWS` rows."""
+
+    rows: int
+    samples: str
+    names: str
+
+
+@dataclass(frozen=True)
+class Head(Entry):
+    """The head of a snapshot.
+
+    Attributes:
+        recipes: by kind, as written: an older version wrote fewer fields.
+        shards: by kind; the tables count into them.
+        left_out: reason -> items that are not in the snapshot.
+        sources: source -> digest of its scan's table.
+        parent: id of the snapshot that the name pointed to before; of the source, if this one is packed.
+        folder: of the joint shards of a packed snapshot, below `shards/`.
+        counts: `samples`, for other tools.
+    """
+
+    recipes: Mapping[str, Mapping[str, Any]]
+    policies: Policies
+    buckets: tuple[Bucket, ...]
+    shards: Mapping[str, tuple[ShardFile, ...]]
+    null: NullRecord
+    left_out: Mapping[str, int]
+    sources: Mapping[str, str]
+    chunks: tuple[Chunk, ...] = ()
+    parent: str | None = None
+    folder: str | None = None
+    counts: Mapping[str, int] | None = None
+    forms: ClassVar[Mapping[str, Form]] = {
+        "policies": _one(Policies),
+        "buckets": _several(Bucket),
+        "null": _one(NullRecord),
+        "chunks": _several(Chunk),
+        "shards": (
+            lambda kinds: {kind: tuple(map(ShardFile.parse, shards)) for kind, shards in kinds.items()},
+            lambda kinds: {kind: [shard.values() for shard in shards] for kind, shards in kinds.items()},
+        ),
+    }
+
+    @classmethod
+    def read(cls, files: Files, snapshot_id: str) -> Self:
+        """The head of a snapshot.
+
+        Raises:
+            IntegrityError: it is missing, damaged or another snapshot's.
+        """
+        return cls.parse(files.document(Paths.snapshot(snapshot_id)))
+
+    def values(self) -> dict[str, Any]:
+        return {**super().values(), "parent": self.parent}
+
+    @property
+    def id(self) -> str:
+        """The snapshot's id: the digest of the head."""
+        return layout.content_digest(layout.canonical(self.values()))
+
+    @property
+    def content(self) -> bytes:
+        """The head without its parent; equal for snapshots of the same samples, records and policies."""
+        return layout.canonical({**self.values(), "parent": None})
+
+    @cached_property
+    def latent(self) -> layout.LatentRecipe:
+        return layout.LatentRecipe.from_values(dict(self.recipes["latent"]))
+
+    @cached_property
+    def text(self) -> layout.TextRecipe:
+        return layout.TextRecipe.from_values(dict(self.recipes["text"]))
+
+    @property
+    def samples(self) -> int:
+        return sum(bucket.samples for bucket in self.buckets)
+
+    def shard_files(self) -> dict[str, int]:
+        """The shards as files of the cache, with their sizes in bytes."""
+        return {
+            Paths.shard(self.folder or recipe.name, shard.name): shard.bytes
+            for kind, recipe in (("latent", self.latent), ("text", self.text))
+            for shard in self.shards[kind]
+        }
+
+    def tables(self) -> set[str]:
+        """Digests of the tables of all chunks."""
+        return {digest for chunk in self.chunks for digest in (chunk.samples, chunk.names)}
+
+    @property
+    def command(self) -> str:
+        """The command that makes such a snapshot; it also writes damaged chunks again."""
+        return "sana-pipe bucket" if self.folder is None else "sana-pipe bucket --pack"
+
+
+def check_files(files: Files, head: Head) -> None:
+    """Compare the sizes of all files that a head names with what it says. Reads no file.
+
+    Raises:
+        IntegrityError: a shard is missing or has another size; a chunk or a scan's table is missing or empty.
+    """
+    shards = head.shard_files()
+    chunks = {Paths.table(digest, "arrow") for digest in head.tables()}
+    scans = {Paths.table(table, "parquet") for table in head.sources.values()}
+    names = [*shards, *sorted(chunks | scans)]
+    sizes = files.sizes(names)
+    for name in names:
+        fix = head.command if name in chunks else "sana-pipe encode --data DIR" if name in scans else layout.REPAIR
+        if not sizes.get(name):
+            raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
+        if name in shards and sizes[name] != shards[name]:
+            raise IntegrityError(
+                f"{files.where(name)}: has another size than the snapshot says",
+                expected=f"{shards[name]} bytes",
+                found=f"{sizes[name]} bytes",
+                fix=fix,
+            )
+
+
+def write_chunks(files: Files, samples: pa.Table, names: pa.Table) -> tuple[Chunk, ...]:
+    """Write the tables of a snapshot, cut into chunks.
+
+    Args:
+        samples, names: `samples_schema` and `NAMES`, rows in the same order.
+    """
+    starts = range(0, samples.num_rows, CHUNK_ROWS)
+    return tuple(
+        write_chunk(files, samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)) for start in starts
+    )
+
+
+def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
+    """Write one chunk of at most `CHUNK_ROWS` rows."""
+    digests = [files.put_content(to_ipc(table), "tables", "arrow") for table in (samples, names)]
+    return Chunk(samples.num_rows, *digests)
+
+
+# ---------------------------------------------------------------- samples
 
 
 @dataclass(frozen=True)
 class Caption:
+    """A text record. `length`: bytes of a payload that is not plain bf16."""
+
     shard: str
     offset: int
     rows: int
@@ -101,9 +387,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Columns:
-    """Many samples at once, as columns; what `Sample` and `Caption` say of one. Keys and checksums are S16.
+    """Many samples as columns, with the same names as in `Sample` and `Caption`. Keys and checksums are S16.
 
-    captions: columns of all their captions, in the samples' order; those of sample i are
+    captions: columns of the captions of all samples, in the samples' order; sample i has the rows
         `first[i]:first[i + 1]`. `length` is absent where payloads are plain bf16.
     """
 
@@ -111,104 +397,29 @@ class Columns:
     captions: dict[str, np.ndarray]
     first: np.ndarray
 
-    def take(self, which: np.ndarray) -> Columns:
-        """The samples at some places ((n,) int64), in that order, with their captions."""
-        begin = self.first[which].astype(np.int64)
-        counts = self.first[which + 1] - begin
-        first = np.zeros(len(which) + 1, np.int64)
+    def take(self, rows: np.ndarray) -> Columns:
+        """Some samples ((n,) int64), in that order, with their captions."""
+        begin = self.first[rows].astype(np.int64)
+        counts = self.first[rows + 1] - begin
+        first = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=first[1:])
-        places = np.arange(first[-1]) + np.repeat(begin - first[:-1], counts)
+        caption_rows = np.arange(first[-1]) + np.repeat(begin - first[:-1], counts)
         return Columns(
-            {name: column[which] for name, column in self.samples.items()},
-            {name: column[places] for name, column in self.captions.items()},
+            {name: column[rows] for name, column in self.samples.items()},
+            {name: column[caption_rows] for name, column in self.captions.items()},
             first,
         )
 
     @classmethod
     def join(cls, parts: list[Columns]) -> Columns:
-        """One after the other."""
+        """Concatenate."""
         ends = np.cumsum([0, *(part.first[-1] for part in parts)])
         firsts = [part.first[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
         samples, captions = (
-            {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
+            {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
             for columns in ([part.samples for part in parts], [part.captions for part in parts])
         )
         return cls(samples, captions, np.concatenate([*firsts, ends[-1:]]))
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One resolution: `height` and `width` in pixels, its samples and the global batch of a step."""
-
-    height: int
-    width: int
-    samples: int
-    batch: int
-
-
-def build(files: Files, head: dict[str, Any], samples: pa.Table, names: pa.Table) -> dict[str, Any]:
-    """Write the chunks of a snapshot; returns its whole head, to be published by `Cache.add_snapshot`.
-
-    Args:
-        head: everything but `chunks` and `parent`; `buckets` must count the rows of `samples`, in order.
-        samples, names: tables of the schemas above, in the same order.
-    """
-    starts = range(0, samples.num_rows, CHUNK_ROWS)
-    chunks = [chunk(files, samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)) for start in starts]
-    return {**head, "chunks": chunks}
-
-
-def chunk(files: Files, samples: pa.Table, names: pa.Table) -> dict[str, Any]:
-    """Write one chunk of at most `CHUNK_ROWS` rows; returns its entry in a head."""
-    return {
-        "rows": samples.num_rows,
-        "samples": files.put_content(to_ipc(samples), "tables", "arrow"),
-        "names": files.put_content(to_ipc(names), "tables", "arrow"),
-    }
-
-
-def identity(head: dict[str, Any]) -> str:
-    """A snapshot's id: the digest of its head."""
-    return layout.content_digest(layout.canonical(head))
-
-
-def shard_files(head: dict[str, Any]) -> dict[str, int]:
-    """The shards that a head names as files of the cache, with their sizes in bytes."""
-    folders = {kind: layout.RECIPES[kind].from_values(head["recipes"][kind]).name for kind in ("latent", "text")}
-    return {
-        Paths.shard(head.get("folder", folder), shard["name"]): shard["bytes"]
-        for kind, folder in folders.items()
-        for shard in head["shards"][kind]
-    }
-
-
-def maker(head: dict[str, Any]) -> str:
-    """The command that makes a snapshot, and writes what is damaged of it again."""
-    return "sana-pipe bucket --pack" if "folder" in head else "sana-pipe bucket"
-
-
-def check_files(files: Files, head: dict[str, Any]) -> None:
-    """Ask for the sizes of everything that a head names, and read nothing.
-
-    Raises:
-        IntegrityError: a shard is missing or of another size than the head says; a chunk or a scan's table is missing
-            or empty.
-    """
-    shards = shard_files(head)
-    chunks = {Paths.table(chunk[kind], "arrow") for chunk in head["chunks"] for kind in ("samples", "names")}
-    scans = {Paths.table(table, "parquet") for table in head["sources"].values()}
-    found = files.sizes([*shards, *sorted(chunks | scans)])
-    for name in [*shards, *sorted(chunks | scans)]:
-        fix = maker(head) if name in chunks else "sana-pipe encode --data DIR" if name in scans else layout.REPAIR
-        if not found.get(name):
-            raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
-        if name in shards and found[name] != shards[name]:
-            raise IntegrityError(
-                f"{files.where(name)}: has another size than a snapshot says",
-                expected=f"{shards[name]} bytes",
-                found=f"{found[name]} bytes",
-                fix=fix,
-            )
 
 
 class Snapshot:
@@ -224,55 +435,61 @@ class Snapshot:
 
     def __init__(self, files: Files, snapshot_id: str):
         self.files, self.id = files, snapshot_id
-        where = Paths.snapshot(snapshot_id)
-        self.head = files.document(where)
-        self.buckets = [
-            Bucket(**{k: b[k] for k in ("height", "width", "samples", "batch")}) for b in self.head["buckets"]
-        ]
-        self.latent_recipe = layout.LatentRecipe.from_values(self.head["recipes"]["latent"])
-        self.text_recipe = layout.TextRecipe.from_values(self.head["recipes"]["text"])
+        self.head = Head.read(files, snapshot_id)
+        self.buckets, self.null = self.head.buckets, self.head.null
+        self.latent_recipe, self.text_recipe = self.head.latent, self.head.text
         self._schema = samples_schema(self.latent_recipe, self.text_recipe)
-        self.null = self.head["null"]
-        self._starts = np.concatenate([[0], np.cumsum([b.samples for b in self.buckets])]).astype(np.int64)
-        self._chunk_starts = np.concatenate([[0], np.cumsum([c["rows"] for c in self.head["chunks"]])]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
         if self._starts[-1] != self._chunk_starts[-1]:
-            raise IntegrityError(f"{files.where(where)}: buckets and chunks count differently")
+            raise IntegrityError(
+                f"{files.where(Paths.snapshot(snapshot_id))}: its buckets and its chunks have different numbers of "
+                "samples",
+                expected=int(self._starts[-1]),
+                found=int(self._chunk_starts[-1]),
+            )
         self._chunks: dict[int, _Chunk] = {}
         self._names: dict[int, pa.Table] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @property
+    @cached_property
     def shards(self) -> dict[str, list[str]]:
-        """Names of the shards by kind; `shard` columns count into these lists."""
-        return {kind: [s["name"] for s in shards] for kind, shards in self.head["shards"].items()}
+        """Names of the shards by kind; `shard` columns are indexes into these lists."""
+        return {kind: [shard.name for shard in shards] for kind, shards in self.head.shards.items()}
 
     @property
     def packed(self) -> bool:
         """Whether its records lie in joint shards, in a shuffled order."""
-        return "folder" in self.head
+        return self.head.folder is not None
 
-    def folder(self, kind: str) -> str:
-        """Where the shards of a kind lie, below `shards/`."""
-        recipe = self.latent_recipe if kind == "latent" else self.text_recipe
-        return self.head.get("folder", recipe.name)
+    def recipe(self, kind: str) -> layout.LatentRecipe | layout.TextRecipe:
+        return self.latent_recipe if kind == "latent" else self.text_recipe
+
+    def latent_shape(self, bucket: int) -> tuple[int, int, int]:
+        """(channels, height, width) of the latents of a bucket."""
+        recipe, size = self.latent_recipe, self.buckets[bucket]
+        return recipe.channels, size.height // recipe.compression, size.width // recipe.compression
+
+    def shard_path(self, kind: str, name: str) -> str:
+        """A shard as a file of the cache."""
+        return Paths.shard(self.head.folder or self.recipe(kind).name, name)
 
     def reader(self, kind: str, **options: Any) -> Reader:
         """A reader of the records of a kind. options: those of `Reader`."""
-        recipe = self.latent_recipe if kind == "latent" else self.text_recipe
-        return Reader(self.files, recipe.name, folder=self.folder(kind), **options)
+        return Reader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
-        return shard_files(self.head)
+        return self.head.shard_files()
 
     def check_shards(self) -> None:
-        """Refuse at once if a shard is missing or of another size than when the snapshot was made."""
-        check_files(self.files, {**self.head, "chunks": [], "sources": {}})
+        """Raise IntegrityError if a shard is missing or has another size than when the snapshot was made."""
+        check_files(self.files, replace(self.head, chunks=(), sources={}))
 
     def check_chunk(self, number: int) -> None:
-        """Read a chunk whole and check it, samples and names."""
+        """Read both tables of a chunk and check them."""
         self._map(number, "samples", self._schema)
         self._map(number, "names", NAMES)
 
@@ -283,10 +500,10 @@ class Snapshot:
 
     def sample(self, row: int) -> Sample:
         chunk, at = self._locate(row)
-        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards_of)
+        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards)
 
     def columns(self, rows: np.ndarray) -> Columns:
-        """Samples by their rows ((n,) int64), without an object for each.
+        """Samples by their rows ((n,) int64), without an object per sample.
 
         Raises:
             IntegrityError: a chunk that is touched for the first time is damaged.
@@ -316,19 +533,12 @@ class Snapshot:
 
     def tables(self) -> Iterator[pa.Table]:
         """The samples in the order of rows, chunk after chunk (schema: `samples_schema`)."""
-        for number in range(len(self.head["chunks"])):
+        for number in range(len(self.head.chunks)):
             yield self._map(number, "samples", self._schema)
 
     def sample_id(self, row: int) -> int:
         chunk, at = self._locate(row)
         return int(chunk.sample_id[at])
-
-    @property
-    def shards_of(self) -> dict[str, list[str]]:
-        cached = self.__dict__.get("_shards")
-        if cached is None:
-            cached = self.__dict__["_shards"] = self.shards
-        return cached
 
     def origin(self, row: int) -> tuple[str, str]:
         """(source, item) of a sample."""
@@ -336,18 +546,18 @@ class Snapshot:
         return table.column("source")[at].as_py(), table.column("item")[at].as_py()
 
     def names(self, sample_ids: Sequence[int]) -> dict[int, str]:
-        """`source: item` of these samples; those that the snapshot does not hold, or cannot name, are left out."""
-        found: dict[int, str] = {}
+        """`source: item` by sample id. Samples that the snapshot does not hold, or cannot name, are left out."""
+        names: dict[int, str] = {}
         first = 0
-        for part in self.sample_ids():
-            for at in np.flatnonzero(np.isin(part, np.array(sample_ids, np.uint64))):
+        for chunk_ids in self.sample_ids():
+            for at in np.flatnonzero(np.isin(chunk_ids, np.array(sample_ids, np.uint64))):
                 with suppress(CacheError):
-                    found[int(part[at])] = ": ".join(self.origin(first + int(at)))
-            first += len(part)
-        return found
+                    names[int(chunk_ids[at])] = ": ".join(self.origin(first + int(at)))
+            first += len(chunk_ids)
+        return names
 
     def written(self, row: int) -> list[dict[str, Any]]:
-        """Where a sample's captions stand in the text shards: `offset`, `length`, `checksum` of each."""
+        """Where a sample's captions lie in the text shards, as written: `offset`, `length`, `checksum` of each."""
         table, at = self._named(row)
         return table.column("captions")[at].as_py()
 
@@ -379,28 +589,33 @@ class Snapshot:
 
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
         """Map a chunk and check its digest."""
-        entry = self.head["chunks"][number]
-        path = self.files.where(Paths.table(entry[which], "arrow"))
+        chunk = self.head.chunks[number]
+        digest = chunk.samples if which == "samples" else chunk.names
+        path = self.files.where(Paths.table(digest, "arrow"))
         try:
-            handle = self.files.open(Paths.table(entry[which], "arrow"))
+            handle = self.files.open(Paths.table(digest, "arrow"))
         except FileNotFoundError:
-            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=maker(self.head)) from None
-        found = digest_of(handle)  # not through the mapping: only what is looked up shall take up memory
-        if found != entry[which]:
+            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
+        actual = digest_of(handle)  # not through the mapping: pages that no lookup needs must not take up memory
+        if actual != digest:
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name",
-                expected=entry[which],
-                found=found,
-                fix=maker(self.head),
+                expected=digest,
+                found=actual,
+                fix=self.head.command,
             )
         table = ipc_table(handle.map())
-        if table.schema != schema or table.num_rows != entry["rows"]:
-            raise IntegrityError(f"{path}: is not chunk {number} of snapshot {self.id}", found=str(table.schema.names))
+        if table.schema != schema or table.num_rows != chunk.rows:
+            raise IntegrityError(
+                f"{path}: is not chunk {number} of snapshot {self.id}",
+                expected=f"{chunk.rows} rows of {schema.names}",
+                found=f"{table.num_rows} rows of {table.schema.names}",
+            )
         return table
 
 
 def _mapped(column: pa.ChunkedArray) -> pa.Array:
-    """A column of one piece as it is; pyarrow's and numpy's own ways to join pieces copy even a single one."""
+    """A column in one piece. A single piece is not copied, as pyarrow and numpy would do."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -417,17 +632,17 @@ class _Chunk:
         lists = _mapped(whole.column("captions"))
         self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
         names = ("sample_id", "shard", "offset", "key", "checksum", "length")
-        samples = {name: own for name in names if (own := getattr(self, name)) is not None}
+        samples = {name: column for name in names if (column := getattr(self, name)) is not None}
         struct = lists.values
         self.caption: dict[str, np.ndarray] = {}
-        for i, field in enumerate(lists.type.value_type):
+        for i, kind in enumerate(lists.type.value_type):
             column = struct.field(i)
-            self.caption[field.name] = fixed(column) if field.type == _KEY else column.to_numpy(zero_copy_only=False)
+            self.caption[kind.name] = fixed(column) if kind.type == _KEY else column.to_numpy(zero_copy_only=False)
         self.columns = Columns(samples, self.caption, lists.offsets.to_numpy())
 
     def sample(self, at: int, bucket: int, shards: dict[str, list[str]]) -> Sample:
-        own = self.caption
-        lengths = own.get("length")
+        columns = self.caption
+        lengths = columns.get("length")
         return Sample(
             int(self.sample_id[at]),
             bucket,
@@ -437,12 +652,12 @@ class _Chunk:
             key_bytes(self.checksum[at]),
             tuple(
                 Caption(
-                    shards["text"][int(own["shard"][i])],
-                    int(own["offset"][i]),
-                    int(own["rows"][i]),
-                    float(own["weight"][i]),
-                    key_bytes(own["key"][i]),
-                    key_bytes(own["checksum"][i]),
+                    shards["text"][int(columns["shard"][i])],
+                    int(columns["offset"][i]),
+                    int(columns["rows"][i]),
+                    float(columns["weight"][i]),
+                    key_bytes(columns["key"][i]),
+                    key_bytes(columns["checksum"][i]),
                     None if lengths is None else int(lengths[i]),
                 )
                 for i in range(int(self.columns.first[at]), int(self.columns.first[at + 1]))

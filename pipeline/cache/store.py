@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from pipeline.cache.arrow import parquet_table, pieces
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
-from pipeline.cache.snapshot import Snapshot, check_files, identity
+from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
@@ -276,10 +276,10 @@ class Cache:
 
     # ------------------------------------------------------------ snapshots
 
-    def add_snapshot(self, head: dict[str, Any], name: str | None, *, latest: bool = True, move: bool = False) -> str:
+    def add_snapshot(self, head: Head, name: str | None, *, latest: bool = True, move: bool = False) -> str:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
-        Its parent is what the name pointed to before, unless the head says it already (a packed snapshot). A head that
+        Its parent is what the name pointed to before, unless the head has one (a packed snapshot). A head that
         says what the parent's says is the parent; so is one that says what the parent was packed from says.
 
         Args:
@@ -295,17 +295,13 @@ class Cache:
         check_files(self.files, head)
         self._write_again(head)
         parent = self.snapshot_of(name or "latest")
-
-        def content(of: dict[str, Any]) -> bytes:  # canonical: a head that was read back holds lists, not tuples
-            return layout.canonical({**of, "parent": None})
-
-        before = [] if "parent" in head else self._readable([parent])
+        before = [] if head.parent is not None else self._readable([parent])
         if before and before[0].packed:
-            before += self._readable([before[0].head["parent"]])
-        same = [one.head for one in before if content(one.head) == content(head)]
-        head = same[0] if same else {"parent": parent, **head}
-        snapshot_id = identity(head)
-        self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head))
+            before += self._readable([before[0].head.parent])
+        same = [snapshot.head for snapshot in before if snapshot.head.content == head.content]
+        head = same[0] if same else replace(head, parent=head.parent or parent)
+        snapshot_id = head.id
+        self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head.values()))
         for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
             self.point(pointer, snapshot_id, move=move)
         return snapshot_id
@@ -317,7 +313,7 @@ class Cache:
                 found += [Snapshot(self.files, one)] if one is not None else []
         return found
 
-    def _write_again(self, head: dict[str, Any]) -> None:
+    def _write_again(self, head: Head) -> None:
         """Write the snapshots again that some name points to, that cannot be read, and that say what this head says;
         their parent may be any that a name points or pointed to."""
         names = self.snapshot_names()
@@ -329,9 +325,9 @@ class Cache:
         pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
         parents = {body["snapshot"] for body in self.files.documents(pointers)}
         for parent in {None, *parents}:
-            again = {**head, "parent": head.get("parent", parent)}
-            if identity(again) in lost:
-                self.files.ensure(Paths.snapshot(identity(again)), layout.seal(again))
+            again = replace(head, parent=head.parent or parent)
+            if again.id in lost:
+                self.files.ensure(Paths.snapshot(again.id), layout.seal(again.values()))
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
         """Let a name point to a snapshot. A name that follows the newest moves by itself.

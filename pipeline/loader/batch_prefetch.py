@@ -1,9 +1,9 @@
-"""Reading ahead: threads work on coming steps, the consumer gets them in order.
+"""Batch prefetch: threads work on coming steps, the consumer gets the results in order.
 
-What: `ReadAhead.get` returns what `work(step, doing)` made of the next step, or raises at that step what it raised.
-Why not a pool of futures: how far to read ahead is a number of bytes, which is only known once a step is read; and a
-pool waits for its threads when the process ends, so that one read of a dead file system would keep it alive for ever.
-Price: a thread that hangs in the kernel cannot be stopped; it is left behind, and ends with the process.
+`BatchPrefetch.get` returns what `work(step, report)` returned for the next step, or raises at that step what it raised.
+Not a pool of futures, for two reasons: how far to read ahead is a number of bytes, which is known only after a step is
+read; and a pool waits for its threads when the process ends, so a read of a dead file system would keep it alive.
+Price: a thread that hangs in the kernel cannot be stopped. It is abandoned and ends with the process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 from pipeline.errors import AwayError, UserError
 
 T = TypeVar("T")
-Doing = Callable[[Callable[[], str]], None]
-"""Told of what a thread begins to do, as a function that says it in words."""
+ReportActivity = Callable[[Callable[[], str]], None]
+"""Called when a thread starts an operation; the argument returns its description for error messages."""
 _JOIN_S = 5.0
 
 
@@ -36,21 +36,21 @@ class BatchPrefetch(Generic[T]):
     """Runs `work` for the steps first, first + 1, ... in threads.
 
     Args:
-        work: (step, doing) -> result; calls `doing` before everything that may block.
+        work: (step, report) -> result; calls `report` before each operation that may block.
         first, stop: the first step, and the one before which to stop (None: never).
-        threads: how many.
-        steps: how many steps may be ready or in work beyond the one that is asked for (None: any number).
-        limit: no step is begun while those ahead hold this many bytes; at least one is always in work.
+        threads: number of threads.
+        steps: limit on the steps that are ready or in work beyond the next one (None: no limit).
+        limit: no step is begun while the results that are ready have this many bytes; one step is always in work.
         size: bytes of a result.
-        timeout_s: how long one thing that a thread does may take while its step is waited for.
+        timeout_s: how long one operation of a thread may take while the consumer waits for its step.
 
     Attributes:
-        bytes: of the results that are ready and were not asked for yet.
+        bytes: of the results that are ready.
     """
 
     def __init__(
         self,
-        work: Callable[[int, Doing], T],
+        work: Callable[[int, ReportActivity], T],
         first: int,
         stop: int | None,
         *,
@@ -62,10 +62,10 @@ class BatchPrefetch(Generic[T]):
     ):
         self._work, self._stop, self._size = work, stop, size
         self._steps, self._limit, self._timeout = steps, limit, timeout_s
-        self._asked = self._next = first
+        self._wanted = self._next = first
         self._ready: dict[int, T | _Failed] = {}
-        self._doing: dict[int, tuple[float, Callable[[], str]]] = {}
-        self.bytes = self._last = 0
+        self._active: dict[int, tuple[float, Callable[[], str]]] = {}
+        self.bytes = self._last_size = 0
         self._closed = False
         self._failed: int | None = None
         self._changed = threading.Condition()
@@ -77,40 +77,40 @@ class BatchPrefetch(Generic[T]):
         """The next step's result.
 
         Raises:
-            AwayError: what a thread does for this step takes longer than `timeout_s`; says what.
-            BaseException: whatever `work` raised for this step.
+            AwayError: an operation for this step takes longer than `timeout_s`; names it.
+            BaseException: what `work` raised for this step.
         """
         with self._changed:
-            step = self._asked
+            step = self._wanted
             self._changed.notify_all()
             while step not in self._ready:
                 self._check(step)
                 self._changed.wait(min(1.0, self._timeout / 4))
-            found = self._ready.pop(step)
-            self._asked += 1
-            if not isinstance(found, _Failed):
-                self.bytes -= self._size(found)
+            result = self._ready.pop(step)
+            self._wanted += 1
+            if not isinstance(result, _Failed):
+                self.bytes -= self._size(result)
             self._changed.notify_all()
-        if isinstance(found, _Failed):
-            raise found.error
-        return found
+        if isinstance(result, _Failed):
+            raise result.error
+        return result
 
     def close(self) -> None:
-        """Stop the threads; one that hangs is left behind."""
+        """Stop the threads; a thread that hangs is abandoned."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         end = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            stuck = any(time.monotonic() - began > self._timeout for began, _ in self._doing.copy().values())
+            stuck = any(time.monotonic() - began > self._timeout for began, _ in self._active.copy().values())
             thread.join(0.05 if stuck else max(0.0, end - time.monotonic()))
         self._ready.clear()
 
     def _check(self, step: int) -> None:
-        began, what = self._doing.get(step, (None, None))
-        if began is not None and what is not None and time.monotonic() - began > self._timeout:
+        began, describe = self._active.get(step, (None, None))
+        if began is not None and describe is not None and time.monotonic() - began > self._timeout:
             raise AwayError(
-                f"{what()} takes too long",
+                f"{describe()} takes too long",
                 expected=f"less than {self._timeout:g} s",
                 found=f"{time.monotonic() - began:.1f} s so far, and no answer",
                 fix="look at the disk or the network file system, or set patience_s to wait longer",
@@ -120,13 +120,13 @@ class BatchPrefetch(Generic[T]):
 
     def _may_begin(self) -> bool:
         if self._failed is not None and self._next > self._failed:
-            return False  # the run ends there
-        ahead = self._next - self._asked
+            return False  # the run ends at the failed step
+        ahead = self._next - self._wanted
         if ahead <= 0:
             return True
         if self._steps is not None and ahead > self._steps:
             return False
-        return self.bytes + self._last * len(self._doing) < self._limit
+        return self.bytes + self._last_size * len(self._active) < self._limit
 
     def _run(self) -> None:
         while True:
@@ -139,26 +139,26 @@ class BatchPrefetch(Generic[T]):
                     return
                 step = self._next
                 self._next += 1
-                self._doing[step] = (time.monotonic(), f"planning step {step}".__str__)
-            found: Any
+                self._active[step] = (time.monotonic(), f"planning step {step}".__str__)
+            result: Any
             try:
-                found = self._work(step, partial(self._note, step))
-            except BaseException as error:  # whatever it is, the consumer must see it at this step
+                result = self._work(step, partial(self._report, step))
+            except BaseException as error:  # of any kind: the consumer raises it at this step
                 if not isinstance(error, UserError):
                     error.add_note("".join(traceback.format_exception(error)))
-                found = _Failed(error.with_traceback(None))  # the frames hold a buffer
+                result = _Failed(error.with_traceback(None))  # the frames refer to a buffer
             with self._changed:
-                del self._doing[step]
-                self._ready[step] = found
-                if isinstance(found, _Failed):
+                del self._active[step]
+                self._ready[step] = result
+                if isinstance(result, _Failed):
                     self._failed = step if self._failed is None else min(step, self._failed)
                 else:
-                    self._last = self._size(found)
-                    self.bytes += self._last
-                del found
+                    self._last_size = self._size(result)
+                    self.bytes += self._last_size
+                del result
                 self._changed.notify_all()
 
-    def _note(self, step: int, what: Callable[[], str]) -> None:
+    def _report(self, step: int, describe: Callable[[], str]) -> None:
         if self._closed:
             raise _Closed
-        self._doing[step] = (time.monotonic(), what)
+        self._active[step] = (time.monotonic(), describe)

@@ -1,10 +1,9 @@
-"""How many shapes of a batch a snapshot has: what a compiled model must be compiled for.
+"""Count the batch shapes of a snapshot: a compiled model is compiled once for each.
 
-What: `check` counts the shapes of a snapshot's microbatches (buckets, padded text lengths, sizes of the last
-microbatch) and refuses more than the configuration allows.
-Why before the run: every new shape costs a compilation, minutes each, and would come at any time during the first
-epoch; a limit hit then would stop a run that has begun, or quietly run the rest without compilation.
-Price: the count is of the shapes that there can be, not of those that the order happens to need.
+`check` counts the shapes of all microbatches (buckets, padded text lengths, sizes of the last microbatch) and refuses
+more than the configuration allows. This happens before the run, because a shape costs minutes of compilation at some
+step of the first epoch; a limit that is reached then would stop a run that has begun, or run the rest uncompiled.
+Price: possible shapes are counted, whether or not the order needs them.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ def check(snapshot: Snapshot, train: TrainConfig, data_world: int) -> None:
     """Refuse to compile for too many shapes.
 
     Args:
-        data_world: parts of a global batch.
+        data_world: data-parallel processes that share a global batch.
 
     Raises:
-        ConfigError: the snapshot has more shapes than `train.compile_max_shapes`; says what would lower their number.
+        ConfigError: the snapshot has more shapes than `train.compile_max_shapes`; lists what would lower their number.
     """
-    multiple = int(snapshot.head["policies"]["pad_text_multiple"])
+    multiple = snapshot.head.policies.pad_text_multiple
     longest = _longest(snapshot)
     lengths = math.ceil(min(longest, snapshot.text_recipe.max_length) / multiple)
     sizes = [len(_sizes(bucket.batch // data_world, train.microbatch)) for bucket in snapshot.buckets]
     shapes = lengths * sum(sizes)
     if shapes <= train.compile_max_shapes:
         return
-    ways = []
+    fixes = []
     if lengths > 1:
-        ways.append(f"one text length for all: --set bucket.pad_text_multiple={longest} and sana-pipe bucket again")
+        fixes.append(f"one text length for all: --set bucket.pad_text_multiple={longest} and sana-pipe bucket again")
     if sum(sizes) > len(sizes):
-        ways.append("a train.microbatch that divides every process's share of a batch")
+        fixes.append("a train.microbatch that divides every process's share of a batch")
     if len(sizes) > 1:
-        ways.append("fewer data.buckets")
+        fixes.append("fewer data.buckets")
     raise ConfigError(
         f"train.compile: block would have to compile the blocks for {shapes} shapes: {len(sizes)} bucket(s), "
         f"{lengths} text length(s)" + (", and last microbatches that are smaller" if sum(sizes) > len(sizes) else ""),
         expected=f"at most train.compile_max_shapes = {train.compile_max_shapes} (each costs a compilation)",
-        fix="; or ".join([*ways, f"--set train.compile_max_shapes={shapes}", "--set train.compile=none"]),
+        fix="; or ".join([*fixes, f"--set train.compile_max_shapes={shapes}", "--set train.compile=none"]),
     )
 
 
@@ -55,6 +54,6 @@ def _sizes(share: int, microbatch: int) -> set[int]:
 
 
 def _longest(snapshot: Snapshot) -> int:
-    """Rows of the longest caption; the null record is cut to its caption's length, or shows its valid rows."""
+    """Rows of the longest caption or, if there are more, the valid rows of the null record."""
     rows = [pc.max(pc.struct_field(pc.list_flatten(t.column("captions")), "rows")).as_py() for t in snapshot.tables()]
-    return max([int(snapshot.null["valid"]), *(count for count in rows if count is not None)])
+    return max([snapshot.null.valid, *(count for count in rows if count is not None)])

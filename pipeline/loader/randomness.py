@@ -1,11 +1,10 @@
 """Random numbers that belong to a visit of a sample, not to a process.
 
-What: counter-based (Philox) generators keyed by (seed, phase, visit, sample id) and a purpose.
-Why: noise, times, caption choice and caption drop are then the same on every topology, on every tensor- and
-pipeline-parallel rank and after every resume, without any state to save.
-Price: a microsecond to key a generator, per sample and purpose, and 0.4 ms for the noise of a 1024 px latent; drawn on
-the CPU. The streams are numpy's (`Generator.random`, `Generator.standard_normal`), which numpy keeps stable but does
-not promise to keep for ever.
+Counter-based (Philox) generators, keyed by (seed, phase, visit, sample id) and a purpose. Noise, times, caption choice
+and caption drop are therefore the same on every topology, on every tensor- and pipeline-parallel rank and after every
+resume, and there is no state to save.
+Price: keying a generator takes a microsecond per sample and purpose, the noise of a 1024 px latent 0.4 ms, on the CPU.
+The streams are numpy's (`Generator.random`, `Generator.standard_normal`); numpy keeps them stable but promises nothing.
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ class Draws(NamedTuple):
     logit: np.ndarray
 
 
-_own = threading.local()
+_thread = threading.local()
 _KEY = struct.Struct("<QQQQ").pack
 _WORDS = struct.Struct("<QQ").unpack
 
 
 def generator(purpose: str, seed: int, phase: int, visit: int, sample_id: int) -> np.random.Generator:
-    """The generator for one purpose of one visit of one sample; good until this thread asks for the next.
+    """The generator for one purpose of one visit of one sample; valid until this thread asks for the next.
 
-    The stream of a new `Philox(key=...)`; setting the state of an old one is several times faster.
+    It has the stream of a new `Philox(key=...)`; setting the state of an existing Philox is several times faster.
     """
     try:
-        bits, state, own = _own.kept
+        bits, state, random = _thread.philox
     except AttributeError:
         bits = np.random.Philox(key=np.zeros(2, np.uint64))
         fresh: Any = bits.state
-        fresh["buffer"] = fresh["state"]["counter"] = (0, 0, 0, 0)  # read in twice as fast as arrays
-        state, own = fresh, np.random.Generator(bits)
-        _own.kept = bits, state, own
+        fresh["buffer"] = fresh["state"]["counter"] = (0, 0, 0, 0)  # numpy sets tuples twice as fast as arrays
+        state, random = fresh, np.random.Generator(bits)
+        _thread.philox = bits, state, random
     packed = _KEY(seed, phase, visit, sample_id) + purpose.encode()
     state["state"]["key"] = _WORDS(xxhash.xxh3_128_digest(packed))
     bits.state = state
-    return own
+    return random
 
 
 def draws(seed: int, phase: int, visits: Iterable[int], sample_ids: Iterable[int]) -> Draws:
-    """The scalars of some visits, of each in an order that never changes."""
-    found: list[float] = []
+    """The scalar draws of some visits. Each stream is read in this order, which must never change."""
+    values: list[float] = []
     for visit, sample_id in zip(visits, sample_ids, strict=True):
-        own = generator("draws", seed, phase, visit, sample_id)
-        found += own.random(), own.random(), own.standard_normal()
-    return Draws(*np.array(found).reshape(-1, 3).T)
+        random = generator("draws", seed, phase, visit, sample_id)
+        values += random.random(), random.random(), random.standard_normal()
+    return Draws(*np.array(values).reshape(-1, 3).T)
 
 
 def noise(seed: int, phase: int, visit: int, sample_id: int, out: np.ndarray) -> None:

@@ -1,22 +1,23 @@
 """The training order: a pure function of (the snapshot's head, seed, phase, step).
 
-What: `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch.
-Why: ranks, microbatches and prefetching only slice it, so any number of nodes agree without talking, and the state of
-a run is one integer. Step t is found in O(batch) time and memory at any t.
+`Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch. Ranks,
+microbatches and prefetching only slice it, so any number of nodes agree without communication, and the state of a run
+is one integer. Step t is found in O(batch) time and memory at any t.
 Price: a keyed permutation of six Feistel rounds per index instead of a stored shuffle.
 
 An epoch of a bucket with n samples and global batch B visits each sample once:
-* `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; what does not fill a
-  batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one (n >= B).
-* `drop`: each epoch uses floor(n / B) whole batches of its own permutation; the remainder is another one each epoch.
-* `repeat`: each epoch has ceil(n / B) batches; what the last one lacks is filled with a second visit of samples of the
-  bucket, which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
+* `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; a remainder that does
+  not fill a batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one
+  (n >= B).
+* `drop`: each epoch has floor(n / B) whole batches of its own permutation; the remainder differs from epoch to epoch.
+* `repeat`: each epoch has ceil(n / B) batches; the last batch is filled with second visits of samples of the bucket,
+  which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
 
 Weights. A bucket may consist of parts, each with a weight w = p / q (at most three decimals). A part of n samples gets
 floor((e + 1) n w) - floor(e n w) visits in epoch e: after E epochs floor(E n w), exactly. It spends them pass after
-pass over its own permutations, so that at the end of any epoch two samples of a part differ by at most one visit (but
-for `drop`'s remainder). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice an epoch,
-weight 0.5 every other epoch; the weights of other parts do not enter.
+pass over its own permutations, so that at the end of any epoch two samples of a part differ by at most one visit
+(except for the remainder of `drop`). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice
+an epoch, weight 0.5 every other epoch; the weights of other parts do not enter.
 
 The order of batches within an epoch is a permutation of its own, across all buckets. `largest_first` begins the first
 epoch of a phase with one batch of each bucket that fills one in that epoch, in falling order of pixels per sample: a
@@ -24,11 +25,11 @@ step that does not fit into memory fails among the first. The rest of that epoch
 
 Packed snapshots have a block order, so that storage is read in long runs. A bucket's positions lie in blocks (about one
 shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and
-permutes the samples inside each window. A bucket's batches follow one another in that order; which bucket comes next is
-permuted within groups of a few batches, in which every bucket has its share. So at any time each bucket has one window
-open, two where they meet. Buckets take turns as in the plain order, instead of staying open one after the other: fewer
-windows would be open then, but for a long time all batches would be of a few buckets, and a batch that lies on the edge
-of two windows would open both of them twice. Exactly the same laws hold; everything is found in O(batch) still.
+permutes the samples inside each window. A bucket's batches follow one another in that order. Within groups of a few
+batches, in which every bucket has its share, the order of buckets is permuted. So at any time each bucket has one
+window open, two where they meet. If buckets stayed open one after the other, fewer windows would be open; but for a
+long time all batches would be of a few buckets, and a batch on the edge of two windows would open both of them twice.
+The same laws hold exactly, and a step is still found in O(batch).
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pipeline.cache.snapshot import Head
+
 _ROUNDS = 6
 _SMALL = 1 << 15
-"""Permutations of up to this size are worked out whole and kept, 16 MiB of them at most."""
+"""Permutations up to this size are computed whole and cached, at most 16 MiB of them."""
 _FEW = 20
-"""So many indexes are permuted faster one by one than as an array."""
+"""Up to so many indexes are permuted faster one by one than as an array."""
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 _LAST = np.uint64(31)
 """Shifts and factors of SplitMix64's finaliser (Steele, Lea and Flood, 2014), the round function of `permute`."""
@@ -59,12 +62,10 @@ class Step:
     """One optimizer step's global batch.
 
     Attributes:
-        step: its number.
-        epoch: the epoch it belongs to.
-        bucket: index of its bucket.
+        step, epoch, bucket: numbers.
         positions: (B,) int64 positions of the samples in the bucket.
-        visits: (B,) int64 how often each of them was visited before; under `repeat` twice that (first visits of an
-            epoch) or an odd number (the fillers): no two visits of a sample have the same number.
+        visits: (B,) int64 how often each sample was visited before. Under `repeat`: twice that for first visits of an
+            epoch, an odd number for fillers. No two visits of a sample have the same number.
     """
 
     step: int
@@ -86,7 +87,7 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
     material = _material(*key)
     keys = [xxhash.xxh3_64_intdigest(material, seed=r) for r in range(_ROUNDS)]
     if len(index) <= _FEW:
-        return np.array([_permute_one(one, size, half, keys) for one in index.tolist()], np.int64)
+        return np.array([_permute_one(value, size, half, keys) for value in index.tolist()], np.int64)
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     rounds = np.array(keys, np.uint64)
     todo = index.astype(np.uint64)
@@ -94,8 +95,8 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
     while len(outside) > _FEW:
         left, right = todo >> bits, todo & mask
         mixed, shifted = np.empty_like(left), np.empty_like(left)
-        for own in rounds:
-            np.bitwise_xor(right, own, out=mixed)
+        for key_of_round in rounds:
+            np.bitwise_xor(right, key_of_round, out=mixed)
             for shift, factor in _MIX:
                 np.right_shift(mixed, shift, out=shifted)
                 mixed ^= shifted
@@ -110,7 +111,7 @@ def permute(index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
         value[outside] = left
         outside = outside[left >= size]
         todo = value[outside]
-    value[outside] = [_permute_one(one, size, half, keys) for one in todo.tolist()]
+    value[outside] = [_permute_one(rest, size, half, keys) for rest in todo.tolist()]
     return value.astype(np.int64)
 
 
@@ -119,8 +120,8 @@ def _permute_one(value: int, size: int, half: int, keys: Sequence[int]) -> int:
     mask, whole = (1 << half) - 1, (1 << 64) - 1
     while True:
         left, right = value >> half, value & mask
-        for own in keys:
-            mixed = right ^ own
+        for key_of_round in keys:
+            mixed = right ^ key_of_round
             mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & whole
             mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & whole
             left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
@@ -140,16 +141,17 @@ def _drawn(size: int, *key: int | str) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the positions of a packed bucket lie: runs of `block` samples, `window` of which are open at a time."""
+    """The layout of a packed bucket: its positions lie in blocks of `block` samples; `window` blocks are shuffled
+    together."""
 
     block: int
     window: int
 
     def permute(self, index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
-        """A keyed permutation of range(size) as `permute`, of which places near one another lie in few blocks.
+        """A keyed permutation of range(size) like `permute`, in which neighbouring places lie in few blocks.
 
-        The last block may be short: it takes a slot of its own choice among the others, so that every block begins at
-        a place that is known without adding up the ones before it.
+        The last block may be short. It takes one keyed slot among the others, so that the place at which a block begins
+        is known without adding up the blocks before it.
         """
         count = -(-size // self.block)
         if count <= 1:
@@ -168,39 +170,39 @@ class Blocks:
         place = np.asarray(index, np.int64)
         window = ((slot_of(place) + 1) * windows - 1) // count
         mixed = np.empty_like(place)
-        for own in np.unique(window).tolist():
-            low, high = begin(own * count // windows), begin((own + 1) * count // windows)
-            mine = window == own
-            mixed[mine] = low + permute(place[mine] - low, high - low, "window", *key, own)
+        for number in np.unique(window).tolist():
+            low, high = begin(number * count // windows), begin((number + 1) * count // windows)
+            inside = window == number
+            mixed[inside] = low + permute(place[inside] - low, high - low, "window", *key, number)
         slot = slot_of(mixed)
         block = np.where(slot == at, last, permute(np.minimum(slot - (slot > at), last - 1), last, "blocks", *key))
         return block * self.block + mixed - begin(slot)
 
 
 GROUP = 64
-"""Batches of all buckets, about, within which their order is permuted where it is a block order."""
+"""About so many batches are permuted together in a block order."""
 
 
 def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
-    """Several streams as one, in which each keeps its order and they are evenly mixed.
+    """Weave several streams into one, evenly mixed. Each stream keeps its order.
 
-    The slots are cut into groups of about `group`; each holds every stream's share of it, rounded by a keyed offset, in
-    a permuted order.
+    The slots are cut into groups of about `group`. A group has every stream's share, rounded by a keyed offset, in a
+    permuted order.
 
     Args:
         slots: (n,) int64 below sum(counts).
-        counts: how much each stream holds.
+        counts: length of each stream.
 
     Returns:
-        Of each slot: the stream, and its number in the stream, (n,) int64 each.
+        For each slot its stream, and its number in the stream, (n,) int64 each.
     """
     total = sum(counts)
     groups = max(1, total // group)
-    shift = np.array([_drawn(groups, "shift", *key, own) for own in range(len(counts))])
-    held = np.array(counts, np.int64)
+    shift = np.array([_drawn(groups, "shift", *key, stream) for stream in range(len(counts))])
+    lengths = np.array(counts, np.int64)
 
     def upto(number: int) -> np.ndarray:
-        return (number * held + shift) // groups
+        return (number * lengths + shift) // groups
 
     streams, numbers = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     left = np.arange(len(slots))
@@ -214,12 +216,12 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
         begin, size = int(before.sum()), int((after - before).sum())
         labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
         order = np.argsort(labels, kind="stable")
-        own = np.empty(size, np.int64)
-        own[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
-        here = (slots[left] >= begin) & (slots[left] < begin + size)
-        at = slots[left[here]] - begin
-        streams[left[here]], numbers[left[here]] = labels[at], own[at]
-        left = left[~here]
+        number = np.empty(size, np.int64)
+        number[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
+        inside = (slots[left] >= begin) & (slots[left] < begin + size)
+        at = slots[left[inside]] - begin
+        streams[left[inside]], numbers[left[inside]] = labels[at], number[at]
+        left = left[~inside]
     return streams, numbers
 
 
@@ -233,19 +235,19 @@ class _Plain:
         """Batches in the first `epochs` epochs."""
         return epochs * self.count // self.batch if self.small == "carry" else epochs * (self.count // self.batch)
 
-    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and visits of batch `own` of an epoch."""
+    def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and visits of a batch by its number in the epoch."""
         if self.small == "carry":
-            visits = np.arange(self.batch, dtype=np.int64) + (self.upto(epoch) + own) * self.batch
+            visits = np.arange(self.batch, dtype=np.int64) + (self.upto(epoch) + number) * self.batch
             epochs, places = visits // self.count, visits % self.count
         else:
             epochs = np.full(self.batch, epoch, np.int64)
-            places = np.arange(self.batch, dtype=np.int64) + own * self.batch
+            places = np.arange(self.batch, dtype=np.int64) + number * self.batch
         return _passes("samples", self.key, self.count, epochs, places, self.blocks), epochs
 
 
 class _Mixed:
-    """A bucket of weighted parts, or one under `repeat`. parts: (samples, weight)."""
+    """A bucket of weighted parts, or under `repeat`. parts: (samples, weight)."""
 
     def __init__(
         self,
@@ -280,17 +282,17 @@ class _Mixed:
         whole, rest = divmod(epochs, self.period)
         return whole * self.prefix[-1] + self.prefix[rest]
 
-    def members(self, epoch: int, own: int) -> tuple[np.ndarray, np.ndarray]:
+    def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         if self.small != "carry":
-            return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + own * self.batch)
-        at = (self.upto(epoch) + own) * self.batch
-        end, found = at + self.batch, []
+            return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + number * self.batch)
+        at = (self.upto(epoch) + number) * self.batch
+        end, pieces = at + self.batch, []
         while at < end:
             epoch = self.epoch_of(at)
             start, after = self.visits(epoch), self.visits(epoch + 1)
-            found.append(self.slots(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
+            pieces.append(self.slots(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
             at = min(end, after)
-        return np.concatenate([p for p, _ in found]), np.concatenate([v for _, v in found])
+        return np.concatenate([p for p, _ in pieces]), np.concatenate([v for _, v in pieces])
 
     def epoch_of(self, visit: int) -> int:
         """The epoch of a visit of the bucket's stream: visits(epoch) <= visit < visits(epoch + 1)."""
@@ -302,7 +304,7 @@ class _Mixed:
         return low
 
     def slots(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and visits at some of an epoch's slots, which mix the parts and, under `repeat`, the fillers."""
+        """Positions and visits at some slots of an epoch. Slots mix the parts and, under `repeat`, the fillers."""
         due = self.visits(epoch + 1) - self.visits(epoch)
         size = -(-due // self.batch) * self.batch if self.small == "repeat" else due
         if self.blocks is None:
@@ -317,48 +319,48 @@ class _Mixed:
         for part, (samples, _) in enumerate(self.parts):
             start = self.spent(part, epoch)
             high = low + self.spent(part, epoch + 1) - start
-            mine = (mixed >= low) & (mixed < high)
-            if mine.any():
-                passes, places = np.divmod(mixed[mine] - low + start, samples)
-                positions[mine] = first + _passes("part", (*self.key, part), samples, passes, places, self.blocks)
-                visits[mine] = passes
+            inside = (mixed >= low) & (mixed < high)
+            if inside.any():
+                passes, places = np.divmod(mixed[inside] - low + start, samples)
+                positions[inside] = first + _passes("part", (*self.key, part), samples, passes, places, self.blocks)
+                visits[inside] = passes
             low, first = high, first + samples
         if self.small == "repeat":
             visits *= 2
-            mine = mixed >= due
-            if mine.any():
+            fillers = mixed >= due
+            if fillers.any():
                 filled = self.batch * self.upto(epoch) - self.visits(epoch)
-                passes, places = np.divmod(mixed[mine] - due + filled, self.count)
-                positions[mine] = _passes("fill", self.key, self.count, passes, places, self.blocks)
-                visits[mine] = 2 * passes + 1
+                passes, places = np.divmod(mixed[fillers] - due + filled, self.count)
+                positions[fillers] = _passes("fill", self.key, self.count, passes, places, self.blocks)
+                visits[fillers] = 2 * passes + 1
         return positions, visits
 
 
 def _passes(
     what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
 ) -> np.ndarray:
-    """Place -> position by the permutation of its pass."""
+    """The position at each place, by the permutation of its pass."""
     first, last = int(passes.min()), int(passes.max())
     if first == last:
         return _one_pass(what, key, size, first, places, blocks)
     positions = np.empty(len(places), np.int64)
-    for own in range(first, last + 1):
-        mine = passes == own
-        positions[mine] = _one_pass(what, key, size, own, places[mine], blocks)
+    for number in range(first, last + 1):
+        inside = passes == number
+        positions[inside] = _one_pass(what, key, size, number, places[inside], blocks)
     return positions
 
 
 def _one_pass(
-    what: str, key: tuple[int, ...], size: int, own: int, places: np.ndarray, blocks: Blocks | None
+    what: str, key: tuple[int, ...], size: int, number: int, places: np.ndarray, blocks: Blocks | None
 ) -> np.ndarray:
     if blocks is not None:
-        return blocks.permute(places, size, what, *key, own)
-    return _whole(size, what, *key, own)[places] if size <= _SMALL else permute(places, size, what, *key, own)
+        return blocks.permute(places, size, what, *key, number)
+    return _whole(size, what, *key, number)[places] if size <= _SMALL else permute(places, size, what, *key, number)
 
 
 @lru_cache(maxsize=64)
 def _whole(size: int, *key: int | str) -> np.ndarray:
-    """`permute` of all of range(size): for a small bucket it is soon asked for all the same."""
+    """`permute` of all of range(size), cached: a small bucket needs all of it soon."""
     return permute(np.arange(size), size, *key)
 
 
@@ -368,11 +370,11 @@ class Schedule:
     Args:
         counts: samples per bucket.
         batches: global batch per bucket.
-        seed, phase: other values, another order.
+        seed, phase: key of the order.
         small: `carry`, `drop` or `repeat` (see the module's docstring).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
         first: buckets of which the first epoch of the phase shows one batch each at its beginning, in this order.
-        blocks: of each bucket of a packed snapshot, how its positions lie; None: the plain order.
+        blocks: per bucket of a packed snapshot; None: the plain order.
 
     Raises:
         ValueError: no bucket ever fills a batch, or the parts do not add up.
@@ -396,44 +398,37 @@ class Schedule:
         self.seed, self.phase, self.small = seed, phase, small
         self._buckets: list[_Plain | _Mixed] = []
         for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
-            own, key = parts[bucket] if parts else None, (seed, phase, bucket)
-            lie = blocks[bucket] if blocks else None
-            if own is not None and (sum(n for n, _ in own) != count or any(w <= 0 for _, w in own)):
-                raise ValueError(f"bucket {bucket} has {count} samples; its parts are {own}")
-            if own is None and small != "repeat":
-                self._buckets.append(_Plain(count, batch, small, key, lie))
-            else:
-                self._buckets.append(_Mixed(own or [(count, Fraction(1))], batch, small, key, lie))
+            bucket_parts, key = parts[bucket] if parts else None, (seed, phase, bucket)
+            layout = blocks[bucket] if blocks else None
+            if bucket_parts is None and small != "repeat":
+                self._buckets.append(_Plain(count, batch, small, key, layout))
+                continue
+            bucket_parts = bucket_parts or [(count, Fraction(1))]
+            if sum(n for n, _ in bucket_parts) != count or any(weight <= 0 for _, weight in bucket_parts):
+                raise ValueError(f"bucket {bucket} has {count} samples; its parts are {bucket_parts}")
+            self._buckets.append(_Mixed(bucket_parts, batch, small, key, layout))
         self._blocks = blocks is not None
         self._first = [bucket for bucket in first if self._buckets[bucket].upto(1)]
         if not any(bucket.upto(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
 
     @classmethod
-    def of(cls, head: dict[str, Any], *, seed: int, phase: int) -> Schedule:
+    def of(cls, head: Head, *, seed: int, phase: int) -> Schedule:
         """The order of a snapshot, from its head."""
-        buckets, policies = head["buckets"], head["policies"]
-        parts = [
-            [(part["samples"], Fraction(*part["weight"])) for part in bucket["parts"]] if "parts" in bucket else None
-            for bucket in buckets
-        ]
-        packed = policies.get("packed")
-        blocks = [Blocks(b["block"], packed["window"]) for b in buckets] if packed else None
+        buckets, packed = head.buckets, head.policies.packed
         first: list[int] = []
-        if policies.get("order") == "largest_first":
-            first = sorted(
-                range(len(buckets)),
-                key=lambda b: (-buckets[b]["height"] * buckets[b]["width"], -buckets[b]["batch"], b),
-            )
+        if head.policies.order == "largest_first":
+            sizes = [(-bucket.height * bucket.width, -bucket.batch) for bucket in buckets]
+            first = sorted(range(len(buckets)), key=lambda b: (sizes[b], b))
         return cls(
-            [b["samples"] for b in buckets],
-            [b["batch"] for b in buckets],
+            [bucket.samples for bucket in buckets],
+            [bucket.batch for bucket in buckets],
             seed=seed,
             phase=phase,
-            small=policies["small"],
-            parts=parts,
+            small=head.policies.small,
+            parts=[None if b.parts is None else [(part.samples, part.weight) for part in b.parts] for b in buckets],
             first=first,
-            blocks=blocks,
+            blocks=[Blocks(bucket.block or bucket.samples, packed.window) for bucket in buckets] if packed else None,
         )
 
     def steps_upto(self, epochs: int) -> int:
@@ -444,7 +439,7 @@ class Schedule:
         return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that holds a step: the only one with steps_upto(epoch) <= step < steps_upto(epoch + 1)."""
+        """The epoch of a step: steps_upto(epoch) <= step < steps_upto(epoch + 1)."""
         low, high = 0, 1
         while self.steps_upto(high) <= step:
             low, high = high, high * 2
@@ -457,25 +452,25 @@ class Schedule:
         """The global batch of a step."""
         epoch = self.epoch_of(step)
         before = [bucket.upto(epoch) for bucket in self._buckets]
-        here = [bucket.upto(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
-        at, shown = step - sum(before), self._first if epoch == 0 else []
-        if at < len(shown):
-            bucket, own = shown[at], 0
+        batches = [bucket.upto(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
+        place, shown = step - sum(before), self._first if epoch == 0 else []
+        if place < len(shown):
+            bucket, number = shown[place], 0
         else:
             for b in shown:
-                here[b] -= 1
-            bucket, own = self._turn(epoch, at - len(shown), here)
-            own += bucket in shown
-        positions, visits = self._buckets[bucket].members(epoch, own)
+                batches[b] -= 1
+            bucket, number = self._turn(epoch, place - len(shown), batches)
+            number += bucket in shown
+        positions, visits = self._buckets[bucket].members(epoch, number)
         return Step(step, epoch, bucket, positions, visits)
 
-    def _turn(self, epoch: int, at: int, here: list[int]) -> tuple[int, int]:
-        """Which batch of an epoch comes at a place: its bucket and its number there. here: batches per bucket."""
+    def _turn(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
+        """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""
         key = ("order", self.seed, self.phase, epoch)
         if self._blocks:
-            streams, numbers = _woven(np.array([at], np.int64), here, GROUP, *key)
+            streams, numbers = _woven(np.array([place], np.int64), batches, GROUP, *key)
             return int(streams[0]), int(numbers[0])
-        ends = np.cumsum(here).tolist()
-        slot = int(permute(np.array([at]), ends[-1], *key)[0])
+        ends = np.cumsum(batches).tolist()
+        slot = int(permute(np.array([place]), ends[-1], *key)[0])
         bucket = bisect_right(ends, slot)
-        return bucket, slot - (ends[bucket] - here[bucket])
+        return bucket, slot - (ends[bucket] - batches[bucket])

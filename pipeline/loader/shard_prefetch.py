@@ -1,13 +1,12 @@
-"""Fetching ahead: the shards of coming steps are brought into the mirror while training goes on.
+"""Shard prefetch: the shards of coming steps are fetched into the mirror while training goes on.
 
-What: `Fetcher` follows the training order some way ahead of the loader and opens each shard that comes, which fetches
-it.
-Why: in a packed snapshot all shards of a window are needed at once when it begins; fetched only then, the run waits for
-whole shards every few steps.
-Price: coming steps are planned twice. Shards that are fetched and not needed yet take at most half of the mirror, so
-that the other half is left to those that are being read.
+`ShardPrefetch` follows the training order ahead of the loader and opens each shard of the coming steps, which fetches
+it. In a packed snapshot all shards of a window are needed at once when it begins; without prefetching, the run would
+wait for whole shards every few steps.
+Price: coming steps are planned twice. Shards fetched ahead of need occupy at most half of the mirror; the other half is
+for shards in use.
 
-An error is left to the loader, which meets it at the batch that it belongs to.
+Errors are ignored here: the loader meets them at the batch that they belong to.
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ from pipeline.cache.files import Files
 from pipeline.cache.snapshot import Snapshot
 
 STEPS = 1024
-"""Steps that are planned ahead at most; all of them, once the mirror holds everything."""
+"""Limit on the steps that are planned ahead."""
 _THREADS = 2
 
 
 def advice(snapshot: Snapshot) -> str | None:
-    """What to say of a mirror that is too small for a packed snapshot; None if it will do.
+    """A warning about a mirror that is too small for a packed snapshot; None if it is large enough.
 
-    Two windows of each bucket may be open at a time, and half of the mirror is for what is fetched ahead.
+    Two windows of each bucket may be open at a time, and half of the mirror is for shards fetched ahead.
     """
-    room, files = snapshot.files.room, snapshot.shard_files()
-    if room is None or not snapshot.packed:
+    room, files, packed = snapshot.files.room, snapshot.shard_files(), snapshot.head.policies.packed
+    if room is None or packed is None:
         return None
-    window = snapshot.head["policies"]["packed"]["window"]
     mean = sum(files.values()) / len(files)
-    shards = sum(min(2 * window, -(-b["samples"] // b["block"])) for b in snapshot.head["buckets"])
-    wanted = min(sum(files.values()), 2 * shards * mean)
-    if room >= wanted:
+    shards = sum(min(2 * packed.window, -(-b.samples // b.block)) for b in snapshot.buckets if b.block)
+    needed = min(sum(files.values()), 2 * shards * mean)
+    if room >= needed:
         return None
     return (
-        f"the mirror holds {amount(room)}; with less than {amount(wanted)} (mirror.gib) some shards of "
+        f"the mirror holds {amount(room)}; with less than {amount(needed)} (mirror.gib) some shards of "
         "this packed snapshot are fetched more than once per epoch"
     )
 
@@ -49,8 +47,8 @@ class ShardPrefetch:
     """Opens the shards of steps first, first + 1, ... in threads.
 
     Args:
-        files: the cache; `room` says how much of it can be kept here.
-        sizes: bytes of every shard that may come, by the file's name.
+        files: the cache; `room` is the size of its mirror in bytes.
+        sizes: bytes of every shard, by the file's name.
         needed: step -> names of the shards that it reads.
         first, stop: the first step, and the one before which to stop (None: never).
     """
@@ -62,9 +60,9 @@ class ShardPrefetch:
         self._files, self._sizes, self._needed, self._stop = files, sizes, needed, stop
         self._limit = files.room // 2
         self._next = self._reached = first
-        self._ahead: dict[str, int] = {}  # fetched for a step that was not reached yet
-        self._seen: OrderedDict[str, int] = OrderedDict()  # shards that the mirror should hold, oldest first
-        self._waiting: list[tuple[str, int]] = []
+        self._ahead: dict[str, int] = {}  # shard -> the step it was fetched for, which was not reached yet
+        self._mirrored: OrderedDict[str, int] = OrderedDict()  # shards that the mirror should hold, oldest first
+        self._queue: list[tuple[str, int]] = []
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(_THREADS)]
@@ -72,14 +70,14 @@ class ShardPrefetch:
             thread.start()
 
     def reached(self, step: int) -> None:
-        """The loader begins a step: what was fetched for it, and for those before, no longer counts as ahead."""
+        """The loader begins a step: shards fetched for it, and for earlier steps, no longer count as ahead."""
         with self._changed:
             self._reached = max(self._reached, step)
-            self._ahead = {name: own for name, own in self._ahead.items() if own > self._reached}
+            self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted > self._reached}
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop. A fetch in progress is left behind; it ends by itself or with the process."""
+        """Stop. A fetch in progress is abandoned; it ends by itself or with the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -89,10 +87,10 @@ class ShardPrefetch:
             with self._changed:
                 if self._closed:
                     return
-                if not self._waiting and self._may_plan():
+                if not self._queue and self._may_plan():
                     self._plan()  # one step, so that the loader never waits long for the lock
                     continue
-                if not self._waiting or not self._fits(*self._waiting[0]):
+                if not self._queue or not self._fits(*self._queue[0]):
                     self._changed.wait()
                     continue
                 name = self._take()
@@ -105,7 +103,7 @@ class ShardPrefetch:
         return (self._stop is None or self._next < self._stop) and self._next - self._reached < STEPS
 
     def _plan(self) -> None:
-        """Put the shards of one more step in line, but for those that the mirror should hold."""
+        """Queue the shards of one more step, except those that the mirror should hold."""
         step = self._next
         self._next += 1
         try:
@@ -113,22 +111,22 @@ class ShardPrefetch:
         except Exception:
             return
         for name in names:
-            if name in self._seen:
-                self._seen.move_to_end(name)
+            if name in self._mirrored:
+                self._mirrored.move_to_end(name)
             else:
-                self._waiting.append((name, step))
+                self._queue.append((name, step))
         self._changed.notify_all()
 
     def _fits(self, name: str, step: int) -> bool:
-        held = sum(self._sizes[other] for other in self._ahead)
-        return step <= self._reached or not self._ahead or held + self._sizes[name] <= self._limit
+        ahead = sum(self._sizes[other] for other in self._ahead)
+        return step <= self._reached or not self._ahead or ahead + self._sizes[name] <= self._limit
 
     def _take(self) -> str:
-        """The first in line, which fits."""
-        name, step = self._waiting.pop(0)
+        """Remove the first shard of the queue, which fits."""
+        name, step = self._queue.pop(0)
         if step > self._reached:
             self._ahead[name] = step
-        self._seen[name] = self._sizes[name]
-        while sum(self._seen.values()) > 2 * self._limit:
-            self._seen.popitem(last=False)
+        self._mirrored[name] = self._sizes[name]
+        while sum(self._mirrored.values()) > 2 * self._limit:
+            self._mirrored.popitem(last=False)
         return name

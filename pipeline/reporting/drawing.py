@@ -1,20 +1,18 @@
-"""Drawing: latents for captions of a snapshot, and whether each came out as its own picture.
+"""Draw latents for captions of a snapshot, and check whether each resembles the picture of its caption.
 
-What: `draw_for` reads text rows from the cache and draws with the transformer; `nearest` compares what was drawn with
-the cached latents; `spread` chooses rows.
-Why apart from the stage: the check that a model draws what its caption says is used by tests and reports alike.
-Price: the model is resident while it draws; decoding happens elsewhere.
+`draw_for` reads text rows from the cache and samples with the transformer; `nearest` compares the results with the
+cached latents; `spread` chooses rows. It is apart from the stage, because tests and reports use the check, too. The
+model is in memory while it draws; decoding happens elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.cache.snapshot import Sample, Snapshot
+from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
 from pipeline.models.sampler import draw_noise
@@ -23,20 +21,20 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Odd and large: seeds 0, 1, 2 lie far apart, so that they meet no other sample's noise."""
+"""Odd and large: seeds 0, 1, 2 lie so far apart that no two samples share noise."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One caption and what was drawn for it.
+    """One caption and the latent drawn for it.
 
     Attributes:
         row: of the sample in the snapshot.
-        caption: as it was written.
+        caption: as written.
         source, item: where the picture came from.
         bucket: (height, width) in pixels.
-        cached: (C, h, w) float32, the latent of the sample's own picture.
-        latent: (C, h, w) float32, the drawn one.
+        cached: (C, h, w) float32, latent of the sample's picture.
+        latent: (C, h, w) float32, drawn.
     """
 
     row: int
@@ -50,7 +48,7 @@ class Drawn:
 
 
 def spread(samples: int, count: int) -> list[int]:
-    """`count` different rows, evenly over all of them (rows are ordered by bucket, so every shape has its share)."""
+    """`count` rows, evenly spaced (rows are ordered by bucket, so every shape has its share)."""
     return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
@@ -64,10 +62,10 @@ def draw_for(
 ) -> list[Drawn]:
     """Draw a latent for the first of the most probable captions of each row.
 
-    The noise of a picture depends on `sample.seed` and the sample alone: not on what else is drawn.
+    The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
 
     Args:
-        weights: of `architecture`, in our layout; taken over by the model.
+        weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = SanaTransformer.on_meta(architecture)
     model.load_state_dict(weights, assign=True)
@@ -111,7 +109,7 @@ def draw_for(
         drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
     del model
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the decoding process needs the room
+        torch.cuda.empty_cache()  # the decoding process needs the memory
     return [
         Drawn(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
         for row, sample, caption, shape, latent, *_ in pieces
@@ -138,29 +136,20 @@ class Records:
         self.texts = snapshot.reader("text")
 
     def latent(self, sample: Sample) -> torch.Tensor:
-        recipe, bucket = self.snapshot.latent_recipe, self.snapshot.buckets[sample.bucket]
-        side = recipe.compression
-        into = np.empty((recipe.channels, bucket.height // side, bucket.width // side), np.uint16)
+        into = np.empty(self.snapshot.latent_shape(sample.bucket), np.uint16)
         self.latents.read(sample.shard, sample.offset, sample.key, sample.checksum, into, sample.length)
         return bf16(into).float()
 
     def text(self, sample: Sample, at: int) -> torch.Tensor:
-        caption = sample.captions[at]
-        into = np.empty((caption.rows, self.snapshot.text_recipe.width), np.uint16)
-        self.texts.read(caption.shard, caption.offset, caption.key, caption.checksum, into, caption.length)
-        return bf16(into).float()
+        return self._text(sample.captions[at])
 
     def null(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The valid rows of the null record and their mask."""
-        null: dict[str, Any] = self.snapshot.null
-        into = np.empty((null["rows"], self.snapshot.text_recipe.width), np.uint16)
-        self.texts.read(
-            null["shard"],
-            null["offset"],
-            bytes.fromhex(null["key"]),
-            bytes.fromhex(null["checksum"]),
-            into,
-            null.get("length"),
-        )
-        rows = bf16(into).float()[: int(null["valid"])]
+        null = self.snapshot.null
+        rows = self._text(null)[: null.valid]
         return rows, torch.ones(len(rows), dtype=torch.bool)
+
+    def _text(self, place: Caption | NullRecord) -> torch.Tensor:
+        into = np.empty((place.rows, self.snapshot.text_recipe.width), np.uint16)
+        self.texts.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
+        return bf16(into).float()

@@ -1,8 +1,7 @@
 """The contact sheet: one card per caption, with several pictures side by side.
 
-Why: whether a model draws what its captions say is seen at a glance or not at all; a number does not show it.
-Price: captions are drawn with Pillow's built-in font, which has Latin letters only; the full text stands in the
-`samples.jsonl` beside the sheet.
+It shows at a glance whether a model draws what its captions say, which no number does. Captions are drawn with Pillow's
+built-in font, which has Latin letters only; the full text is in `samples.jsonl` beside the sheet.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _INK, _PALE, _PAPER, _EMPTY = (30, 30, 30), (120, 120, 120), (255, 255, 255), (2
 
 @dataclass(frozen=True)
 class Card:
-    """A caption and its pictures, one for each title of the sheet; None where there is none."""
+    """A caption and its pictures, one for each title of the sheet; None where a picture is missing."""
 
     caption: str
     pictures: tuple[Image.Image | None, ...]
@@ -33,9 +32,9 @@ def contact_sheet(cards: Sequence[Card], titles: Sequence[str], path: Path, colu
     """Write the sheet as one PNG, whole or not at all.
 
     Args:
-        cards: each with as many pictures as there are titles. Pictures are scaled to fit a square cell, small ones
-            up (without smoothing away what little they have), large ones down.
-        titles: what stands above the pictures.
+        cards: each with as many pictures as there are titles. Pictures are scaled to fit a square cell, up
+            (bicubic) or down (Lanczos).
+        titles: of the columns of pictures.
         path: the PNG.
         columns: cards per row (default: 2 if there are more than 4 cards).
 
@@ -99,7 +98,7 @@ def _paste(
 
 
 def _wrap(text: str, width: int, font: _Font) -> list[str]:
-    """At most CAPTION_LINES lines that fit; what is left out is marked by an ellipsis."""
+    """At most CAPTION_LINES lines that fit; an ellipsis marks a cut."""
     lines: list[str] = []
     rest = " ".join(text.split())
     while rest and len(lines) < CAPTION_LINES:

@@ -1,17 +1,16 @@
-"""Filters: which samples an expression over their metadata selects.
+"""Filters: select samples by an expression over their metadata.
 
-What: `Filter("min(width, height) >= 512 and score > 5")` is parsed once and computed by pyarrow over whole columns.
-Why: data sets carry scores, licences and tags; choosing by them must not need a program, nor run one: the expression
-is parsed, never evaluated as Python, and knows nothing but columns, numbers and text.
-Price: a metadata field is read out of JSON, for the fields that are named only.
+`Filter("min(width, height) >= 512 and score > 5")` is parsed once and computed by pyarrow over whole columns. The
+expression is never evaluated as Python; it knows only columns, numbers and text. So data sets can be filtered by
+scores, licences or tags without writing or running a program.
 
 An expression has columns (`score`, `exif.iso` for a field inside a field, `column("clip-score")` for other names),
 numbers, text, `True`, `False`, comparisons, `and`, `or`, `not`, `in [..]`, `is None`, `is not None`, `+ - * /`, and the
 functions `min`, `max`, `abs`, `startswith`, `endswith`, `contains` and `matches` (a regular expression, RE2). A
-sample without a value for a column that decides is not selected (test with `is None`).
+sample is not selected if a value that decides is missing (test with `is None`).
 
-Columns of every source: see `BUILTIN`. Any other name is a field of the items' metadata: other columns of a table,
-other keys of a JSON file.
+Columns of every source: see `BUILTIN`. Any other name is a field of the items' metadata: a column of a table or a key
+of a JSON file. Only the named fields are read.
 """
 
 from __future__ import annotations
@@ -62,10 +61,11 @@ _TEXT = {
     "matches": pc.match_substring_regex,
 }
 
-_LARGEST = 500  # parts of an expression; far below what Python's recursion allows
+MAX_PARTS = 500
+"""Limit on the parts of an expression; far below Python's limit on recursion."""
 
 Columns = Callable[[str], pa.Array]
-"""Name -> column (text as `large_string`); raises KeyError for one that is not there."""
+"""Name -> column (text as `large_string`); raises KeyError for an unknown name."""
 
 
 class Filter:
@@ -73,13 +73,13 @@ class Filter:
 
     Args:
         text: see the module.
-        setting: what to call it in messages, such as `bucket.filter`.
+        setting: its name in messages, such as `bucket.filter`.
 
     Attributes:
         names: the columns that it reads.
 
     Raises:
-        UserError: it is not an expression of this kind; the message shows the part that is not.
+        UserError: not a valid expression; the message shows the invalid part.
     """
 
     def __init__(self, text: str, setting: str):
@@ -89,19 +89,22 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._wrong(f"is not an expression: {getattr(error, 'msg', None) or error}") from None
         self.names: set[str] = set()
-        if sum(1 for _ in ast.walk(self._tree)) > _LARGEST:
-            raise self._wrong(f"has more than {_LARGEST} parts", fix="keep what it asks in a column of its own")
+        if sum(1 for _ in ast.walk(self._tree)) > MAX_PARTS:
+            raise self._wrong(
+                f"has more than {MAX_PARTS} parts",
+                fix="store the result as a column of the metadata, and filter by it",
+            )
         self._walk(self._tree)
 
     def select(self, columns: Columns, rows: int, valid: list[str]) -> tuple[pa.Array, pa.Array]:
-        """Which rows it selects, and for which it cannot be decided because a value is missing.
+        """Which rows it selects, and which it cannot decide because a value is missing: booleans, (rows,) each.
 
         Args:
-            columns: the columns of `rows` rows.
-            valid: the names there are, for messages.
+            columns: of `rows` rows.
+            valid: all column names, for messages.
 
         Raises:
-            UserError: a column is not there, or has values of another kind than the expression needs.
+            UserError: a column is unknown, or has values of another kind than the expression needs.
         """
         for name in sorted(self.names):
             try:
@@ -113,17 +116,17 @@ class Filter:
                     expected=", ".join(valid),
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 ) from None
-        found = self._value(self._tree, columns)
-        if isinstance(found, bool):
-            return pa.array([found] * rows, pa.bool_()), pa.array([False] * rows, pa.bool_())
-        if not isinstance(found, pa.Array) or not pa.types.is_boolean(found.type):
-            raise self._wrong("does not say yes or no", fix="compare with something, such as width >= 512")
-        return pc.fill_null(found, False), pc.is_null(found)
+        result = self._value(self._tree, columns)
+        if isinstance(result, bool):
+            return pa.array([result] * rows, pa.bool_()), pa.array([False] * rows, pa.bool_())
+        if not isinstance(result, pa.Array) or not pa.types.is_boolean(result.type):
+            raise self._wrong("is no condition", fix="add a comparison, such as width >= 512")
+        return pc.fill_null(result, False), pc.is_null(result)
 
     # ------------------------------------------------------------ parsing
 
     def _walk(self, node: ast.expr) -> None:
-        """Collect the columns; refuse everything that is not listed in the module."""
+        """Collect the columns; refuse all syntax that the module does not list."""
         name = _column(node)
         if name is not None:
             self.names.add(name)
@@ -170,24 +173,24 @@ class Filter:
                 return [self._value(part, columns) for part in parts]
             case ast.BoolOp(op=operator, values=parts):
                 join = pc.and_kleene if isinstance(operator, ast.And) else pc.or_kleene
-                found = self._truth(parts[0], columns)
+                result = self._truth(parts[0], columns)
                 for part in parts[1:]:
-                    found = join(found, self._truth(part, columns))
-                return _array(found)
+                    result = join(result, self._truth(part, columns))
+                return _array(result)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return _array(pc.invert(self._truth(operand, columns)))
             case ast.UnaryOp(operand=operand):
                 return self._call(node, pc.negate, self._number(operand, columns))
             case ast.BinOp(left=left, op=operator, right=right):
-                one, other = self._number(left, columns), self._number(right, columns)
-                return self._call(node, _ARITHMETIC[type(operator)], one, other)
+                numbers = [self._number(left, columns), self._number(right, columns)]
+                return self._call(node, _ARITHMETIC[type(operator)], *numbers)
             case ast.Compare(left=left, ops=operators, comparators=others):
-                found = None
-                for test, right in zip(operators, others, strict=True):
-                    own = self._compare(node, left, test, right, columns)
-                    found = own if found is None else pc.and_kleene(found, own)
+                result = None
+                for relation, right in zip(operators, others, strict=True):
+                    comparison = self._compare(node, left, relation, right, columns)
+                    result = comparison if result is None else pc.and_kleene(result, comparison)
                     left = right
-                return _array(found)
+                return _array(result)
             case ast.Call(func=ast.Name(id=called), args=parts):
                 if called == "abs":
                     return self._call(node, pc.abs, self._number(parts[0], columns))
@@ -197,63 +200,63 @@ class Filter:
                     return self._call(node, lambda *n: join(*n, skip_nulls=False), *numbers)
                 text, pattern = self._value(parts[0], columns), self._value(parts[1], columns)
                 if not (isinstance(text, pa.Array) and pa.types.is_large_string(text.type)):
-                    raise self._wrong(f"asks {ast.unparse(node)!r} of {_kind(text)}, which is not text")
+                    raise self._wrong(f"applies {ast.unparse(node)!r} to {_kind(text)}, which is not text")
                 return self._call(node, lambda column: _TEXT[called](column, pattern), text)
         raise AssertionError(ast.dump(node))
 
     def _truth(self, node: ast.expr, columns: Columns) -> Any:
-        found = self._value(node, columns)
-        if isinstance(found, bool):
-            return pa.scalar(found)
-        if isinstance(found, pa.Array) and pa.types.is_boolean(found.type):
-            return found
-        raise self._wrong(f"takes {ast.unparse(node)!r}, which is {_kind(found)}, for yes or no")
+        value = self._value(node, columns)
+        if isinstance(value, bool):
+            return pa.scalar(value)
+        if isinstance(value, pa.Array) and pa.types.is_boolean(value.type):
+            return value
+        raise self._wrong(f"uses {ast.unparse(node)!r}, which is {_kind(value)}, as a condition")
 
     def _number(self, node: ast.expr, columns: Columns) -> Any:
-        found = self._value(node, columns)
-        if isinstance(found, pa.Array) and pa.types.is_large_string(found.type):
-            found = self._parsed(node, found)
+        value = self._value(node, columns)
+        if isinstance(value, pa.Array) and pa.types.is_large_string(value.type):
+            value = self._parsed(node, value)
         if (
-            isinstance(found, bool)
-            or not isinstance(found, int | float | pa.Array)
-            or (isinstance(found, pa.Array) and not _numeric(found))
+            isinstance(value, bool)
+            or not isinstance(value, int | float | pa.Array)
+            or (isinstance(value, pa.Array) and not _numeric(value))
         ):
-            raise self._wrong(f"takes {ast.unparse(node)!r}, which is {_kind(found)}, for a number")
-        return self._call(node, lambda: found.cast(pa.float64()) if isinstance(found, pa.Array) else float(found))
+            raise self._wrong(f"uses {ast.unparse(node)!r}, which is {_kind(value)}, as a number")
+        return self._call(node, lambda: value.cast(pa.float64()) if isinstance(value, pa.Array) else float(value))
 
     def _compare(self, whole: ast.expr, left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: Columns) -> Any:
-        one, other = self._value(left, columns), self._value(right, columns)
+        first, second = self._value(left, columns), self._value(right, columns)
         if isinstance(operator, ast.Is | ast.IsNot):
-            if other is not None or not isinstance(one, pa.Array):
+            if second is not None or not isinstance(first, pa.Array):
                 raise self._wrong(f"has {ast.unparse(whole)!r}; only a column can be tested, with `is None`")
-            return pc.is_null(one) if isinstance(operator, ast.Is) else pc.is_valid(one)
+            return pc.is_null(first) if isinstance(operator, ast.Is) else pc.is_valid(first)
         if isinstance(operator, ast.In | ast.NotIn):
-            if not isinstance(other, list) or any(isinstance(v, pa.Array | list) for v in other):
+            if not isinstance(second, list) or any(isinstance(v, pa.Array | list) for v in second):
                 raise self._wrong(f"has {ast.unparse(whole)!r}", expected="a list of values after `in`")
-            found: Any = pa.scalar(False)
-            for value in other:
+            result: Any = pa.scalar(False)
+            for value in second:
                 constant = ast.Constant(value=value)
-                found = pc.or_kleene(found, self._compare(whole, left, ast.Eq(), constant, columns))
-            return pc.invert(found) if isinstance(operator, ast.NotIn) else found
-        if one is None or other is None:
+                result = pc.or_kleene(result, self._compare(whole, left, ast.Eq(), constant, columns))
+            return pc.invert(result) if isinstance(operator, ast.NotIn) else result
+        if first is None or second is None:
             raise self._wrong(f"has {ast.unparse(whole)!r}", fix="write `is None` or `is not None`")
-        texts = [_textual(one), _textual(other)]
-        if texts == [True, False] and isinstance(one, pa.Array) and not isinstance(other, bool):
-            one = self._parsed(left, one)  # a CSV has its numbers as text
-        elif texts == [False, True] and isinstance(other, pa.Array) and not isinstance(one, bool):
-            other = self._parsed(right, other)
+        texts = [_textual(first), _textual(second)]
+        if texts == [True, False] and isinstance(first, pa.Array) and not isinstance(second, bool):
+            first = self._parsed(left, first)  # numbers of a CSV are text
+        elif texts == [False, True] and isinstance(second, pa.Array) and not isinstance(first, bool):
+            second = self._parsed(right, second)
         elif texts[0] != texts[1]:
-            raise self._wrong(f"compares {_kind(one)} with {_kind(other)} in {ast.unparse(whole)!r}")
-        if not (isinstance(one, pa.Array) or isinstance(other, pa.Array)):
-            one = pa.scalar(one)
-        return self._call(whole, _COMPARE[type(operator)], one, other)
+            raise self._wrong(f"compares {_kind(first)} with {_kind(second)} in {ast.unparse(whole)!r}")
+        if not (isinstance(first, pa.Array) or isinstance(second, pa.Array)):
+            first = pa.scalar(first)
+        return self._call(whole, _COMPARE[type(operator)], first, second)
 
     def _parsed(self, node: ast.expr, column: pa.Array) -> pa.Array:
         try:
             return pc.cast(column, pa.float64())
         except pa.ArrowInvalid as error:
             raise self._wrong(
-                f"takes {ast.unparse(node)!r} for a number, but it holds text", found=escaped(str(error))
+                f"uses {ast.unparse(node)!r} as a number, but it has text", found=escaped(str(error))
             ) from None
 
     def _call(self, node: ast.expr, work: Callable[..., Any], *values: Any) -> Any:
@@ -279,11 +282,11 @@ def _column(node: ast.expr) -> str | None:
     return None
 
 
-def _array(found: Any) -> Any:
-    """What pyarrow computed, as an array or, of constants alone, a constant."""
-    if isinstance(found, pa.Scalar):
-        return found.as_py()
-    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+def _array(result: Any) -> Any:
+    """A result of pyarrow as an array, or as a constant of Python if it has no columns."""
+    if isinstance(result, pa.Scalar):
+        return result.as_py()
+    return result.combine_chunks() if isinstance(result, pa.ChunkedArray) else result
 
 
 def _numeric(column: pa.Array) -> bool:
@@ -296,7 +299,7 @@ def _textual(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     if isinstance(value, pa.Array):
-        kind = "numbers" if _numeric(value) else "yes or no" if pa.types.is_boolean(value.type) else "text"
+        kind = "numbers" if _numeric(value) else "booleans" if pa.types.is_boolean(value.type) else "text"
         return f"a column of {kind}"
     return short_repr(value)
 
@@ -305,30 +308,30 @@ def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array],
     """Fields of items' metadata.
 
     Args:
-        meta: JSON objects, as the scan keeps them.
-        names: which; a dot leads into an object, unless a field has the whole name.
+        meta: JSON objects, from the scan.
+        names: of the wanted fields; a dot leads into an object, unless a field has the whole name.
 
     Returns:
-        A column for each name that some item has, all top-level names that there are, and (n,) bool: for which items
-        a number of these is too large for float64 and therefore null.
+        A column for each name that some item has; all top-level names; and (n,) bool: items with a number that is too
+        large for float64 and therefore null.
 
     Raises:
-        UserError: a field holds values of different kinds, or lists.
+        UserError: a field has values of different kinds, or lists.
     """
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    by_name: dict[str, list[Any]] = {name: [] for name in names}
     valid: set[str] = set()
     for text in (text for chunk in meta.chunks for text in chunk.to_pylist()):
         row = json.loads(text) if text else {}
         valid.update(row)
-        for name, values in found.items():
+        for name, values in by_name.items():
             values.append(_field(row, name))
     columns = {}
     too_large = np.zeros(len(meta), bool)
-    for name, values in found.items():
-        beyond = [row for row, value in enumerate(values) if isinstance(value, int) and abs(value) > sys.float_info.max]
-        if beyond and len(beyond) == sum(value is not None for value in values):
+    for name, values in by_name.items():
+        rows = [row for row, value in enumerate(values) if isinstance(value, int) and abs(value) > sys.float_info.max]
+        if rows and len(rows) == sum(value is not None for value in values):
             raise UserError(f"every number of the metadata field {name!r} is too large for a filter")
-        for row in beyond:
+        for row in rows:
             too_large[row], values[row] = True, None
         if any(value is not None for value in values):
             columns[name] = _typed(name, values)
@@ -341,8 +344,8 @@ def _field(row: dict[str, Any], name: str) -> Any:
     if name in row or "." not in name:
         return row.get(name)
     outer, _, inner = name.partition(".")
-    below = row.get(outer)
-    return _field(below, inner) if isinstance(below, dict) else None
+    value = row.get(outer)
+    return _field(value, inner) if isinstance(value, dict) else None
 
 
 def _typed(name: str, values: list[Any]) -> pa.Array:
@@ -353,11 +356,11 @@ def _typed(name: str, values: list[Any]) -> pa.Array:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {str}:
         return pa.array(values, pa.large_string())
-    if kinds <= {int, float, str}:  # tables of several origins: numbers here, numbers as text there
+    if kinds <= {int, float, str}:  # tables of several origins: some have numbers as text
         return pa.array([None if value is None else str(value) for value in values], pa.large_string())
-    known = str if str in kinds else float
-    odd = next(v for v in values if v is not None and (isinstance(v, bool) or not isinstance(v, known | int)))
+    valid = str if str in kinds else float
+    invalid = next(v for v in values if v is not None and (isinstance(v, bool) or not isinstance(v, valid | int)))
     raise UserError(
-        f"the metadata field {name!r} cannot be used in a filter: not every value of it is a number or text",
-        found=short_repr(odd),
+        f"the metadata field {name!r} cannot be used in a filter: not all of its values are numbers or text",
+        found=short_repr(invalid),
     )

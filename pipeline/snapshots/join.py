@@ -1,16 +1,15 @@
-"""Join: scans and stores to the samples of a snapshot, with every item that is left out and why.
+"""Join scans and encoded records into the samples of a snapshot, and count every item that is left out by its reason.
 
-What: `join` finds for each usable item of a source its latent at the bucket it belongs to and the rows of its captions;
-`assemble` groups the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables.
-Why: a snapshot lists only what is there and whole; what is not there is counted by reason, never dropped silently.
-Price: scans, indexes and about 150 bytes a sample are held in memory while joining; all of it in columns.
+`join` adds the usable items of one source: for each its latent at its bucket and the rows of its captions. `assemble`
+turns the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables. Scans, indexes and about
+150 bytes per sample are in memory while joining, all of it in columns.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +21,18 @@ from pipeline.cache import layout
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
-from pipeline.cache.snapshot import CHUNK_ROWS, NAMES, WRITTEN, samples_schema
+from pipeline.cache.snapshot import (
+    CHUNK_ROWS,
+    NAMES,
+    WRITTEN,
+    Bucket,
+    Head,
+    NullRecord,
+    Part,
+    Policies,
+    ShardFile,
+    samples_schema,
+)
 from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
@@ -30,6 +40,35 @@ from pipeline.sources import caption_rules as captions
 from pipeline.sources.reasons import EXAMPLES, Kinds
 
 ENCODE = "run sana-pipe encode"
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Records:
+    """The encoded records that samples are joined with: the recipe and the index of each kind."""
+
+    latent: layout.LatentRecipe
+    text: layout.TextRecipe
+    latents: RecordIndex
+    texts: RecordIndex
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A bucket table that the items of a source are assigned to.
+
+    Attributes:
+        table: (height, width) of its buckets in pixels.
+        first: number of its first bucket in the snapshot.
+        variant: name of the resolution; "" for that of the configuration.
+        policy: judge the items by its `min_side`, `max_upscale` and `max_crop_loss` at this table; None: the scan
+            judged them.
+    """
+
+    table: Sequence[Shape]
+    first: int = 0
+    variant: str = ""
+    policy: DataConfig | None = None
 
 
 @dataclass
@@ -69,25 +108,25 @@ class Frame:
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows
         counts = np.diff(self.captions)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        own = np.repeat(self.captions[:-1][rows] - offsets[:-1], counts) + np.arange(offsets[-1])
+        caption_rows = np.repeat(self.captions[:-1][rows] - offsets[:-1], counts) + np.arange(offsets[-1])
         per_row = ("source", "sample_id", "picture_id", "digest", "height", "width", "bucket", "latent")
         return Frame(
             item=self.item.take(pa.array(rows)),
             captions=offsets,
-            text=self.text[own],
-            weight=self.weight[own],
+            text=self.text[caption_rows],
+            weight=self.weight[caption_rows],
             **{name: getattr(self, name)[rows] for name in per_row},
         )
 
 
 @dataclass
 class Joined:
-    """What was joined so far, and what was not.
+    """The samples joined so far, and the items left out.
 
     Attributes:
         sources: names; `Frame.source` counts into them.
         left_out: reason -> items.
-        keep: reason -> what would keep them, where the reason itself does not say it.
+        keep: reason -> the change that would keep these items, where the reason does not say it.
         examples: reason -> a few of the items, where the reason is of single items.
     """
 
@@ -104,15 +143,15 @@ class Joined:
                 self.keep[reason] = keep
 
     def leave_kinds(self, what: str, rejects: Iterable[tuple[str, str]], keep: Callable[[str], str]) -> None:
-        """Leave out (item, reason) pairs, by kind of reason. keep: what would keep those of a kind."""
+        """Leave out (item, reason) pairs, counted by kind of reason. keep: kind -> the change that would keep them."""
         kinds = Kinds.of(rejects)
         for kind, count in kinds.counts.items():
             self.leave(f"{what}: {kind}", count, keep(kind))
-            known = self.examples.setdefault(f"{what}: {kind}", [])
-            known += kinds.examples[kind][: EXAMPLES - len(known)]
+            examples = self.examples.setdefault(f"{what}: {kind}", [])
+            examples += kinds.examples[kind][: EXAMPLES - len(examples)]
 
     def frame(self) -> Frame:
-        """Everything that was joined, in one piece."""
+        """All joined samples in one frame."""
         frames = self.frames
         if len(frames) == 1:
             return frames[0]
@@ -134,120 +173,138 @@ _EMPTY = {"sample_id": np.uint64, "picture_id": np.uint64, "digest": "S16", "wei
 
 
 def usable(joined: Joined, scan: pa.Table) -> pa.Table:
-    """The items that the scan did not reject; the others are counted."""
-    rejects = scan.column("reject")
-    out = scan.filter(pc.is_valid(rejects))
+    """The items that the scan did not reject; rejects are counted."""
+    reject = scan.column("reject")
+    rejects = scan.filter(pc.is_valid(reject))
 
     def keep(kind: str) -> str:
         return f"change that setting and {ENCODE}" if "data." in kind else f"mend the file and {ENCODE}"
 
-    pairs = zip(out.column("item").to_pylist(), out.column("reject").to_pylist(), strict=True)
+    pairs = zip(rejects.column("item").to_pylist(), rejects.column("reject").to_pylist(), strict=True)
     joined.leave_kinds("rejected by the scan", pairs, keep)
-    return scan.filter(pc.is_null(rejects))
+    return scan.filter(pc.is_null(reject))
 
 
 def unjudged(scan: pa.Table) -> pa.Table:
-    """The scan without its rejects by policy (those have a width): they were judged at one resolution."""
+    """The scan with its rejects by policy taken back, because they were judged at one resolution. They have a width."""
     judged = pc.and_(pc.is_valid(scan.column("width")), pc.is_valid(scan.column("reject")))
     reject = pc.if_else(judged, pa.scalar(None, pa.string()), scan.column("reject"))
     return scan.set_column(scan.schema.get_field_index("reject"), "reject", reject)
 
 
-def join(
-    joined: Joined,
-    source: str,
-    scan: pa.Table,
-    table: list[tuple[int, int]],
-    latent: layout.LatentRecipe,
-    text: layout.TextRecipe,
-    latents: RecordIndex,
-    texts: RecordIndex,
-    *,
-    first: int = 0,
-    variant: str = "",
-    policy: DataConfig | None = None,
-) -> None:
-    """Add the samples of one source.
-
-    Args:
-        scan: the source's scan table.
-        table: the bucket table, (height, width) in pixels.
-        latents, texts: indexes of the two recipes.
-        first: number of the table's first bucket, where a snapshot has several tables.
-        variant: name of the resolution if it is not that of the configuration; "" otherwise.
-        policy: judge the items by its `min_side`, `max_upscale` and `max_crop_loss` at this table.
-    """
+def join(joined: Joined, source: str, scan: pa.Table, records: Records, resolution: Resolution) -> None:
+    """Add the samples of one source at one resolution. scan: the source's scan table."""
     scan = usable(joined, scan)
-    if policy is not None:
-        scan = _allowed(joined, scan, table, policy, variant)
-    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-    digests = fixed(scan.column("digest"))
-    chosen = buckets.nearest_all(table, height, width)
-    keys = latent_keys(latent, digests, table, chosen)
-    at = latents.find(keys)
-    failed = {r.key: r.reason for index in (latents, texts) for r in index.rejects}
-    setting = f" --set data.resolution={variant}" if variant else ""
-    missing = f"its latent{f' at {variant} px' if variant else ''} is not encoded yet ({ENCODE}{setting})"
+    if resolution.policy is not None:
+        scan = _allowed(joined, scan, resolution)
+    failed = {reject.key: reject.reason for index in (records.latents, records.texts) for reject in index.rejects}
+    scan, columns = _with_latents(joined, scan, records, resolution, failed)
+    with_caption, offsets, text, weight = _caption_records(joined, scan, records, failed)
 
-    def leave(rows: np.ndarray, reasons: list[str | None], rejected: str, otherwise: str) -> None:
-        pairs = zip(scan.column("item").take(pa.array(rows)).to_pylist(), reasons, strict=True)
-        joined.leave_kinds(rejected, ((i, why) for i, why in pairs if why), lambda _: f"mend the files and {ENCODE}")
-        joined.leave(otherwise, reasons.count(None))
-
-    lost = np.flatnonzero(at < 0)
-    leave(lost, [failed.get(key_bytes(key).hex()) for key in keys[lost]], "rejected while encoding", missing)
-    found = at >= 0
-    scan = scan.filter(pa.array(found))
-    height, width, digests, chosen, at = height[found], width[found], digests[found], chosen[found], at[found]
-
-    offsets, written, weight = _captions(scan)
-    own = np.frombuffer(layout.text_keys(text.id, (captions.normalise(t, text.normalisation) for t in written)), "S16")
-    rows = texts.find(own)
-    usable_caption = (rows >= 0) & (weight > 0)
-    counts = np.diff(offsets)
-    per_row = np.add.reduceat(np.append(usable_caption, False), offsets[:-1]) if len(scan) else np.empty(0, np.int64)
-    per_row = np.where(counts > 0, per_row, 0)
-    said = per_row > 0
-    lost = np.flatnonzero(~said)
-    mine = ([key_bytes(key).hex() for key in own[offsets[row] : offsets[row + 1]]] for row in lost)
-    reasons = [next((failed[key] for key in its if key in failed), None) for its in mine]
-    leave(lost, reasons, "caption rejected while encoding", f"its caption is not encoded yet ({ENCODE})")
-    joined.leave(
-        "(caption only, the sample stays) one of several captions is not encoded",
-        int((said & (per_row < counts)).sum()),
-        ENCODE,
-    )
-    scan = scan.filter(pa.array(said))
-    items = text_column(scan.column("item"))
+    items = text_column(scan.filter(pa.array(with_caption)).column("item"))
     names = items.to_pylist()
-    plain = np.frombuffer(layout.sample_ids(source, names), "<u8")
+    picture_id = np.frombuffer(layout.sample_ids(source, names), "<u8")
+    variant = resolution.variant
     if source not in joined.sources:
         joined.sources.append(source)
     joined.frames.append(
         Frame(
             source=np.full(len(names), joined.sources.index(source), np.int32),
             item=items,
-            sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else plain,
-            picture_id=plain,
-            digest=digests[said],
-            height=height[said],
-            width=width[said],
-            bucket=chosen[said] + first,
-            latent=at[said],
-            captions=np.concatenate([[0], np.cumsum(per_row[said])]).astype(np.int64),
-            text=rows[usable_caption],
-            weight=weight[usable_caption],
+            sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else picture_id,
+            picture_id=picture_id,
+            captions=offsets,
+            text=text,
+            weight=weight,
+            **{name: column[with_caption] for name, column in columns.items()},
         )
     )
 
 
+def _with_latents(
+    joined: Joined, scan: pa.Table, records: Records, resolution: Resolution, failed: Mapping[str, str]
+) -> tuple[pa.Table, dict[str, np.ndarray]]:
+    """The items whose latent is encoded, and their columns `height`, `width`, `digest`, `bucket`, `latent` of a frame.
+
+    failed: key (hex) -> reason of the records that could not be encoded.
+    """
+    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+    digest = fixed(scan.column("digest"))
+    bucket = buckets.nearest_all(resolution.table, height, width)
+    keys = latent_keys(records.latent, digest, resolution.table, bucket)
+    rows = records.latents.find(keys)
+    at, setting = "", ""
+    if resolution.variant:
+        at, setting = f" at {resolution.variant} px", f" --set data.resolution={resolution.variant}"
+    missing = np.flatnonzero(rows < 0)
+    reasons = [failed.get(key_bytes(key).hex()) for key in keys[missing]]
+    _leave_missing(
+        joined,
+        scan,
+        missing,
+        reasons,
+        "rejected while encoding",
+        f"its latent{at} is not encoded yet ({ENCODE}{setting})",
+    )
+    encoded = rows >= 0
+    columns = {"height": height, "width": width, "digest": digest, "bucket": bucket + resolution.first, "latent": rows}
+    return scan.filter(pa.array(encoded)), {name: column[encoded] for name, column in columns.items()}
+
+
+def _caption_records(
+    joined: Joined, scan: pa.Table, records: Records, failed: Mapping[str, str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The encoded captions with a weight. Items without one are left out.
+
+    Returns:
+        Which items have such a caption, (items,) bool; of these `captions`, `text` and `weight` of a frame.
+    """
+    offsets, texts, weight = _captions(scan)
+    normalised = (captions.normalise(text, records.text.normalisation) for text in texts)
+    keys = np.frombuffer(layout.text_keys(records.text.id, normalised), "S16")
+    rows = records.texts.find(keys)
+    usable_caption = (rows >= 0) & (weight > 0)
+    counts = np.diff(offsets)
+    encoded = np.add.reduceat(np.append(usable_caption, False), offsets[:-1]) if len(scan) else np.empty(0, np.int64)
+    encoded = np.where(counts > 0, encoded, 0)
+    missing = np.flatnonzero(encoded == 0)
+    item_keys = ([key_bytes(key).hex() for key in keys[offsets[row] : offsets[row + 1]]] for row in missing)
+    reasons = [next((failed[key] for key in item if key in failed), None) for item in item_keys]
+    _leave_missing(
+        joined,
+        scan,
+        missing,
+        reasons,
+        "caption rejected while encoding",
+        f"its caption is not encoded yet ({ENCODE})",
+    )
+    joined.leave(
+        "(caption only, the sample stays) one of several captions is not encoded",
+        int(((encoded > 0) & (encoded < counts)).sum()),
+        ENCODE,
+    )
+    with_caption = encoded > 0
+    new_offsets = np.concatenate([[0], np.cumsum(encoded[with_caption])]).astype(np.int64)
+    return with_caption, new_offsets, rows[usable_caption], weight[usable_caption]
+
+
+def _leave_missing(
+    joined: Joined, scan: pa.Table, rows: np.ndarray, reasons: list[str | None], rejected: str, pending: str
+) -> None:
+    """Leave out items without a record. reasons: of each; None (its work is not done yet) is counted as `pending`."""
+    items = scan.column("item").take(pa.array(rows)).to_pylist()
+    pairs = [(item, reason) for item, reason in zip(items, reasons, strict=True) if reason]
+    joined.leave_kinds(rejected, pairs, lambda _: f"mend the files and {ENCODE}")
+    joined.leave(pending, reasons.count(None))
+
+
 def latent_keys(
-    recipe: layout.LatentRecipe, digests: np.ndarray, table: Sequence[tuple[int, int]], chosen: np.ndarray
+    recipe: layout.LatentRecipe, digests: np.ndarray, table: Sequence[Shape], bucket: np.ndarray
 ) -> np.ndarray:
-    """Keys (S16) of pictures at the buckets chosen for them."""
+    """Keys (S16) of the latents of pictures. bucket: (n,) index into the table, of each picture."""
     raw = digests.tobytes()
     whole = (raw[i : i + 16] for i in range(0, len(raw), 16))
-    return np.frombuffer(layout.latent_keys(recipe.id, whole, table, chosen.tolist()), "S16")
+    return np.frombuffer(layout.latent_keys(recipe.id, whole, table, bucket.tolist()), "S16")
 
 
 def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
@@ -260,33 +317,36 @@ def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
     return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
 
 
-def _allowed(
-    joined: Joined, scan: pa.Table, table: list[tuple[int, int]], policy: DataConfig, variant: str
-) -> pa.Table:
-    """The items that the policy allows at this table; the others are counted by its reasons."""
+def _allowed(joined: Joined, scan: pa.Table, resolution: Resolution) -> pa.Table:
+    """The items that the policy allows at this table; refused items are counted by reason."""
+    table, policy = resolution.table, resolution.policy
+    assert policy is not None
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     shapes = np.array(table, np.int64)[buckets.nearest_all(table, height, width)]
     scale, loss = buckets.fits(height, width, shapes)
-    odd = np.zeros(len(height), bool)
+    suspect = np.zeros(len(height), bool)
     if policy.min_side is not None:
-        odd |= np.minimum(height, width) < policy.min_side
+        suspect |= np.minimum(height, width) < policy.min_side
     if policy.max_upscale is not None:
-        odd |= scale > policy.max_upscale
+        suspect |= scale > policy.max_upscale
     if policy.max_crop_loss is not None:
-        odd |= loss > policy.max_crop_loss
+        suspect |= loss > policy.max_crop_loss
     refused = np.zeros(len(height), bool)
-    for row in np.flatnonzero(odd):
+    for row in np.flatnonzero(suspect):
         size = (int(shapes[row, 0]), int(shapes[row, 1]))
         reason = buckets.refusal(int(height[row]), int(width[row]), size, policy)
         if reason is not None:
             refused[row] = True
-            joined.leave(f"at {variant or policy.resolution} px {reason}", 1, "change that setting")
+            joined.leave(f"at {resolution.variant or policy.resolution} px {reason}", 1, "change that setting")
     return scan.filter(pa.array(~refused))
+
+
+# ---------------------------------------------------------------- the snapshot
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One line of the table that `sana-pipe bucket` prints."""
+    """One line of the table that `sana-pipe bucket` prints. steps: per epoch. crop: mean share cut off."""
 
     height: int
     width: int
@@ -297,197 +357,215 @@ class BucketReport:
     note: str
 
 
+@dataclass(frozen=True)
+class BucketTable:
+    """All buckets of a snapshot: (height, width) in pixels, and the global batch of each."""
+
+    shapes: Sequence[Shape]
+    batches: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A snapshot that is not written yet: its head without chunks, and its tables."""
+
+    head: Head
+    samples: pa.Table
+    names: pa.Table
+    report: list[BucketReport]
+
+
 def assemble(
     joined: Joined,
-    table: list[tuple[int, int]],
+    frame: Frame,
+    records: Records,
+    table: BucketTable,
+    policies: Policies,
+    sources: Mapping[str, str],
     *,
-    batch: int | Sequence[int],
-    small: str,
-    pad_text_multiple: int,
-    latent: layout.LatentRecipe,
-    text: layout.TextRecipe,
-    latents: RecordIndex,
-    texts: RecordIndex,
-    sources: dict[str, Any],
-    frame: Frame | None = None,
-    weights: dict[str, Fraction] | None = None,
-    before: np.ndarray | None = None,
-    policies: dict[str, Any] | None = None,
-) -> tuple[dict[str, Any], pa.Table, pa.Table, list[BucketReport]]:
-    """Turn joined rows into a snapshot's head and tables.
+    weights: Mapping[str, Fraction] | None = None,
+    places: np.ndarray | None = None,
+) -> Assembled:
+    """Turn samples into a snapshot.
 
     Args:
-        batch: the global batch, of all buckets or of each.
-        small: `carry`, `drop` or `repeat`.
+        frame: the samples, of `joined`.
         sources: source -> digest of its scan's table.
-        frame: the samples; default: everything that was joined.
         weights: visits per epoch by source, where they are not 1.
-        before: (n,) place in an earlier snapshot, for the samples that stand before the others of their bucket.
-        policies: what else to write down.
+        places: (n,) place of each sample in an earlier snapshot. Inside a bucket and part, samples are ordered by
+            (place, sample id).
 
     Raises:
-        UserError: nothing is left to train on; the message counts the reasons.
+        UserError: no sample is left, with the reasons; or two samples share an id.
         CacheError: the null record is missing.
     """
-    frame = joined.frame() if frame is None else frame
-    batches = [batch] * len(table) if isinstance(batch, int) else list(batch)
-    scale, loss = buckets.fits(frame.height, frame.width, np.array(table, np.int64).reshape(-1, 2)[frame.bucket])
-    crops = np.bincount(frame.bucket, loss, len(table))
-    held = np.bincount(frame.bucket, minlength=len(table))
-    by_source = [(weights or {}).get(name, Fraction(1)) for name in joined.sources]
-    classes = sorted(set(by_source), reverse=True)
-    part = np.array([classes.index(weight) for weight in by_source], np.int64)[frame.source]
-    parts = np.array([np.bincount(frame.bucket[part == k], minlength=len(table)) for k in range(len(classes))])
-    parts = parts.reshape(len(classes), len(table))
+    part, part_weights = _parts(joined.sources, frame, weights or {})
+    entries, report, left_out = _grouped(joined, frame, table, part, part_weights, policies.small)
+    places = np.zeros(len(frame), np.int64) if places is None else places
+    if left_out.any():
+        stays = ~left_out[frame.bucket]
+        frame, part, places = frame.take(stays), part[stays], places[stays]
+    _check_samples(joined, frame)
+    null_row = _null_row(records)
+    latent_numbers, latent_shards = _numbered_shards(records.latents, frame.latent)
+    text_numbers, text_shards = _numbered_shards(records.texts, np.append(frame.text, null_row))
+    head = Head(
+        recipes={"latent": records.latent.values(), "text": records.text.values()},
+        policies=policies,
+        buckets=tuple(entries),
+        shards={"latent": latent_shards, "text": text_shards},
+        null=_null_record(records, null_row),
+        left_out=dict(sorted(joined.left_out.items())),
+        sources=dict(sources),
+        counts={"samples": len(frame)},
+    )
+    frame = frame.take(np.lexsort((frame.sample_id, places, part, frame.bucket)))
+    numbers = (latent_numbers, text_numbers)
+    pieces = [
+        _tables(frame.take(np.arange(start, min(start + CHUNK_ROWS, len(frame)))), joined.sources, records, numbers)
+        for start in range(0, len(frame), CHUNK_ROWS)
+    ]
+    samples, names = (pa.concat_tables(tables) for tables in zip(*pieces, strict=True))
+    return Assembled(head, samples, names, report)
 
-    counts: list[dict[str, Any]] = []
-    report: list[BucketReport] = []
-    out = np.zeros(len(table), bool)
-    for bucket, (height, width) in enumerate(table):
-        samples, size = int(held[bucket]), batches[bucket]
-        if not samples:
-            continue
-        own = [(int(parts[k, bucket]), weight) for k, weight in enumerate(classes) if parts[k, bucket]]
-        visits = sum((n * weight for n, weight in own), Fraction(0))
-        crop = crops[bucket] / samples
-        if small == "drop" and visits < size:
+
+def _parts(sources: Sequence[str], frame: Frame, weights: Mapping[str, Fraction]) -> tuple[np.ndarray, list[Fraction]]:
+    """The part of each sample, (n,) int64: samples of equal weight. And the weights of the parts, falling."""
+    by_source = [weights.get(name, Fraction(1)) for name in sources]
+    part_weights = sorted(set(by_source), reverse=True)
+    return np.array([part_weights.index(weight) for weight in by_source], np.int64)[frame.source], part_weights
+
+
+def _grouped(
+    joined: Joined, frame: Frame, table: BucketTable, part: np.ndarray, part_weights: list[Fraction], small: str
+) -> tuple[list[Bucket], list[BucketReport], np.ndarray]:
+    """The buckets that have samples: their entries in the head, their reports, and which of the table are left out."""
+    count = len(table.shapes)
+    shapes = np.array(table.shapes, np.int64).reshape(-1, 2)
+    _, loss = buckets.fits(frame.height, frame.width, shapes[frame.bucket])
+    crops = np.bincount(frame.bucket, loss, count)
+    sizes = np.bincount(frame.bucket, minlength=count)
+    part_sizes = [np.bincount(frame.bucket[part == k], minlength=count) for k in range(len(part_weights))]
+    entries, report = [], []
+    left_out = np.zeros(count, bool)
+    for bucket in np.flatnonzero(sizes).tolist():
+        (height, width), batch, samples = table.shapes[bucket], table.batches[bucket], int(sizes[bucket])
+        parts = tuple(
+            Part(int(size[bucket]), weight)
+            for size, weight in zip(part_sizes, part_weights, strict=True)
+            if size[bucket]
+        )
+        visits = sum((entry.samples * entry.weight for entry in parts), Fraction(0))
+        steps, note = _steps(visits, batch, small)
+        if small == "drop" and not steps:
+            left_out[bucket] = True
             joined.leave(
-                f"bucket {height}x{width} has fewer samples than one batch of {size} "
+                f"bucket {height}x{width} has fewer samples than one batch of {batch} "
                 "(keep them: bucket.remainder=carry, or a smaller bucket.batch)",
                 samples,
             )
-            report.append(BucketReport(height, width, samples, size, 0, crop, "left out: smaller than one batch"))
-            out[bucket] = True
-            continue
-        steps = {"carry": float(visits / size), "drop": visits // size, "repeat": -(-visits // size)}[small]
-        note = "smaller than one batch: batches repeat samples of later epochs" if visits < size else ""
-        if small == "repeat" and visits % size:
-            note = f"{float(steps * size - visits):g} second visits an epoch fill the last batch"
-        if small == "drop" and visits % size:
-            note = f"{float(visits % size):g} samples, others each time, sit out an epoch (bucket.remainder=carry)"
-        report.append(BucketReport(height, width, samples, size, steps, crop, note))
-        entry: dict[str, Any] = {"height": height, "width": width, "samples": samples, "batch": size}
-        if any(weight != 1 for _, weight in own):
-            entry["parts"] = [{"samples": n, "weight": [w.numerator, w.denominator]} for n, w in own]
-        counts.append(entry)
-    if out.any():
-        kept = ~out[frame.bucket]
-        frame, part = frame.take(kept), part[kept]
-        before = None if before is None else before[kept]
-    if len(np.unique(frame.sample_id)) < len(frame):
-        raise UserError(
-            f"{len(frame) - len(np.unique(frame.sample_id))} samples share a 64-bit sample id with another",
-            fix="rename their files",
-        )
+        else:
+            weighted = any(entry.weight != 1 for entry in parts)
+            entries.append(Bucket(height, width, samples, batch, parts if weighted else None))
+        report.append(BucketReport(height, width, samples, batch, steps, crops[bucket] / samples, note))
+    return entries, report, left_out
+
+
+def _steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
+    """Optimizer steps per epoch of a bucket, and a note on what does not fill a batch."""
+    if small == "carry":
+        note = "smaller than one batch: batches repeat samples of later epochs" if visits < batch else ""
+        return float(visits / batch), note
+    if small == "repeat":
+        steps = -(-visits // batch)
+        fillers = float(steps * batch - visits)
+        return steps, f"{fillers:g} second visits an epoch fill the last batch" if fillers else ""
+    if visits < batch:
+        return 0, "left out: smaller than one batch"
+    rest = float(visits % batch)
+    note = f"{rest:g} samples, others each time, sit out an epoch (bucket.remainder=carry)" if rest else ""
+    return visits // batch, note
+
+
+def _check_samples(joined: Joined, frame: Frame) -> None:
+    if doubled := len(frame) - len(np.unique(frame.sample_id)):
+        raise UserError(f"{doubled} samples share a 64-bit sample id with another", fix="rename their files")
     if not len(frame):
-        left = joined.left_out
-        reasons = "; ".join(f"{count} items: {reason}" for reason, count in left.most_common()) or "the scan is empty"
-        raise UserError("nothing is left to train on", found=reasons, fix="mend the reason that counts most")
-    null_at = int(texts.find(as_keys([layout.null_key(text.id)]))[0])
-    if null_at < 0:
-        raise CacheError("the text store has no null record", fix="sana-pipe encode (it makes it first)")
-    own_columns = texts.columns
-    null = {
-        "shard": texts.shards[int(own_columns["shard"][null_at])],
-        "offset": int(own_columns["offset"][null_at]),
-        "rows": int(own_columns["rows"][null_at]),
-        "valid": int(own_columns["valid"][null_at]),
-        "key": key_bytes(own_columns["key"][null_at]).hex(),
-        "checksum": key_bytes(own_columns["checksum"][null_at]).hex(),
-    }
-    if text.storage != PLAIN:
-        null["length"] = int(own_columns["length"][null_at])
-    # Shards are numbered as they are first met in the order of joining.
-    latent_shard, latent_used = _renumbered(latents.columns["shard"][frame.latent])
-    text_shard, text_used = _renumbered(own_columns["shard"][frame.text])
-    if int(own_columns["shard"][null_at]) not in text_used:
-        text_used.append(int(own_columns["shard"][null_at]))
-
-    rank = np.zeros(len(frame), np.int64) if before is None else before
-    order = np.lexsort((frame.sample_id, rank, part, frame.bucket))
-    frame = replace(
-        frame,
-        latent=np.stack([frame.latent, latent_shard.astype(np.int64)], 1),
-        text=np.stack([frame.text, text_shard.astype(np.int64)], 1),
-    ).take(order)
-    head = {
-        "recipes": {"latent": latent.values(), "text": text.values()},
-        "policies": {"small": small, "pad_text_multiple": pad_text_multiple, **(policies or {})},
-        "buckets": counts,
-        "shards": {
-            kind: [{"name": index.shards[n], "bytes": index.bytes[n]} for n in used]
-            for kind, index, used in (("latent", latents, latent_used), ("text", texts, text_used))
-        },
-        "null": null,
-        "counts": {"samples": len(frame)},
-        "left_out": dict(sorted(joined.left_out.items())),
-        "sources": sources,
-    }
-    pieces = [
-        _tables(
-            frame.take(np.arange(start, min(start + CHUNK_ROWS, len(frame)))),
-            joined.sources,
-            latent,
-            text,
-            latents,
-            texts,
-        )
-        for start in range(0, len(frame), CHUNK_ROWS)
-    ]
-    samples, names = (pa.concat_tables(own) for own in zip(*pieces, strict=True))
-    return head, samples, names, report
+        left_out = joined.left_out.most_common()
+        reasons = "; ".join(f"{count} items: {reason}" for reason, count in left_out) or "the scan is empty"
+        raise UserError("nothing is left to train on", found=reasons, fix="mend the most frequent reason")
 
 
-def _renumbered(shards: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Numbers by first appearance, and what they stand for."""
-    used, first, codes = np.unique(shards, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty(len(used), np.uint32)
-    number[order] = np.arange(len(used), dtype=np.uint32)
-    return number[codes], used[order].tolist()
+def _null_row(records: Records) -> int:
+    """The null record's row in the index of text records."""
+    row = int(records.texts.find(as_keys([layout.null_key(records.text.id)]))[0])
+    if row < 0:
+        raise CacheError("the cache has no null record", fix="sana-pipe encode (it encodes it first)")
+    return row
+
+
+def _null_record(records: Records, row: int) -> NullRecord:
+    index = records.texts
+    offset, rows, valid, length = (int(index.columns[name][row]) for name in ("offset", "rows", "valid", "length"))
+    return NullRecord(
+        shard=index.shards[int(index.columns["shard"][row])],
+        offset=offset,
+        rows=rows,
+        valid=valid,
+        key=key_bytes(index.columns["key"][row]),
+        checksum=key_bytes(index.columns["checksum"][row]),
+        length=None if records.text.storage == PLAIN else length,
+    )
+
+
+def _numbered_shards(index: RecordIndex, rows: np.ndarray) -> tuple[np.ndarray, tuple[ShardFile, ...]]:
+    """Number the shards of some records by first appearance.
+
+    Returns:
+        The new number of each shard of the index, (shards,) uint32; and the shards in the new order.
+    """
+    used, first = np.unique(index.columns["shard"][rows], return_index=True)
+    order = used[np.argsort(first)]
+    numbers = np.zeros(len(index.shards), np.uint32)
+    numbers[order] = np.arange(len(order), dtype=np.uint32)
+    return numbers, tuple(ShardFile(index.shards[n], index.bytes[n]) for n in order.tolist())
 
 
 def _tables(
-    frame: Frame,
-    sources: list[str],
-    latent: layout.LatentRecipe,
-    text: layout.TextRecipe,
-    latents: RecordIndex,
-    texts: RecordIndex,
+    frame: Frame, sources: list[str], records: Records, numbers: tuple[np.ndarray, np.ndarray]
 ) -> tuple[pa.Table, pa.Table]:
-    """The two tables of a snapshot, rows in the frame's order; `latent` and `text` have (row, shard's number).
+    """The samples and names of one chunk; more rows could have more captions than Arrow's lists can count.
 
-    Of one chunk at a time: the lists of many would count more captions than Arrow's lists can.
+    numbers: of the latent and text shards, by their place in the index.
     """
-    schema = samples_schema(latent, text)
+    schema = samples_schema(records.latent, records.text)
     offsets = pa.array(frame.captions.astype(np.int32))
 
-    def lists(columns: dict[str, Any], of: pa.StructType) -> pa.Array:
-        return pa.ListArray.from_arrays(
-            offsets, pa.StructArray.from_arrays([columns[f.name] for f in of], fields=list(of))
-        )
+    def lists(columns: dict[str, Any], struct: pa.StructType) -> pa.Array:
+        children = [columns[field.name] for field in struct]
+        return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(children, fields=list(struct)))
 
-    def of(index: RecordIndex, at: np.ndarray, /, **renamed: str) -> dict[str, Any]:
+    def of(index: RecordIndex, rows: np.ndarray, /, **renamed: str) -> dict[str, Any]:
         names = {name: name for name in ("offset", "key", "checksum", "length")} | renamed
-        found = {}
-        for ours, theirs in names.items():
-            values = index.columns[theirs][at]
-            found[ours] = _binary(values) if values.dtype.kind == "S" else pa.array(values)
-        return found
+        return {name: _array(index.columns[column][rows]) for name, column in names.items()}
 
-    one = of(latents, frame.latent[:, 0])
-    said = of(texts, frame.text[:, 0], rows="valid")
-    caption = schema.field("captions").type.value_type
+    def shard(index: RecordIndex, rows: np.ndarray, number: np.ndarray) -> pa.Array:
+        return pa.array(number[index.columns["shard"][rows]])
+
+    latents, texts = records.latents, records.texts
+    caption = {
+        **of(texts, frame.text, rows="valid"),
+        "shard": shard(texts, frame.text, numbers[1]),
+        "weight": pa.array(frame.weight),
+    }
     columns: dict[str, Any] = {
-        **one,
+        **of(latents, frame.latent),
         "sample_id": pa.array(frame.sample_id),
-        "shard": pa.array(frame.latent[:, 1].astype(np.uint32)),
-        "captions": lists(
-            {**said, "shard": pa.array(frame.text[:, 1].astype(np.uint32)), "weight": pa.array(frame.weight)}, caption
-        ),
+        "shard": shard(latents, frame.latent, numbers[0]),
+        "captions": lists(caption, schema.field("captions").type.value_type),
     }
     samples = pa.table([columns[name] for name in schema.names], schema=schema)
-    written = of(texts, frame.text[:, 0], offset="caption_offset", length="caption_length", checksum="caption_checksum")
+    written = of(texts, frame.text, offset="caption_offset", length="caption_length", checksum="caption_checksum")
     names = pa.table(
         [
             columns["sample_id"],
@@ -500,5 +578,7 @@ def _tables(
     return samples, names
 
 
-def _binary(keys: np.ndarray) -> pa.Array:
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])
+def _array(values: np.ndarray) -> pa.Array:
+    if values.dtype.kind != "S":
+        return pa.array(values)
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(values.tobytes())])

@@ -1,22 +1,25 @@
-"""Packing: a snapshot whose records lie in joint shards, in a shuffled order, so that storage is read in long runs.
+"""Pack a snapshot: copy its records, in a shuffled order, into joint shards, so that storage is read in long runs.
 
-What: `planned` cuts a snapshot into units of about one shard each: runs of a keyed permutation of each bucket. `Packer`
-copies the records of a unit into a joint shard and commits it; `assembled` makes the packed snapshot of all units.
+`planned` cuts a snapshot into units of about one shard each: runs of a keyed permutation of each bucket. `Packer`
+copies the records of a unit into a joint shard and commits it; `assembled` makes the packed snapshot from all units.
+Units are committed like those of `encode`, so packing is resumed and shared between processes by the same rules.
+
 Why: a random order over shards that lie in the order of encoding fetches every shard again and again, unless all of
 them fit into the mirror. Records in a shuffled order need only a shuffle of blocks (`pipeline.loader.schedule`).
-Units are committed like those of `encode`, so packing is resumed, shared and taken over by the same rules.
-Price: the cache holds every packed record twice. Each record is read by itself (an object store is asked for ranges);
-one shard at a time is held in memory. In training every machine reads a part of each batch, so every machine fetches
-every shard.
+Price: the cache holds every packed record twice. Records are read one at a time (an object store is asked for ranges);
+one shard at a time is in memory. In training every machine reads a part of each batch, so every machine fetches every
+shard.
 
 The bytes are a function of the snapshot's content and the target size of a shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,15 +28,31 @@ from pipeline.cache import index, layout
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.joint import JointWriter, Record
 from pipeline.cache.layout import Paths
-from pipeline.cache.shard import from_ipc
-from pipeline.cache.snapshot import CHUNK_ROWS, NAMES, Snapshot, chunk, samples_schema
+from pipeline.cache.shard import Reader, from_ipc
+from pipeline.cache.snapshot import (
+    CHUNK_ROWS,
+    NAMES,
+    Bucket,
+    Caption,
+    Chunk,
+    Head,
+    NullRecord,
+    Packed,
+    Part,
+    Sample,
+    ShardFile,
+    Snapshot,
+    samples_schema,
+    write_chunk,
+)
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader.schedule import permute
 
 OVERHEAD = 1536
-"""Bytes of tar and npy headers and padding per member, about."""
+"""About so many bytes of tar and npy headers and padding per member."""
 _SPAN = 1 << 16
+"""Rows whose columns are read at a time."""
 
 
 def planned(cache: Cache, snapshot: Snapshot, mib: int) -> Plan:
@@ -44,18 +63,17 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> Plan:
     """
     if snapshot.packed:
         raise UserError(
-            f"snapshot {snapshot.id} is packed already", fix=f"--snapshot {snapshot.head['parent']}, its parent"
+            f"snapshot {snapshot.id} is packed already", fix=f"--snapshot {snapshot.head.parent}, its parent"
         )
-    content = layout.canonical({**snapshot.head, "parent": None})
-    name = f"{layout.PACKED}{layout.digest('pack', content, str(mib)).hex()}"
+    name = f"{layout.PACKED}{layout.digest('pack', snapshot.head.content, str(mib)).hex()}"
     while not cache.files.numbers(Paths.plans(name)):
         blocks = block_sizes(snapshot, mib << 20)
         units, row = [], 0
-        for _, first, samples, block in _runs(snapshot.head, blocks):
-            for start in range(first, first + samples, block):
-                count = min(block, first + samples - start)
+        for run in _runs(snapshot.buckets, blocks):
+            row = run.first + run.samples
+            for start in range(run.first, row, run.block):
+                count = min(run.block, row - start)
                 units.append(Unit(layout.digest("unit", name, str(start)).hex(), start, count, 1))
-            row = first + samples
         units.append(Unit(layout.digest("unit", name, "null").hex(), row, 1, 1))
         table = pa.table({"snapshot": [snapshot.id], "mib": [mib], "blocks": [blocks]})
         cache.add_plan(name, 0, units, table)
@@ -64,18 +82,19 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> Plan:
 
 def block_sizes(snapshot: Snapshot, target: int) -> list[int]:
     """Samples per shard of about `target` bytes, for each bucket."""
-    recipe, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    width = snapshot.text_recipe.width
     sizes = []
     for number, bucket in enumerate(snapshot.buckets):
-        pixels = (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
+        latent_bytes = 2 * int(np.prod(snapshot.latent_shape(number)))
         total, first = 0, snapshot.row(number, 0)
         for start in range(0, bucket.samples, _SPAN):
             rows = np.arange(first + start, first + min(start + _SPAN, bucket.samples))
-            found = snapshot.columns(rows)
-            latents, texts = found.samples.get("length"), found.captions.get("length")
-            total += 2 * recipe.channels * pixels * len(rows) if latents is None else int(latents.sum())
-            total += int((found.captions["rows"].astype(np.int64) * width * 2 if texts is None else texts).sum())
-            total += OVERHEAD * (len(rows) + 2 * len(found.captions["rows"]))
+            columns = snapshot.columns(rows)
+            latents, texts = columns.samples.get("length"), columns.captions.get("length")
+            token_rows = columns.captions["rows"].astype(np.int64)
+            total += latent_bytes * len(rows) if latents is None else int(latents.sum())
+            total += int((token_rows * width * 2 if texts is None else texts).sum())
+            total += OVERHEAD * (len(rows) + 2 * len(token_rows))
         sizes.append(min(bucket.samples, max(1, round(target * bucket.samples / total))))
     return sizes
 
@@ -85,13 +104,27 @@ def source_of(cache: Cache, plan: Plan) -> str:
     return cache.table(plan.table).column("snapshot")[0].as_py()
 
 
-def _runs(head: dict[str, Any], blocks: list[int]) -> Iterator[tuple[tuple[int, int], int, int, int]]:
-    """What is shuffled together, in the order of rows: ((bucket, part), first row, samples, samples per shard)."""
+def _blocks(cache: Cache, plan: Plan) -> list[int]:
+    """Samples per shard, for each bucket."""
+    return cache.table(plan.table).column("blocks")[0].as_py()
+
+
+class _Run(NamedTuple):
+    """Rows that are shuffled together: a bucket, or a part of it. block: samples per shard."""
+
+    key: tuple[int, int]
+    first: int
+    samples: int
+    block: int
+
+
+def _runs(buckets: Sequence[Bucket], blocks: list[int]) -> Iterator[_Run]:
     first = 0
-    for number, bucket in enumerate(head["buckets"]):
-        for part, own in enumerate(bucket.get("parts", [bucket])):
-            yield (number, part), first, own["samples"], blocks[number]
-            first += own["samples"]
+    for number, bucket in enumerate(buckets):
+        pieces: Sequence[Bucket | Part] = bucket.parts or (bucket,)
+        for part, piece in enumerate(pieces):
+            yield _Run((number, part), first, piece.samples, blocks[number])
+            first += piece.samples
 
 
 class Packer:
@@ -106,134 +139,123 @@ class Packer:
         self.cache, self.snapshot, self.plan, self.threads = cache, snapshot, plan, threads
         self._latents = snapshot.reader("latent", ranged=True)
         self._texts = snapshot.reader("text", ranged=True)
-        self._blocks = cache.table(plan.table).column("blocks")[0].as_py()
+        self._blocks = _blocks(cache, plan)
 
     def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        """Copy the records of one unit, each verified, and commit it. `progress`: told of (samples, 0).
+        """`pack_unit`, under the name that `pipeline.work.engine` calls. progress: called with (samples, 0)."""
+        commit = self.pack_unit(unit)
+        progress(unit.count, 0)
+        return commit
+
+    def pack_unit(self, unit: Unit) -> index.Commit:
+        """Copy the records of one unit into a joint shard, each verified, and commit it.
 
         Raises:
             IntegrityError: a record of the snapshot is damaged.
         """
-        own, files = self.snapshot, self.cache.files
-        with JointWriter(files, plan.recipe, unit.unit, own.latent_recipe, own.text_recipe) as writer:
-            if unit.start == len(own):
-                writer.add_null(self._null(), int(own.null["valid"]))
+        snapshot, plan, files = self.snapshot, self.plan, self.cache.files
+        with JointWriter(files, plan.recipe, unit.unit, snapshot.latent_recipe, snapshot.text_recipe) as writer:
+            if unit.start == len(snapshot):
+                null = snapshot.null
+                writer.add_null(_record(self._texts, null, (null.rows, snapshot.text_recipe.width)), null.valid)
             else:
-                for sample in self._samples(unit):
-                    writer.add(*sample)
+                self._add_samples(writer, self.rows(unit).tolist())
             name, size, table = writer.finish()
         digest = files.put_content(index.table_bytes(table), "tables", "arrow")
         commit = index.Commit(unit.unit, name, size, unit.count, digest, (), {})
         index.publish_commit(files, plan.recipe, plan.number, commit)
-        progress(unit.count, 0)
         return commit
 
     def restore(self, shard: str) -> bool:
-        """Write a damaged or missing shard of the plan again. Returns whether it is right now."""
+        """Write a damaged or missing shard of the plan again. Returns whether it has the same bytes as before."""
         units = {unit.unit: unit for unit in self.plan.units}
         for commit in index.commits(self.cache.files, self.plan.recipe, self.plan.number):
             if commit.shard == shard:
-                return self.encode(self.plan, units[commit.unit], lambda made, rejected: None).shard == shard
+                return self.pack_unit(units[commit.unit]).shard == shard
         return False
 
     def rows(self, unit: Unit) -> np.ndarray:
         """Rows of the snapshot that a unit holds, in its order: (n,) int64."""
-        for key, first, samples, _ in _runs(self.snapshot.head, self._blocks):
-            if first <= unit.start < first + samples:
-                places = np.arange(unit.start - first, unit.start - first + unit.count)
-                return first + permute(places, samples, "pack", self.plan.recipe, *key)
+        for run in _runs(self.snapshot.buckets, self._blocks):
+            if run.first <= unit.start < run.first + run.samples:
+                places = np.arange(unit.start - run.first, unit.start - run.first + unit.count)
+                return run.first + permute(places, run.samples, "pack", self.plan.recipe, *run.key)
         raise IndexError(f"no bucket holds row {unit.start}")
 
-    def _samples(self, unit: Unit) -> list[tuple[int, Record, list[tuple[Record, float, str]], str, str]]:
-        recipe, width = self.snapshot.latent_recipe, self.snapshot.text_recipe.width
-        rows = self.rows(unit).tolist()
+    def _add_samples(self, writer: JointWriter, rows: list[int]) -> None:
+        """Add the samples of some rows, in that order. Their records are read in the order of storage, and all are in
+        memory at once."""
         samples = [self.snapshot.sample(row) for row in rows]
-        places = [self.snapshot.written(row) for row in rows]
-        wanted: list[tuple[str, int, Callable[[], tuple[Any, Any]]]] = []
+        written = [self.snapshot.written(row) for row in rows]
+        width = self.snapshot.text_recipe.width
 
-        def text(i: int, j: int) -> tuple[Any, Any]:
-            own, at = samples[i].captions[j], places[i][j]
-            length = own.rows * width * 2 if own.length is None else own.length
-            payload = self._texts.stored(own.shard, own.offset, own.key, own.checksum, length)
-            said = self._texts.caption(own.shard, at["offset"], at["length"], own.key, at["checksum"])
-            return (i, j), (Record(own.key, own.checksum, payload, (own.rows, width)), own.weight, said)
+        def latent(i: int) -> Record:
+            return _record(self._latents, samples[i], self.snapshot.latent_shape(samples[i].bucket))
 
-        def latent(i: int) -> tuple[Any, Any]:
-            own, bucket = samples[i], self.snapshot.buckets[samples[i].bucket]
-            shape = (recipe.channels, bucket.height // recipe.compression, bucket.width // recipe.compression)
-            length = 2 * int(np.prod(shape)) if own.length is None else own.length
-            payload = self._latents.stored(own.shard, own.offset, own.key, own.checksum, length)
-            return (i, -1), Record(own.key, own.checksum, payload, shape)
+        def text(i: int, j: int) -> tuple[Record, float, str]:
+            caption, at = samples[i].captions[j], written[i][j]
+            record = _record(self._texts, caption, (caption.rows, width))
+            original = self._texts.caption(caption.shard, at["offset"], at["length"], caption.key, at["checksum"])
+            return record, caption.weight, original
 
+        reads: list[tuple[str, int, Callable[[], Any], tuple[int, int]]] = []
         for i, sample in enumerate(samples):
-            wanted.append((sample.shard, sample.offset, lambda i=i: latent(i)))  # type: ignore[misc]
+            reads.append((sample.shard, sample.offset, partial(latent, i), (i, -1)))
             for j, caption in enumerate(sample.captions):
-                wanted.append((caption.shard, caption.offset, lambda i=i, j=j: text(i, j)))  # type: ignore[misc]
-        wanted.sort(key=lambda own: own[:2])
+                reads.append((caption.shard, caption.offset, partial(text, i, j), (i, j)))
+        reads.sort(key=lambda read: read[:2])
         with ThreadPoolExecutor(self.threads) as pool:
-            found = dict(pool.map(lambda own: own[2](), wanted))
-        return [
-            (
-                sample.sample_id,
-                found[i, -1],
-                [found[i, j] for j in range(len(sample.captions))],
-                *self.snapshot.origin(row),
-            )
-            for i, (sample, row) in enumerate(zip(samples, rows, strict=True))
-        ]
-
-    def _null(self) -> Record:
-        null, width = self.snapshot.null, self.snapshot.text_recipe.width
-        key, checksum = bytes.fromhex(null["key"]), bytes.fromhex(null["checksum"])
-        length = null.get("length") or null["rows"] * width * 2
-        payload = self._texts.stored(null["shard"], null["offset"], key, checksum, length)
-        return Record(key, checksum, payload, (null["rows"], width))
+            records = dict(pool.map(lambda read: (read[3], read[2]()), reads))
+        for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+            captions = [records[i, j] for j in range(len(sample.captions))]
+            writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.origin(row))
 
 
-def assembled(cache: Cache, snapshot: Snapshot, plan: Plan, window: int) -> dict[str, Any]:
-    """The head of the packed snapshot, its chunks written. Every unit must be committed.
+def _record(reader: Reader, place: Sample | Caption | NullRecord, shape: tuple[int, ...]) -> Record:
+    length = 2 * int(np.prod(shape)) if place.length is None else place.length
+    payload = reader.stored(place.shard, place.offset, place.key, place.checksum, length)
+    return Record(place.key, place.checksum, payload, shape)
+
+
+def assembled(cache: Cache, snapshot: Snapshot, plan: Plan, window: int) -> Head:
+    """The head of the packed snapshot; writes its chunks. Every unit must be committed.
 
     Args:
         window: blocks that are shuffled together while training.
     """
     done = {commit.unit: commit for commit in index.commits(cache.files, plan.recipe, plan.number)}
     commits = [done[unit.unit] for unit in plan.units]
-    shards = [{"name": commit.shard, "bytes": commit.bytes} for commit in commits]
-    latent, text = snapshot.latent_recipe, snapshot.text_recipe
-    blocks = cache.table(plan.table).column("blocks")[0].as_py()
+    shards = tuple(ShardFile(str(commit.shard), commit.bytes) for commit in commits)
     null = _table(cache, commits[-1]).to_pylist()[0]
-    chunks: list[dict[str, Any]] = []
+    length = null["length"] if snapshot.text_recipe.storage != PLAIN else None
+    head, blocks = snapshot.head, _blocks(cache, plan)
+    return replace(
+        head,
+        parent=snapshot.id,
+        policies=replace(head.policies, packed=Packed(window)),
+        buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
+        folder=plan.recipe,
+        shards={"latent": shards[:-1], "text": shards},
+        null=NullRecord(
+            shards[-1].name, null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length
+        ),
+        chunks=tuple(_chunks(cache, snapshot, commits[:-1])),
+    )
+
+
+def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> Iterator[Chunk]:
+    """Write the rows of all units, cut into chunks."""
+    schema = samples_schema(snapshot.latent_recipe, snapshot.text_recipe)
     waiting: list[tuple[pa.Table, pa.Table]] = []
-
-    def write(rows: int) -> None:
-        samples, names = (pa.concat_tables(own) for own in zip(*waiting, strict=True))
-        chunks.append(chunk(cache.files, samples.slice(0, rows), names.slice(0, rows)))
-        waiting[:] = [(samples.slice(rows), names.slice(rows))] if rows < samples.num_rows else []
-
-    for number, commit in enumerate(commits[:-1]):
-        waiting.append(_placed(_table(cache, commit), number, samples_schema(latent, text)))
-        while sum(own.num_rows for own, _ in waiting) >= CHUNK_ROWS:
-            write(CHUNK_ROWS)
-    if waiting:
-        write(sum(own.num_rows for own, _ in waiting))
-    return {
-        **snapshot.head,
-        "parent": snapshot.id,
-        "policies": {**snapshot.head["policies"], "packed": {"window": window}},
-        "buckets": [{**own, "block": block} for own, block in zip(snapshot.head["buckets"], blocks, strict=True)],
-        "folder": plan.recipe,
-        "shards": {"latent": shards[:-1], "text": shards},
-        "null": {
-            "shard": shards[-1]["name"],
-            "offset": null["offset"],
-            "rows": null["rows"],
-            "valid": null["valid"],
-            "key": null["key"].hex(),
-            "checksum": null["checksum"].hex(),
-            **({"length": null["length"]} if text.storage != PLAIN else {}),
-        },
-        "chunks": chunks,
-    }
+    rows = 0
+    for number, commit in enumerate(commits):
+        waiting.append(_placed(_table(cache, commit), number, schema))
+        rows += waiting[-1][0].num_rows
+        while rows >= CHUNK_ROWS or (rows and number == len(commits) - 1):
+            samples, names = (pa.concat_tables(tables) for tables in zip(*waiting, strict=True))
+            yield write_chunk(cache.files, samples.slice(0, CHUNK_ROWS), names.slice(0, CHUNK_ROWS))
+            rows = max(0, rows - CHUNK_ROWS)
+            waiting = [(samples.slice(CHUNK_ROWS), names.slice(CHUNK_ROWS))] if rows else []
 
 
 def _table(cache: Cache, commit: index.Commit) -> pa.Table:
@@ -250,7 +272,7 @@ def _table(cache: Cache, commit: index.Commit) -> pa.Table:
 
 
 def _placed(table: pa.Table, shard: int, schema: pa.Schema) -> tuple[pa.Table, pa.Table]:
-    """A joint shard's rows as rows of a snapshot: samples and names. shard: its number among the snapshot's."""
+    """The rows of a joint shard as rows of a snapshot: samples and names. shard: its number in the snapshot."""
     whole = table.combine_chunks()
     lists = whole.column("captions").chunk(0)
     structs = lists.flatten()
@@ -261,23 +283,20 @@ def _placed(table: pa.Table, shard: int, schema: pa.Schema) -> tuple[pa.Table, p
     placed = pa.ListArray.from_arrays(
         lists.offsets, pa.StructArray.from_arrays(children, fields=list(kind)), type=lists.type
     )
-    columns = {
-        "captions": placed,
-        "shard": pa.array(np.full(len(whole), shard, np.uint32)),
-    }
+    columns = {"captions": placed, "shard": pa.array(np.full(len(whole), shard, np.uint32))}
     samples = pa.table([columns.get(name, whole.column(name)) for name in schema.names], schema=schema)
     names = pa.table([whole.column({"captions": "written"}.get(name, name)) for name in NAMES.names], schema=NAMES)
     return samples, names
 
 
 def restored(cache: Cache, name: str) -> bool:
-    """Write a damaged or missing joint shard again, out of the snapshot that it was packed from.
+    """Write a damaged or missing joint shard again, from the snapshot that was packed. Returns whether it is restored.
 
     Args:
         name: of the file, `shards/packed-<id>/<dd>/<digest>.tar`.
 
     Raises:
-        CacheError: that snapshot, or the plan, is no longer there or is damaged.
+        CacheError: that snapshot or the plan is missing or damaged.
     """
     folder, digest = name.split("/")[1], name.rpartition("/")[2].removesuffix(".tar")
     if not cache.files.numbers(Paths.plans(folder)):

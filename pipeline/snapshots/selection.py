@@ -1,10 +1,11 @@
-"""Selection: which of the joined samples a snapshot takes.
+"""Select which of the joined samples a snapshot takes.
 
-What: filters over metadata, deduplication and a held-out part by image digest, subsets by count, and the move of
-samples out of buckets that are smaller than a batch. Whatever is left out is counted in `Joined` by its reason.
-Why: each rule depends on a sample's own content or id alone (and on what it is compared with), never on listing order
-or chance, so that the same data give the same choice and more data change as little as can be.
-Price: the held-out part and the subset have the size that was asked for on average, and exactly, respectively.
+Filters over metadata, deduplication and a held-out part by image digest, subsets by count, and the move of samples out
+of buckets that are smaller than a batch. Samples left out are counted in `Joined` by their reason.
+
+Each rule depends on a sample's content or id alone (and on the samples that it is compared with), not on the order of
+the listing or on chance: the same data give the same choice, and more data change as little as possible. So a subset
+has exactly the size that was asked for, and the held-out part has it on average.
 """
 
 from __future__ import annotations
@@ -17,20 +18,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import layout
 from pipeline.cache.arrow import text
-from pipeline.cache.index import RecordIndex
 from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, latent_keys
+from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape, latent_keys
 
 _META = "meta."
-"""Before the name of a metadata field that is called like a column of every source."""
+"""Prefix for a metadata field whose name is that of a built-in column."""
 
 
 def filtered(
-    joined: Joined, scans: dict[str, pa.Table], common: Filter | None, own: dict[str, Filter]
+    joined: Joined, scans: dict[str, pa.Table], common: Filter | None, by_source: dict[str, Filter]
 ) -> dict[str, pa.Table]:
     """The items that satisfy the common filter and that of their source.
 
@@ -42,54 +41,57 @@ def filtered(
     """
     columns, names, too_large = {}, {}, {}
     for source, scan in scans.items():
-        wanted = (common.names if common else set()) | (own[source].names if source in own else set())
+        rules = [rule for rule in (common, by_source.get(source)) if rule is not None]
+        wanted = {name for rule in rules for name in rule.names}
         columns[source], names[source], too_large[source] = _columns(source, scan, wanted)
-    everywhere = sorted({name for found in names.values() for name in found})
+    everywhere = sorted({name for source_names in names.values() for name in source_names})
     types: dict[str, pa.DataType] = {}  # of columns that have values in some source
-    for found in columns.values():
-        types.update({name: column.type for name, column in found.items() if column.null_count < len(column)})
+    for by_name in columns.values():
+        types.update({name: column.type for name, column in by_name.items() if column.null_count < len(column)})
 
-    def of(source: str, strict: bool, name: str) -> pa.Array:
-        found = columns[source].get(name)
-        if found is None and (strict or name not in {n for other in columns.values() for n in other}):
+    def column(source: str, strict: bool, name: str) -> pa.Array:
+        values = columns[source].get(name)
+        if values is None and (strict or name not in {n for other in columns.values() for n in other}):
             raise KeyError(name)
-        if found is None or found.null_count == len(found):  # no values here: the type that it has elsewhere
+        if values is None or values.null_count == len(values):  # no values here: the type that it has elsewhere
             return pa.nulls(scans[source].num_rows, types.get(name, pa.float64()))
-        return found
+        return values
 
-    kept = {}
+    selected = {}
     for source, scan in scans.items():
         keep = np.ones(scan.num_rows, bool)
-        for rule, strict in ((common, False), (own.get(source), True)):
-            if rule is None:
-                continue
-            valid = names[source] if strict else everywhere
-            chosen, unknown = rule.select(partial(of, source, strict), scan.num_rows, valid)
-            chosen, unknown = (column.to_numpy(zero_copy_only=False) for column in (chosen, unknown))
-            shown = " ".join(rule.text.split())
-            beyond = too_large[source]
-            for reason, rows in (("a value is missing", ~beyond), ("a number is too large", beyond)):
-                joined.leave(
-                    f"{rule.setting} cannot be decided, {reason}: {shown}",
-                    int((keep & unknown & rows).sum()),
-                    f"change {rule.setting} (test with `is None`)",
-                )
-            joined.leave(
-                f"not selected by {rule.setting}: {shown}",
-                int((keep & ~chosen & ~unknown).sum()),
-                f"change {rule.setting}",
-            )
-            keep &= chosen
-        kept[source] = scan.filter(pa.array(keep))
-    return kept
+        for rule, strict in ((common, False), (by_source.get(source), True)):
+            if rule is not None:
+                valid = names[source] if strict else everywhere
+                masks = rule.select(partial(column, source, strict), scan.num_rows, valid)
+                chosen, unknown = (mask.to_numpy(zero_copy_only=False) for mask in masks)
+                _count_rejected(joined, rule, keep & ~chosen, unknown, too_large[source])
+                keep &= chosen
+        selected[source] = scan.filter(pa.array(keep))
+    return selected
+
+
+def _count_rejected(
+    joined: Joined, rule: Filter, rejected: np.ndarray, unknown: np.ndarray, too_large: np.ndarray
+) -> None:
+    expression = " ".join(rule.text.split())
+    for reason, rows in (("a value is missing", ~too_large), ("a number is too large", too_large)):
+        joined.leave(
+            f"{rule.setting} cannot be decided, {reason}: {expression}",
+            int((rejected & unknown & rows).sum()),
+            f"change {rule.setting} (test with `is None`)",
+        )
+    joined.leave(
+        f"not selected by {rule.setting}: {expression}", int((rejected & ~unknown).sum()), f"change {rule.setting}"
+    )
 
 
 def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
-    """The wanted columns of a source that are there, the names of all that are, and where a number is too large."""
+    """The wanted columns that a source has, the names of all its columns, and the rows with a number too large."""
 
     def whole(column: pa.ChunkedArray) -> pa.Array:
-        found = column.combine_chunks()
-        return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found
+        combined = column.combine_chunks()
+        return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
 
     width, height = (pc.cast(whole(scan.column(name)), pa.float64()) for name in ("width", "height"))
     builtin = {
@@ -103,21 +105,21 @@ def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, p
         "captions": lambda: whole(pc.list_value_length(scan.column("captions"))),
     }
     assert set(builtin) == set(filters.BUILTIN)
-    found = {name: make() for name, make in builtin.items() if name in wanted}
+    columns = {name: make() for name, make in builtin.items() if name in wanted}
     rest = wanted - set(builtin)
     valid = list(builtin)
     too_large = np.zeros(scan.num_rows, bool)
     if rest:
         fields = {name: name.removeprefix(_META) for name in rest}
-        own, there, too_large = filters.fields(scan.column("meta"), set(fields.values()))
-        found |= {name: own[field] for name, field in fields.items() if field in own}
-        valid += [name for name in there if name not in builtin]
-    return found, valid, too_large
+        metadata, names, too_large = filters.fields(scan.column("meta"), set(fields.values()))
+        columns |= {name: metadata[field] for name, field in fields.items() if field in metadata}
+        valid += [name for name in names if name not in builtin]
+    return columns, valid, too_large
 
 
 def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np.ndarray) -> Frame:
-    """One picture of each digest: one of an earlier snapshot (its sample ids), else of the source that stands first in
-    `order`, then of the first (source, item)."""
+    """Keep one picture of each digest: the one in an earlier snapshot (its sample ids), else the one of the source that
+    comes first in `order`, else of the first (source, item)."""
     _, inverse, times = np.unique(frame.digest, return_inverse=True, return_counts=True)
     suspects = np.flatnonzero(times[inverse] > 1)
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
@@ -127,9 +129,9 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np
     best: dict[bytes, tuple[bool, int, str, str, int]] = {}
     for row, item in zip(suspects.tolist(), items, strict=True):
         source = int(frame.source[row])
-        mine = (not stays[row], rank[source], joined.sources[source], item, int(frame.picture_id[row]))
+        candidate = (not stays[row], rank[source], joined.sources[source], item, int(frame.picture_id[row]))
         digest = frame.digest[row]
-        best[digest] = min(best.get(digest, mine), mine)
+        best[digest] = min(best.get(digest, candidate), candidate)
     keep = np.ones(len(frame), bool)
     for row in suspects.tolist():
         keep[row] = frame.picture_id[row] == best[frame.digest[row]][4]
@@ -138,14 +140,14 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np
 
 
 def heldout(frame: Frame, share: float) -> np.ndarray:
-    """(n,) bool: which samples are held out. A matter of the picture's digest alone, so equal pictures are on one side,
-    more data move nothing, and a larger share keeps what a smaller one held out."""
+    """(n,) bool: which samples are held out. It depends on the picture's digest alone: equal pictures are on one side,
+    more data move nothing, and a larger share contains a smaller one."""
     first = np.ascontiguousarray(frame.digest).view("<u8").reshape(-1, 2)[:, 0]
     return first < np.uint64(min(int(share * 2**64), 2**64 - 1))
 
 
 def places(frame: Frame, earlier: np.ndarray) -> np.ndarray:
-    """(n,) int64 place of each sample in an earlier snapshot (its sample ids by row), beyond its end for new ones."""
+    """(n,) int64 row of each sample in an earlier snapshot (its sample ids by row); `len(earlier)` for new samples."""
     if not len(earlier):
         return np.zeros(len(frame), np.int64)
     order = np.argsort(earlier)
@@ -154,61 +156,41 @@ def places(frame: Frame, earlier: np.ndarray) -> np.ndarray:
 
 
 def subset(joined: Joined, frame: Frame, count: int, earlier: np.ndarray) -> Frame:
-    """`count` pictures with all their records: those of an earlier snapshot, then those with the smallest ids."""
+    """`count` pictures with all their records: pictures of an earlier snapshot first, then the smallest ids."""
     pictures, first = np.unique(frame.picture_id, return_index=True)
     known = np.unique(frame.picture_id[places(frame, earlier) < len(earlier)]) if len(earlier) else earlier
     order = np.lexsort((pictures, ~np.isin(pictures, known)))
-    kept = np.isin(frame.picture_id, pictures[order[:count]])
-    joined.leave(f"beyond the first {count} pictures", int((~kept).sum()), "a larger bucket.subset")
-    return frame.take(kept)
+    selected = np.isin(frame.picture_id, pictures[order[:count]])
+    joined.leave(f"beyond the first {count} pictures", int((~selected).sum()), "a larger bucket.subset")
+    return frame.take(selected)
 
 
 Move = tuple[str, str, int, int]
-"""source, item, and the (height, width) in pixels that its latent is missing at."""
+"""source, item, and the (height, width) in pixels at which its latent is missing."""
 
 
 def reassigned(
-    joined: Joined,
-    frame: Frame,
-    table: Sequence[tuple[int, int]],
-    batches: Sequence[int],
-    first: int,
-    recipe: layout.LatentRecipe,
-    latents: RecordIndex,
+    joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: Records
 ) -> tuple[Frame, list[Move]]:
     """Move the samples of buckets smaller than one batch into the nearest bucket that is not.
 
-    The smallest bucket gives up first, and its samples may fill its neighbour. Samples whose latent does not exist at
-    the new size are left out and returned, to be encoded.
+    Samples whose latent does not exist at the new size are left out and returned, to be encoded.
 
     Args:
-        table, batches: one bucket table and the batches of its buckets.
-        first: the number of its first bucket in the frame.
+        batches: of the resolution's buckets.
     """
+    table, first = resolution.table, resolution.first
     inside = np.flatnonzero((frame.bucket >= first) & (frame.bucket < first + len(table)))
-    chosen = frame.bucket[inside] - first
-    own = chosen.copy()
-    held = np.bincount(chosen, minlength=len(table))
-    open_buckets = [b for b in range(len(table)) if held[b]]
-    while len(open_buckets) > 1:
-        small = [b for b in open_buckets if held[b] < batches[b]]
-        if not small:
-            break
-        leaving = min(small, key=lambda b: (held[b], b))
-        open_buckets.remove(leaving)
-        moving = np.flatnonzero(chosen == leaving)
-        rows = inside[moving]
-        at = buckets.nearest_all([table[b] for b in open_buckets], frame.height[rows], frame.width[rows])
-        chosen[moving] = np.array(open_buckets)[at]
-        held = np.bincount(chosen, minlength=len(table))
-    moved = np.flatnonzero(chosen != own)
+    before = frame.bucket[inside] - first
+    after = _merged(table, batches, before, frame.height[inside], frame.width[inside])
+    moved = np.flatnonzero(after != before)
     if not len(moved):
         return frame, []
     rows = inside[moved]
-    found = latents.find(latent_keys(recipe, frame.digest[rows], table, chosen[moved]))
+    records_at = records.latents.find(latent_keys(records.latent, frame.digest[rows], table, after[moved]))
     bucket, latent = frame.bucket.copy(), frame.latent.copy()
-    bucket[rows], latent[rows] = chosen[moved] + first, np.maximum(found, 0)
-    missing = rows[found < 0]
+    bucket[rows], latent[rows] = after[moved] + first, np.maximum(records_at, 0)
+    missing = rows[records_at < 0]
     items = frame.item.take(pa.array(missing)).to_pylist()
     moves = [
         (joined.sources[frame.source[row]], item, *table[bucket[row] - first])
@@ -222,3 +204,24 @@ def reassigned(
     keep = np.ones(len(frame), bool)
     keep[missing] = False
     return replace(frame, bucket=bucket, latent=latent).take(keep), moves
+
+
+def _merged(
+    table: Sequence[Shape], batches: Sequence[int], bucket: np.ndarray, height: np.ndarray, width: np.ndarray
+) -> np.ndarray:
+    """The bucket of each sample, (n,) int64, when buckets smaller than one batch are closed. The smallest is closed
+    first, and its samples may fill its neighbour; the last open bucket stays."""
+    bucket = bucket.copy()
+    sizes = np.bincount(bucket, minlength=len(table))
+    still_open = [b for b in range(len(table)) if sizes[b]]
+    while len(still_open) > 1:
+        small = [b for b in still_open if sizes[b] < batches[b]]
+        if not small:
+            break
+        closed = min(small, key=lambda b: (sizes[b], b))
+        still_open.remove(closed)
+        rows = np.flatnonzero(bucket == closed)
+        nearest = buckets.nearest_all([table[b] for b in still_open], height[rows], width[rows])
+        bucket[rows] = np.array(still_open)[nearest]
+        sizes = np.bincount(bucket, minlength=len(table))
+    return bucket

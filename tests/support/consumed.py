@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from pipeline.cache.store import Cache
-from pipeline.loader.loader import Batch, Loader, unpack
+from pipeline.loader.loader import Batch, Loader, LoaderSettings, unpack
 
 
 def loader(cache: Cache, **options: Any) -> Loader:
@@ -24,7 +24,7 @@ def loader(cache: Cache, **options: Any) -> Loader:
         "threads": 1,
         "stop_step": 12,
     }
-    return Loader(cache.open_snapshot(), **{**settings, **options})
+    return Loader(cache.open_snapshot(), LoaderSettings(**{**settings, **options}))
 
 
 def seen(batches: list[Batch]) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies, ShardFile
 from pipeline.cache.store import Cache, Unit
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
@@ -51,7 +52,7 @@ def build(
             records["text"].append({"key": layout.text_key(text.id, said), "array": values, "caption": said, "of": i})
     records["text"].append({"key": layout.null_key(text.id), "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
     found: dict[bytes, dict[str, Any]] = {}
-    shards: dict[str, list[dict[str, Any]]] = {"latent": [], "text": []}
+    shards: dict[str, list[ShardFile]] = {"latent": [], "text": []}
     for recipe in (latent, text):
         own = records[recipe.kind]
         cache.add_recipe(recipe)
@@ -65,7 +66,7 @@ def build(
                 name, size, table = writer.finish()
             number = len(shards[recipe.kind])
             found.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
-            shards[recipe.kind].append({"name": name, "bytes": size})
+            shards[recipe.kind].append(ShardFile(name, size))
             digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
             units.append(Unit(unit, start, table.num_rows, 1))
             commits.append(index.Commit(unit, name, size, table.num_rows, digest, (), {}))
@@ -75,7 +76,7 @@ def build(
         assert index.merge(cache.files, recipe.name, 0, [u.unit for u in units])
     rows, written, buckets, first = [], [], [], 0
     for (height, width), count in sizes.items():
-        buckets.append({"height": height, "width": width, "samples": count, "batch": batch})
+        buckets.append(Bucket(height, width, count, batch))
         picked = []
         for i in range(first, first + count):
             captions = [found[r["key"]] for r in records["text"] if r.get("of") == i]
@@ -109,28 +110,29 @@ def build(
         written += [pair[1] for pair in picked]
         first += count
     null = found[layout.null_key(text.id)]
-    head = {
-        "recipes": {"latent": latent.values(), "text": text.values()},
-        "policies": {"small": small, "pad_text_multiple": 2},
-        "buckets": buckets,
-        "left_out": {},
-        "sources": {},
-        "shards": shards,
-        "null": {
-            "shard": null["name"],
-            "offset": null["offset"],
-            "key": null["key"].hex(),
-            "checksum": null["checksum"].hex(),
-            "rows": 9,
-            "valid": 1,
-            "length": null["length"],
-        },
-    }
-    tables = (
-        pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
-        pa.Table.from_pylist(written, schema=snapshot.NAMES),
+    head = Head(
+        recipes={"latent": latent.values(), "text": text.values()},
+        policies=Policies(small, pad_text_multiple=2),
+        buckets=tuple(buckets),
+        shards={kind: tuple(files) for kind, files in shards.items()},
+        null=NullRecord(
+            null["name"],
+            null["offset"],
+            rows=9,
+            valid=1,
+            key=null["key"],
+            checksum=null["checksum"],
+            length=null["length"],
+        ),
+        left_out={},
+        sources={},
+        chunks=snapshot.write_chunks(
+            cache.files,
+            pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
+            pa.Table.from_pylist(written, schema=snapshot.NAMES),
+        ),
     )
-    cache.add_snapshot(snapshot.build(cache.files, head, *tables), None)
+    cache.add_snapshot(head, None)
     return cache
 
 

@@ -1,0 +1,89 @@
+"""Quarantine: replace samples whose records cannot be read, and write down which.
+
+Without a quarantine file an unreadable record stops the run. With one, a substitute of the same bucket
+(`Planner.substitutes`) takes the sample's place, the same on every topology, and the file gets a line of JSON. Only
+batches that were handed out are written down.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.cache.shard import RecordError
+from pipeline.errors import UserError
+from pipeline.loader.planner import Plan, Planner
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A record of `sample` that could not be read, and the sample `by` that was tried in its place at one step."""
+
+    shard: str
+    record: str
+    sample: int
+    step: int
+    by: int
+    reason: str
+
+
+class Quarantine:
+    """Appends to a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.write(())  # an unwritable file is an error now, not at the first bad record
+
+    def write(self, replaced: Sequence[Replaced]) -> None:
+        """Append a line for each."""
+        entries = [{**asdict(entry), "sample": f"{entry.sample:016x}", "by": f"{entry.by:016x}"} for entry in replaced]
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes
+                file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written: {error.strerror}", fix="--quarantine FILE where you may write"
+            ) from None
+
+
+class Substitution:
+    """The replacements in one rank's part of a step.
+
+    Attributes:
+        replaced: records that could not be read, also of substitutes.
+    """
+
+    def __init__(self, planner: Planner):
+        self._planner = planner
+        self._candidates: dict[int, Iterator[Plan]] = {}
+        self.replaced: list[Replaced] = []
+
+    def __len__(self) -> int:
+        """Samples of the part that have a substitute."""
+        return len(self._candidates)
+
+    def replace(self, plan: Plan, i: int, error: RecordError) -> Plan:
+        """The plan with another sample in the place of the i-th, whose record could not be read.
+
+        Raises:
+            RecordError: the bucket has no further substitute.
+        """
+        if i not in self._candidates:
+            self._candidates[i] = iter(self._planner.substitutes(plan, i))
+        substitute = next(self._candidates[i], None)
+        if substitute is None:
+            raise error
+        old, new = int(plan.samples["sample_id"][i]), int(substitute.samples["sample_id"][0])
+        self.replaced.append(Replaced(error.shard, error.key.hex(), old, plan.step, new, error.what))
+        return plan.put(i, substitute)
