@@ -31,7 +31,7 @@ from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, unjudged, usable
 from pipeline.sources import sidecars
-from pipeline.sources.caption_columns import SEEN, Candidate, CaptionRule
+from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
@@ -93,9 +93,9 @@ def test_a_table_wants_no_column_where_text_files_alone_are_listed() -> None:
 
 def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absent() -> None:
     listed = {"fields": (("long", 1.0),), "listed": True}
-    CaptionRule(**listed, seen={str(n) for n in range(SEEN)}).check_seen()
+    CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS)}).check_seen()
     with pytest.raises(UserError, match="which no item has"):
-        CaptionRule(**listed, seen={str(n) for n in range(SEEN - 1)}).check_seen()
+        CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS - 1)}).check_seen()
 
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
