@@ -68,7 +68,7 @@ def run(
         for at in index.lost(cache.files, plan.recipe, shards, sizes).nonzero()[0].tolist():
             packer.restore(shards[at])
         with stop.signals(), Progress("samples", 0) as bar:
-            made, left = engine.run_here(packer, todo, *launch.share_of_work(), own, stop, bar)
+            made, left = engine.make_units(packer, todo, engine.Worker(own, stop, *launch.share_of_work()), bar)
     except Stopped:
         click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
         return None

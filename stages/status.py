@@ -7,7 +7,7 @@ import json
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import audit
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
@@ -23,7 +23,7 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    told = audit.status(Cache.of(config))
+    told = status(Cache.of(config))
     if as_json:
         click.echo(json.dumps(told))
     else:

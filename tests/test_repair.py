@@ -14,10 +14,14 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.findings import BUCKET, GC
 from pipeline.cache.layout import Paths
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import load
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from tests.support import tiny_cache
 
@@ -32,9 +36,11 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`verified(encode)`: exit code of `verify` and its findings as (path's folder, fix, outcome)."""
     config = load("tiny", [f"cache={cache.root}"])
 
-    def verify(encode: Callable[..., Iterable[worker.Made]] | None = None) -> tuple[int, list[tuple[str, str, str]]]:
+    def verify(
+        encode: Callable[..., Iterable[unit_records.Made]] | None = None,
+    ) -> tuple[int, list[tuple[str, str, str]]]:
         if encode is not None:
-            monkeypatch.setattr(stages.verify.Repairs, "_encode", encode)
+            monkeypatch.setattr(UnitEncoder, "remake", encode)
         capsys.readouterr()
         code = stages.verify.run(config, mend=encode is not None, as_json=True)
         found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -43,7 +49,7 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return verify
 
 
-def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[worker.Made]]:
+def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made]]:
     """Makes the latents again that the cache holds now, with some bits flipped (0: as they were)."""
     recipe = cache.recipes("latent")[0].name
     reader = shard.Reader(cache.files, recipe)
@@ -52,9 +58,11 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[worker.Made]]:
         for row in audit.record_rows(cache, commit):
             arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
 
-    def encode(_: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]) -> list[worker.Made]:
+    def encode(
+        _: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+    ) -> list[unit_records.Made]:
         keys = cache.table(plan.table).slice(unit.start, unit.count).column("key").to_pylist()
-        return [([worker.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
+        return [([unit_records.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
 
     return encode
 
@@ -83,7 +91,7 @@ def healed(cache: Cache, unit: index.Commit) -> None:
     again = Unit("a" * 32, 0, own.count, 1)
     assert cache.add_plan(recipe.name, 1, [again], rows)
     keys = set(rows.column("key").to_pylist())
-    worker.encode(
+    unit_records.write_unit(
         cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, own, unit, keys), lambda a, b: None
     )
     assert index.merge(cache.files, recipe.name, 1, [again.unit])
@@ -96,7 +104,7 @@ def test_a_shard_that_a_named_snapshot_needs_is_restored_though_encode_healed_it
     whole = path.read_bytes()
     healed(cache, commit)
     code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, audit.BUCKET}
+    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, BUCKET}
     assert verified(same)[0] == 0
     assert path.read_bytes() == whole
     assert verified() == (0, [])
@@ -108,7 +116,7 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
     for _ in range(2):
         code, found = verified(other)
         assert code == 4
-        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}")]
+        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
@@ -141,7 +149,7 @@ def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, 
     assert found == [
         ("snapshots", layout.REPAIR, "restored"),
         ("shards", layout.REPAIR, "replaced"),
-        ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}"),
+        ("snapshots", BUCKET, f"failed: {BUCKET}"),
     ]
     assert verified()[0] == 4
 
@@ -156,9 +164,9 @@ def test_a_rotten_shard_of_a_unit_that_is_not_committed_is_set_aside(
         for place in (name, Paths.copy(name)):
             (cache.root / place).unlink()
     flip(path, rows[0]["offset"])
-    assert [finding.path for finding in audit.contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
+    assert [finding.path for finding in contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
     verified(encoder(tiny_cache.build(cache.root.with_name("other")), 0))
-    assert not list(audit.contradictions(Cache(cache.root)))
+    assert not list(contradictions(Cache(cache.root)))
     assert len(list((cache.root / "damaged").glob("shards/**/*.tar-*"))) == 1, "nothing damaged is thrown away"
 
 
@@ -206,7 +214,7 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
         damaged[path] = path.read_bytes()
         flip(path, rows[0]["offset"])
 
-    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[worker.Made]:
+    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
         asked.append(unit.unit)
         if len(asked) < 3:
             raise kind(f"error {len(asked)}")
@@ -250,8 +258,8 @@ def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.Captur
     segment = Paths.segment(cache.recipes("latent")[0].name, 0)
     flip(cache.root / segment, 40)
     (cache.root / Paths.table(cache.open_snapshot().head["chunks"][0]["samples"], "arrow")).unlink()
-    fixes = {"names/latest": audit.BUCKET, segment: layout.REPAIR}
-    assert {name: damage["fix"] for name, damage in audit.status(Cache(cache.root))["damaged"].items()} == fixes
+    fixes = {"names/latest": BUCKET, segment: layout.REPAIR}
+    assert {name: damage["fix"] for name, damage in status(Cache(cache.root))["damaged"].items()} == fixes
     assert stages.status.run(config) == IntegrityError.exit_code
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fix:")] == [f"fix: {fix}" for fix in sorted(fixes.values())]
@@ -261,8 +269,8 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
     digests = [cache.files.put_content(b"left", "tables", "arrow"), cache.files.put_content(b"over", "tables", "npy")]
     for path in (cache.root / Paths.table(digests[0], "arrow"), cache.root / Paths.table(digests[1], "npy")):
         flip(path, 1)
-    assert verified() == (4, [("tables", audit.GC, None)] * 2)
-    assert verified(encoder(cache, 0)) == (4, [("tables", audit.GC, f"failed: {audit.GC}")] * 2)
+    assert verified() == (4, [("tables", GC, None)] * 2)
+    assert verified(encoder(cache, 0)) == (4, [("tables", GC, f"failed: {GC}")] * 2)
     assert stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True, older_than_hours=0) == 0
     assert verified() == (0, [])
 
@@ -270,4 +278,4 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
 def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
     flip(cache.root / Paths.table(cache.open_snapshot().head["chunks"][0]["names"], "arrow"), 100)
     code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {audit.BUCKET}
+    assert code == 4 and {fix for _, fix, _ in found} == {BUCKET}

@@ -26,8 +26,9 @@ from itertools import groupby
 from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
-from pipeline.cache.audit import contradictions, packs, recipe_names
+from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import STALE_TMP_S
+from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError

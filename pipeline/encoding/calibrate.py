@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipeline.cache import codec, layout
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.encoding.worker import Made
+from pipeline.encoding.unit_records import Made
 from pipeline.errors import UserError
 
 BATCHES = 8

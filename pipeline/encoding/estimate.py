@@ -23,7 +23,7 @@ import pyarrow as pa
 from pipeline.amounts import amount
 from pipeline.cache import codec, layout
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
@@ -144,6 +144,21 @@ def _held(cache: Cache | None, recipe: layout.Recipe) -> tuple[Callable[[bytes],
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def unit_bytes(cache: Cache, plan: Plan, unit: Unit) -> int:
+    """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
+    recipe = cache.recipe(plan.recipe)
+    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    if isinstance(recipe, layout.LatentRecipe):
+        shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
+        return sum(latent_bytes(recipe, height, width) for height, width in shapes)
+    assert isinstance(recipe, layout.TextRecipe)
+    lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
+    return sum(
+        text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
+        for length in lengths
+    )
 
 
 def latent_bytes(recipe: layout.LatentRecipe, height: int, width: int) -> int:

@@ -311,7 +311,7 @@ class _Scan:
 
     def _check(self, in_hand: bool = False) -> None:
         if self.fragments is not None:
-            self.fragments.stop.check_batch() if in_hand else self.fragments.stop.check()
+            self.fragments.worker.stop.check_batch() if in_hand else self.fragments.worker.stop.check()
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:

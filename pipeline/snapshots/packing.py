@@ -108,7 +108,7 @@ class Packer:
         self._texts = snapshot.reader("text", ranged=True)
         self._blocks = cache.table(plan.table).column("blocks")[0].as_py()
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Copy the records of one unit, each verified, and commit it. `progress`: told of (samples, 0).
 
         Raises:
@@ -133,7 +133,7 @@ class Packer:
         units = {unit.unit: unit for unit in self.plan.units}
         for commit in index.commits(self.cache.files, self.plan.recipe, self.plan.number):
             if commit.shard == shard:
-                return self.encode(self.plan, units[commit.unit], lambda made, rejected: None).shard == shard
+                return self.make(self.plan, units[commit.unit], lambda made, rejected: None).shard == shard
         return False
 
     def rows(self, unit: Unit) -> np.ndarray:

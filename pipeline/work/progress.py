@@ -16,18 +16,33 @@ from typing import Any
 
 @dataclass
 class Meter:
-    """What encoders did: caption tokens, and seconds that they computed.
+    """What encoders did.
 
-    wall_s: seconds that they had for it, where several worked at once; None: ask the clock.
+    Attributes:
+        tokens: caption tokens.
+        truncated: captions with more tokens than the recipe keeps.
+        unshared: captions that changed the instruction's tokens and were encoded in full.
+        busy_s: seconds in which an encoder computed.
+        wall_s: seconds available to the encoders, where several work at the same time; None: the clock's.
     """
 
     tokens: int = 0
+    truncated: int = 0
+    unshared: int = 0
     busy_s: float = 0.0
     wall_s: float | None = None
 
+    def add(self, other: Meter) -> None:
+        self.tokens += other.tokens
+        self.truncated += other.truncated
+        self.unshared += other.unshared
+        self.busy_s += other.busy_s
+        if other.wall_s is not None:
+            self.wall_s = (self.wall_s or 0.0) + other.wall_s
+
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Counts the seconds of its block."""
+        """Count the seconds of the block as busy."""
         began = time.monotonic()
         try:
             yield

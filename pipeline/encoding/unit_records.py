@@ -54,23 +54,6 @@ class CaptionEncoder(Protocol):
     def null(self) -> tuple[np.ndarray, int]: ...
 
 
-def missing_units(cache: Cache, plans: list[Plan]) -> list[tuple[Plan, Unit]]:
-    """Units that nobody has committed, in plan order. Finished plans get their segment on the way."""
-    todo: list[tuple[Plan, Unit]] = []
-    for plan in plans:
-        done = index.committed(cache.files, plan.recipe, plan.number)
-        left = [unit for unit in plan.units if unit.unit not in done]
-        if not left:
-            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
-        todo.extend((plan, unit) for unit in left)
-    return todo
-
-
-def share(todo: list[tuple[Plan, Unit]], task: int, tasks: int) -> list[tuple[Plan, Unit]]:
-    """The part of the units that task `task` of `tasks` does: by unit id, so it does not shift as units are done."""
-    return [(plan, unit) for plan, unit in todo if int(unit.unit[:8], 16) % tasks == task]
-
-
 @dataclass(frozen=True)
 class Record:
     """One encoded record. `caption` is None for latents; `valid` None means every row."""
@@ -166,7 +149,7 @@ def caption_records(
         yield records, rejects
 
 
-def encode(
+def write_unit(
     cache: Cache,
     recipe: layout.Recipe,
     plan: Plan,
