@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Container, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,15 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import BUCKET, GC
+from pipeline.cache.findings import BUCKET, GC, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.status import status
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.config import load
+from pipeline.config import Config, load
 from pipeline.encoding import unit_records
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
+from pipeline.models import encoders
 from tests.support import tiny_cache
 
 
@@ -279,3 +283,80 @@ def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Cal
     flip(cache.root / Paths.table(cache.open_snapshot().head["chunks"][0]["names"], "arrow"), 100)
     code, found = verified()
     assert code == 4 and {fix for _, fix, _ in found} == {BUCKET}
+
+
+# ---------------------------------------------------------------- real encoders
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
+    small_cache_copy: Path,
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    out_of_memory: bool,
+) -> None:
+    """Also if the findings of the kinds alternate, and if the first encoder fails: its error holds its frames."""
+    config, cache = make_config(tmp_path), Cache(small_cache_copy)
+    whole: dict[Path, bytes] = {}
+    for kind in ("latent", "text"):
+        recipe = cache.recipes(kind)[0].name
+        for commit in index.commits(cache.files, recipe, 0):
+            path = cache.root / Paths.shard(recipe, str(commit.shard))
+            whole[path] = path.read_bytes()
+            flip(path, audit.record_rows(cache, commit)[0]["offset"])
+    loads: list[str] = []
+    in_memory: list[int] = []
+    loaded: list[weakref.ref[Any]] = []
+
+    def watched(kind: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*arguments: Any) -> Any:
+            loads.append(kind)
+            in_memory.append(sum(reference() is not None for reference in loaded))
+            encoder = load(*arguments)
+            loaded.extend([weakref.ref(encoder), weakref.ref(encoder.model)])
+            return encoder
+
+        return watch
+
+    def alternating(*arguments: Any) -> list[Finding]:
+        findings = list(verify_contents(*arguments))
+        halves = [[f for f in findings if f.recipe.startswith(kind)] for kind in ("text", "latent")]
+        assert min(map(len, halves)) > 0
+        return [f for pair in zip_longest(*halves) for f in pair if f is not None]
+
+    def exhausted(*arguments: Any) -> Any:
+        raise MemoryError
+
+    verify_contents = audit.verify_contents
+    monkeypatch.setattr(audit, "verify_contents", alternating)
+    monkeypatch.setattr(encoders.LatentEncoder, "load", watched("latent", encoders.LatentEncoder.load))
+    monkeypatch.setattr(encoders.TextEncoder, "load", watched("text", encoders.TextEncoder.load))
+    if out_of_memory:
+        monkeypatch.setattr(encoders.LatentEncoder, "encode", exhausted)
+        with pytest.raises(UserError):
+            stages.verify.run(config, mend=True, data=(f"photos={photos}",))
+    else:
+        assert stages.verify.run(config, mend=True, data=(f"photos={photos}",)) == 0
+    assert (sorted(loads), in_memory) == (["latent", "text"], [0, 0])
+    right = [path for path, data in whole.items() if path.read_bytes() == data]
+    assert {"text-" in str(path) for path in right} == ({True} if out_of_memory else {True, False})
+
+
+def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
+    small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    cache = Cache(small_cache_copy)
+    recipe = cache.recipes("text")[0]
+    other = dataclasses.replace(recipe, weights="0" * 32)
+    cache.add_recipe(other)
+    plan = cache.plans(recipe.name)[0]
+    commit = index.commits(cache.files, recipe.name, 0)[0]
+    unit = next(unit for unit in plan.units if unit.unit == commit.unit)
+    only = {row["key"] for row in audit.record_rows(cache, commit)}
+    encoder = UnitEncoder(make_config(tmp_path), cache, {}, check=True)
+    assert list(encoder.remake(plan, unit, commit, only))
+    with pytest.raises(CacheError) as caught:
+        encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only)
+    assert "weights" in str(caught.value.found)

@@ -1,7 +1,7 @@
 """Rebuild: repairs documents that were lost or damaged together with their copies.
 
-`rebuild_documents` restores a document from its copy. If both are damaged, it moves them to `damaged/` and derives a new
-one from other files:
+`rebuild_documents` restores a document from its copy. If both are damaged, it moves them to `damaged/` and derives a
+new one from other files:
 - commits and segments from shards,
 - plans from commits,
 - recipes from snapshots,
