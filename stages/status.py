@@ -47,6 +47,6 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(f"damaged: {name}: {damage['problem']}")
         for fix in sorted({damage["fix"] for damage in report["damaged"].values()}):
             click.echo(f"fix: {fix}")
-        free = "" if report["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
+        free = "" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free; "
         click.echo(free + ("complete" if report["complete"] else "not complete"))
     return IntegrityError.exit_code if report["damaged"] else 0 if report["complete"] else 1
