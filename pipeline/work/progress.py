@@ -1,7 +1,10 @@
-"""One line that says how far the work is: done of total, rates, how busy the encoder is, time left, rejects.
+"""A progress line: done of total, rates, how busy the encoder is, time left, rejects.
 
-On a terminal the line is redrawn; elsewhere (a log file) a new one is written every half minute.
+On a terminal the line is redrawn; elsewhere (a log file) a new line is written every half minute.
 Price: the rates are means since the start (loading the encoder included), so they lag behind sudden changes.
+Why not tqdm: it would replace the redrawing in `_show` and the rate and time in `line`, about eight lines. It writes
+carriage returns into log files, so plain lines would need a second path; counts that go back, rejects, tokens and the
+figures of `--json` stay ours in any case. rich is the same, and not a dependency yet.
 """
 
 from __future__ import annotations
@@ -51,11 +54,12 @@ class Meter:
 
 
 class Progress:
-    """Counts done and rejected things of a known or unknown total.
+    """Counts done and rejected items.
 
     Args:
         noun: what is counted.
-        meter: what the encoders do meanwhile; what it says now is where it begins.
+        total: None if unknown.
+        meter: what the encoders do; counted from its present values on.
     """
 
     def __init__(self, noun: str, total: int | None, meter: Meter | None = None):
@@ -65,7 +69,7 @@ class Progress:
         self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
         self._live = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
-        self._wide = 0
+        self._width = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -80,15 +84,16 @@ class Progress:
         self._show()
 
     def expect(self, more: int) -> None:
-        """The total is larger than was thought (or smaller)."""
+        """Change the total by `more`, which may be negative."""
         self.total = (self.total or 0) + more
 
     def reach(self, done: int, total: int | None = None) -> None:
+        """Set the count and the total."""
         self.done, self.total = done, total
         self._show()
 
     def forget(self, done: int, rejected: int) -> None:
-        """Set the counts back: what was counted since is done again."""
+        """Set the counts back, because the work since then will be done again."""
         self.done, self.rejected = done, rejected
 
     @property
@@ -109,7 +114,7 @@ class Progress:
         return min(1.0, (self.meter.busy_s - self._busy_s) / wall) if wall > 0 else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the line as JSON values."""
+        """The figures of the line as JSON values: counts, seconds, rates per second, shares from 0 to 1."""
         seconds = self._seconds
         return {
             "done": self.done,
@@ -144,15 +149,15 @@ class Progress:
         self._last = now
         text = self.line()
         if self._live:
-            sys.stderr.write("\r" + text.ljust(self._wide) + ("\n" if final else ""))
-            self._wide = len(text)
+            sys.stderr.write("\r" + text.ljust(self._width) + ("\n" if final else ""))
+            self._width = len(text)
         else:
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
 def span(seconds: float) -> str:
-    """Seconds for people."""
-    minutes, left = divmod(int(max(0, seconds)), 60)
+    """A duration for people: `2h05m`, `3m07s` or `9s`."""
+    minutes, rest = divmod(int(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{left:02d}s" if minutes else f"{left}s"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
