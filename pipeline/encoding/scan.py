@@ -140,12 +140,11 @@ def scan(
         UserError: two items have the same sample id, or this is another data set under a known name.
         Stopped: a signal asked for the end.
     """
+    settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
     while True:
         pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
         try:
-            tables = _Scan(
-                source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments
-            ).tables()
+            tables = _Scan(source, name, cache, pool, settings, fragments).tables()
             break
         except ScanSuperseded:
             continue
@@ -171,6 +170,17 @@ class _Piece:
     seen: Seen = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """See `scan`."""
+
+    max_pixels: int
+    max_bytes: int
+    rehash: bool
+    look: Look
+    progress: Callable[[int, int | None], None]
+
+
 class _Scan:
     """One pass over a source."""
 
@@ -180,68 +190,72 @@ class _Scan:
         name: str,
         cache: Cache | None,
         pool: ThreadPoolExecutor,
-        limits: tuple[int, int],
-        look: Look,
-        rehash: bool,
-        progress: Callable[[int, int | None], None],
+        settings: _Settings,
         fragments: Fragments | None,
     ):
-        self.source, self.name, self.pool = source, name, pool
-        self.limits, self.look, self.rehash = limits, look, rehash
-        self.progress, self.fragments = progress, fragments
-        trusted = None if rehash else cache
+        self.source, self.name, self.pool, self.settings, self.fragments = source, name, pool, settings, fragments
+        trusted = None if settings.rehash else cache
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
-        self._taken_over = False
+        self._reused = False
         self._done = 0
-        self._whole: int | None = None
+        self._total: int | None = None
 
     def tables(self) -> list[pa.Table]:
         """The pieces of the table, in the source's order."""
         pieces = self._pieces()
         counts = [len(p.table) if p.table is not None else p.run.count if p.run is not None else 0 for p in pieces]
-        self._whole = None if None in counts else sum(count or 0 for count in counts)
-        new: list[tuple[_Piece, Future[bytes]]] = []
+        self._total = None if None in counts else sum(count or 0 for count in counts)
+        shared = self._make_unshared(pieces)
+        if self.fragments is not None:
+            self._gather(self.fragments, shared)
+        if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
+            self.source.rule.check_seen()
+        return [piece.table for piece in pieces if piece.table is not None]
+
+    def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
+        """Make the pieces without new pictures. Returns the others, by fragment id."""
+        identities: list[tuple[_Piece, Future[bytes]]] = []
         for piece in pieces:
             if piece.run is not None and piece.looked is not None:
                 self._check()
                 piece.seen = piece.looked.result()
                 if self.fragments is not None and self._new(piece):
-                    new.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
-                    continue
-                piece.table = self._made(piece)
+                    identities.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
+                else:
+                    piece.table = self._made(piece)
             elif piece.table is not None:
                 self._reach(len(piece.table))
-        shared: dict[str, _Piece] = {}
-        for piece, identity in new:
+        settings, shared = self.settings, dict[str, _Piece]()
+        for piece, identity in identities:
             self._check()
-            decides = (*map(str, self.limits), str(self.rehash))
-            shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
-        taken, rule = 0, self.source.rule
-        made: set[str] = set()
+            decisive = (str(settings.max_pixels), str(settings.max_bytes), str(settings.rehash))
+            shared[layout.digest(RULE, self.name, *decisive, piece.part, identity.result()).hex()] = piece
+        return shared
 
-        def make(one: str) -> Rows:
+    def _gather(self, fragments: Fragments, shared: dict[str, _Piece]) -> None:
+        """Have the shared pieces made by all processes."""
+        rule, ignored_elsewhere = self.source.rule, 0
+        made_here: set[str] = set()
+
+        def make(fragment: str) -> Rows:
             before = self.source.ignored
-            table = self._made(shared[one])
-            made.add(one)
+            table = self._made(shared[fragment])
+            made_here.add(fragment)
             return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
-        def arrived(one: str, rows: Rows) -> None:
-            nonlocal taken
-            shared[one].table = rows.table
-            if one not in made:
+        def arrived(fragment: str, rows: Rows) -> None:
+            nonlocal ignored_elsewhere
+            shared[fragment].table = rows.table
+            if fragment not in made_here:
                 self._reach(len(rows.table))
-                taken += rows.ignored
+                ignored_elsewhere += rows.ignored
                 if rule is not None:
                     rule.seen.update(rows.columns)
 
-        if self.fragments is not None:
-            self.fragments.gather(list(shared), make, arrived, self._scans)
-        self.source.ignored += taken
-        if rule is not None and not self._taken_over:  # what is taken over has passed this check
-            rule.check_seen()
-        return [piece.table for piece in pieces if piece.table is not None]
+        fragments.gather(list(shared), make, arrived, self._scans)
+        self.source.ignored += ignored_elsewhere
 
     def _pieces(self) -> list[_Piece]:
         pieces = []
@@ -250,7 +264,7 @@ class _Scan:
             self._check()
             run = runs.get(part.name)
             if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
-                self._taken_over = True
+                self._reused = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
             if self._known is None:
@@ -303,12 +317,12 @@ class _Scan:
         before = self._before(item.key, *stat)
         if before is not None:
             return {**before, **listed}
-        read = self.look(self.source, item.key, *self.limits)
+        read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
         return _row(item.key, size=stat[0], mtime_ns=stat[1], **listed, **read)
 
     def _reach(self, rows: int) -> None:
         self._done += rows
-        self.progress(self._done, self._whole)
+        self.settings.progress(self._done, self._total)
 
     def _check(self, in_hand: bool = False) -> None:
         if self.fragments is not None:
