@@ -23,7 +23,7 @@ from pipeline.cache.snapshot import Part
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, _Scan
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -34,6 +34,7 @@ from pipeline.sources import sidecars
 from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
+from pipeline.work import engine
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
 
@@ -378,7 +379,7 @@ def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:
 
 
 def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
-    worker.provenance()
+    unit_records.provenance()
     calls: list[int] = []
 
     def encode(inputs: list[int]) -> list[np.ndarray]:
@@ -387,20 +388,20 @@ def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
             raise MemoryError
         return [np.array([one]) for one in inputs]
 
-    assert [int(a[0]) for a in worker._finite(list(range(7)), encode) if a is not None] == list(range(7))
+    assert [int(a[0]) for a in unit_records._finite(list(range(7)), encode) if a is not None] == list(range(7))
     assert calls == [7, 4, 2, 2, 3], "the first half is the larger one"
-    assert worker.provenance()["halved_batches"] == 2
-    assert "halved_batches" not in worker.provenance(), "counted once"
+    assert unit_records.provenance()["halved_batches"] == 2
+    assert "halved_batches" not in unit_records.provenance(), "counted once"
     calls.clear()
-    worker._finite(list(range(3)), encode)
-    assert calls == [3] and "halved_batches" not in worker.provenance()
+    unit_records._finite(list(range(3)), encode)
+    assert calls == [3] and "halved_batches" not in unit_records.provenance()
 
 
 def test_every_unit_is_some_tasks_and_stays_it() -> None:
     todo = [(Plan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
-    shares = [worker.share(todo, task, 3) for task in range(3)]
+    shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]
     assert sorted(unit.unit for part in shares for _, unit in part) == sorted(unit.unit for _, unit in todo)
-    assert all(set(worker.share(todo[25:], task, 3)) <= set(shares[task]) for task in range(3))
+    assert [sum(engine.in_share(unit.unit, task, 3) for task in range(3)) for _, unit in todo] == [1] * 50
 
 
 def test_a_shard_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +651,7 @@ def test_which_causes_may_pass(tmp_path: Path) -> None:
     rows = work([1, 2, 3]).to_pylist()
     for row, item, data in zip(rows, ("changed", "broken", "gone"), (b"one", b"no picture", b"x"), strict=True):
         row.update(item=item, digest=layout.digest(data))
-    made = worker.image_records(
+    made = unit_records.image_records(
         LATENT,
         Unit("aa", 0, 3, 3),
         pa.Table.from_pylist(rows, schema=planning.IMAGES),
