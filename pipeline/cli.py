@@ -513,7 +513,7 @@ def gc(config_path: str | None, overrides: tuple[str, ...], yes: bool, older_tha
         "sana-pipe config",
         "sana-pipe config train.optim --set train.optim.name=came --set train.optim.eps=null",
         "sana-pipe config bucket.remainder --config sana_600m_512 --json",
-        "sana-pipe config > sana-pipe.yaml   # a start for your own file",
+        "sana-pipe config --config sana_1600m_1024 > sana-pipe.yaml   # a start for your own file",
     ]
 )
 @_configured

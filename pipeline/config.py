@@ -32,7 +32,8 @@ SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
 LOCAL_NAME = "sana-pipe.yaml"
 RENAMED = {"bucket.small": "bucket.remainder", "train.loader_timeout_s": "patience_s"}
-"""Options by their earlier names, which files and `--set` may still use."""
+"""Earlier names of options, which files and `--set` may still use. The new name is in the same section or outside of
+sections."""
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -737,8 +738,8 @@ def _rename(tree: Any) -> Any:
         rest = dict(tree[section])
         value = rest.pop(key)
         tree = {**tree, section: rest}
-        *above, name = new.split(".")
-        target = tree[above[0]] if above else tree
+        target = rest if _within(new, section) else tree
+        name = new.rpartition(".")[2]
         if name in target:
             raise ValueError(f"{new} and {old}, its name in older files: give {new} alone")
         target[name] = value

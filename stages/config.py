@@ -1,6 +1,6 @@
 """`sana-pipe config`: the effective configuration, with the meaning, default and origin of each option.
 
-The output is a valid configuration file: `sana-pipe config > sana-pipe.yaml` is a start for your own. `--markdown`
+The output is a valid configuration file, so `--config sana_600m_512 > sana-pipe.yaml` starts your own. `--markdown`
 writes the reference in docs/configuration.md. Both come from the docstrings and types of the fields.
 """
 

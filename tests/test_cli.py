@@ -346,7 +346,7 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
         ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
 )
-def test_a_path_that_may_not_be_used_is_no_defect(
+def test_an_unusable_path_is_no_defect(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -355,7 +355,7 @@ def test_a_path_that_may_not_be_used_is_no_defect(
     assert "too long" in capsys.readouterr().err
 
 
-def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_system_is_ours(
+def test_a_forbidden_folder_is_the_users_error_and_other_system_errors_are_defects(
     stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stage("bucket", result=PermissionError(errno.EACCES, "Permission denied", "/shut/cache"))
@@ -394,7 +394,7 @@ def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stop
         (1, False, "sana-pipe: process 1: lost\n"),
     ],
 )
-def test_a_launch_says_an_error_once(
+def test_a_launch_prints_an_error_once(
     stage: Callable[..., Calls],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -107,7 +107,7 @@ def test_wrong_type_or_range_names_key_and_file(tmp_path: Path, text: str, key: 
     assert "constrained-int" not in message
 
 
-def test_each_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     message = refusal(tmp_path, MINIMAL + "train: {stps: 1, seed: -1}\nbucket: {batch: x}")
     assert message.count("\n") == 2
     assert all(key in message for key in ("train.stps", "train.seed", "bucket.batch"))
@@ -151,7 +151,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ("{peak_tflops: 0}", "train.peak_tflops"),
     ],
 )
-def test_what_cannot_be_had_together_is_refused_with_what_can(tmp_path: Path, text: str, says: str) -> None:
+def test_incompatible_options_are_refused_with_values_that_work(tmp_path: Path, text: str, says: str) -> None:
     message = refusal(tmp_path, MINIMAL + "train: " + (text if text.startswith("{") else "{" + text + "}"))
     assert says in message
 
@@ -161,11 +161,11 @@ def test_compiled_blocks_go_with_every_other_strategy(tmp_path: Path) -> None:
         load(write(tmp_path, MINIMAL + f"train: {{compile: block, {more}}}"))
 
 
-NOT_OURS = ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"]
+NOT_A_CONFIGURATION = ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"]
 
 
-@pytest.mark.parametrize("text", NOT_OURS)
-def test_what_is_not_yaml_of_ours_is_told_without_a_traceback(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", NOT_A_CONFIGURATION)
+def test_a_file_that_is_not_a_configuration_is_named_without_a_traceback(tmp_path: Path, text: str) -> None:
     assert "mine.yaml" in refusal(tmp_path, text)
 
 
@@ -287,7 +287,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 
-def test_a_precision_that_the_weights_cannot_bear_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_precision_in_which_the_weights_fail_is_refused_with_the_reason(tmp_path: Path) -> None:
     for name, precision in (
         ("sana_600m_512", "bf16"),
         ("sana_600m_512", "bf16_pure"),

@@ -90,7 +90,7 @@ def test_an_interrupted_preparation_is_done_again(
     assert list((tmp_path / "demo" / "tiny").iterdir()) == []
 
 
-def test_own_pictures(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
+def test_pictures_of_the_user(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
     data = tmp_path / "mine"
     data.mkdir()
     for name, size in (("a", (900, 600)), ("b", (40, 60))):

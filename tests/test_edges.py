@@ -517,7 +517,7 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
         dataclasses.replace(p, height=shape[0], width=shape[1])
         for p, shape in zip(pictures(7), [s for s, n in shapes.items() for _ in range(n)], strict=True)
     ]
-    of = config(tmp_path / "cache", "bucket.remainder=drop")
+    of = config(tmp_path / "cache", "bucket.small=drop")
     add(of, "one", many)
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]

@@ -77,7 +77,7 @@ def test_torchrun_inside_a_slurm_step_wins() -> None:
     assert detect({**SLURM, **TORCHRUN}).kind == "torchrun"
 
 
-def test_slurm_batch_script_without_srun_is_alone_and_says_so() -> None:
+def test_a_slurm_batch_script_without_srun_is_one_process_with_advice() -> None:
     launch = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     assert launch.world == 1
     assert "srun" in launch.advice[0]
@@ -124,7 +124,7 @@ def test_a_restart_on_a_shared_store_is_refused_at_once() -> None:
     check_restart({**environ, "TORCHELASTIC_RESTART_COUNT": "0"})
 
 
-def test_accelerate_on_the_cpu_starts_one_process_and_that_is_said() -> None:
+def test_accelerate_on_the_cpu_starts_one_process_with_advice() -> None:
     launch = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
     assert launch.world == 1
     assert "torchrun --standalone" in launch.advice[0]
@@ -154,7 +154,7 @@ AGREEING = {
 }
 
 
-def test_accelerate_may_say_what_the_configuration_says() -> None:
+def test_settings_of_accelerate_that_agree_are_accepted() -> None:
     train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
     check_accelerate(train, Launch(), AGREEING)
     check_accelerate(train, Launch(), {})
@@ -182,7 +182,7 @@ def test_accelerate_may_say_what_the_configuration_says() -> None:
         ("FSDP_SOMETHING_NEW", "1"),
     ],
 )
-def test_accelerate_may_not_say_otherwise(name: str, value: str) -> None:
+def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str) -> None:
     train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
     with pytest.raises(UserError) as caught:
         check_accelerate(train, Launch(), {**AGREEING, name: value})
@@ -294,7 +294,7 @@ def _fail() -> None:
 
 
 @pytest.mark.dist
-def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
+def test_accelerate_launch_sets_the_variables_that_are_read(tmp_path: Path) -> None:
     """The real `accelerate launch`, so that a rename of its variables is noticed."""
     script = tmp_path / "ask.py"
     script.write_text(

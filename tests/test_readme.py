@@ -129,7 +129,7 @@ def test_every_named_option_exists(page: str) -> None:
     named = [name for name in named if not name.endswith((".py", ".md"))]
     known = {f"{name}." for name in options}
     assert [name for name in named if name not in options and not any(name.startswith(k) for k in known)] == []
-    for name, value in re.findall(r"`((?:bucket|train)\.[a-z_.]+): ([^`]+)`", PAGES[page]):
+    for name, value in re.findall(r"`((?:bucket|train)\.[a-z_.]+)(?:: |=)([^`]+)`", PAGES[page]):
         load("sana_1600m_1024", [f"{name}={value}", *NEEDED.get(name, [])])
 
 
