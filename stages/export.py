@@ -381,9 +381,9 @@ def readme(
     """The README of an export: the code that loads and calls it, and why each argument is there."""
     arguments = call_arguments(config, architecture, compression)
     used, weights = instruction(config.text), config.model.weights
-    own = "complex_human_instruction" in arguments and bool(used)
+    custom = "complex_human_instruction" in arguments and bool(used)
     lines = ["import torch", "from diffusers import SanaPipeline"]
-    if own:
+    if custom:
         quoted = json.dumps(json.dumps(used.split("\n")))
         comment = "# the lines that stood before every caption in training"
         lines = ["import json", *lines, "", comment, f"INSTRUCTION = {quoted}"]

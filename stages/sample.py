@@ -91,7 +91,7 @@ def run(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-            _decode_in_subprocess(config, drawn, Path(work))
+            decode_in_subprocess(config, drawn, Path(work))
             sheet = _publish(config, cache, drawn, hits, Path(work), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
@@ -138,7 +138,7 @@ def _check_fit(architecture: SanaConfig, snapshot: Snapshot, folder: Path) -> No
             )
 
 
-def _decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:
+def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:
     tensors = {}
     for i, sample in enumerate(drawn):
         tensors[f"{i:04d}"] = sample.latent.contiguous()
@@ -162,7 +162,7 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     from pipeline.reporting.sheet import Card, contact_sheet
 
     cards, lines = [], []
-    photos = _Photos(config, cache)
+    photos = Photos(config, cache)
     for i, (sample, hit) in enumerate(zip(drawn, hits, strict=True)):
         pictures: list[Image.Image | None] = [photos.of(sample)]
         for name in (f"{i:04d}-reconstruction.png", f"{i:04d}.png"):
@@ -189,7 +189,7 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     return out / SHEET
 
 
-class _Photos:
+class Photos:
     """The original pictures of samples, where their sources still exist."""
 
     def __init__(self, config: Config, cache: Cache):

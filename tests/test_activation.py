@@ -106,15 +106,15 @@ def test_fewer_bytes_are_kept_and_the_gradients_are_the_same(
     way, fp32, bf16, exact = WAYS[name]
     without, _, expected = plain[precision]
     module = model(PRECISIONS[precision], *way)
-    kept, host, found = measure(module, PRECISIONS[precision])
+    kept, host, actual = measure(module, PRECISIONS[precision])
     assert without / kept >= (fp32 if precision == "fp32" else bf16), f"{without / kept:.2f} times fewer"
     assert (host > 0) == ("offload" in name)
     if exact:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[n], expected[n]) for n in expected)
     else:
-        assert tiny_run.distance(found, expected) <= (1e-2 if "int8" in name else 4e-2)
-        assert tiny_run.distance(found, expected) > 0
+        assert tiny_run.distance(actual, expected) <= (1e-2 if "int8" in name else 4e-2)
+        assert tiny_run.distance(actual, expected) > 0
     gc.collect()
     assert all(offloader.host_bytes() == 0 for offloader in offloaders(module)), "nothing stays after the backward pass"
 
@@ -238,9 +238,9 @@ def test_one_scale_for_128_values(kind: Any) -> None:
     assert codes.element_size() == 1 and codes.numel() == 1024 and scales.shape == (8,)
     back = restore(codes, scales, 1000, torch.float32)
     for start in range(0, 1000, BLOCK):
-        block, found = values[start : start + BLOCK], back[start : start + BLOCK]
+        block, actual = values[start : start + BLOCK], back[start : start + BLOCK]
         bound = block.abs().max() / 254 if kind == "int8" else block.abs() / 16 + block.abs().max() / 448 / 512
-        assert ((found - block).abs() <= bound * 1.001).all()
+        assert ((actual - block).abs() <= bound * 1.001).all()
     values[300] = float("inf")
     values[700] = float("nan")
     back = restore(*quantise(values, kind), 1000, torch.float32)
@@ -271,8 +271,8 @@ def test_names_copies_and_second_calls(way: tuple[Any, ...]) -> None:
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     _, _, expected = measure(plain, torch.float32)
-    _, _, found = measure(twin, torch.float32)
-    assert tiny_run.distance(found, expected) <= 1e-2, "a copy recomputes itself, not the model it was copied from"
+    _, _, actual = measure(twin, torch.float32)
+    assert tiny_run.distance(actual, expected) <= 1e-2, "a copy recomputes itself, not the model it was copied from"
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -307,8 +307,8 @@ def test_every_third_block() -> None:
         ({"optim": {"in_backward": True, "clip": None}, "parallel": {"pp_size": 2}}, r"parallel.pp_size: 1"),
     ],
 )
-def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], printed: str) -> None:
+    with pytest.raises(ValidationError, match=printed):
         TrainConfig.model_validate(train)
 
 

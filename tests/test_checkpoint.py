@@ -72,8 +72,8 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
     monkeypatch.setattr(dcp, "save", held)
     train(tiny_run.config(tmp_path / "aside", steps=7, save_every=3), touch=touch)
     assert threading.main_thread() not in writers
-    found, expected = (tmp_path / name / "checkpoints/step-00000003" for name in ("aside", "waited"))
-    assert files(found) == files(expected)
+    actual, expected = (tmp_path / name / "checkpoints/step-00000003" for name in ("aside", "waited"))
+    assert files(actual) == files(expected)
     assert names(tmp_path / "aside") == ["step-00000003", "step-00000006", "step-00000007"], "the last is waited for"
 
 

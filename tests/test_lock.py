@@ -89,10 +89,10 @@ def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
     beats(path)
     with pytest.raises(lock.RunTaken) as caught:
         train(tmp_path / "run")
-    said = str(caught.value)
+    printed = str(caught.value)
     assert caught.value.exit_code == 10
-    assert f"process {owner.process} on {owner.host}, for 2 h" in said
-    assert "train.output" in said
+    assert f"process {owner.process} on {owner.host}, for 2 h" in printed
+    assert "train.output" in printed
     assert path.read_bytes() == before
     assert list((tmp_path / "run").iterdir()) == [path]
 

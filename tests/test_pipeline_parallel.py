@@ -95,9 +95,9 @@ def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.
     declared: Any
     for stage in stages:
         travelling = stage(*travelling, **shared)
-        found = (travelling,) if stage.is_last else travelling
+        actual = (travelling,) if stage.is_last else travelling
         declared = (stage.example_output(given),) if stage.is_last else stage.example_hidden(given)
-        for tensor, stand_in in zip(found, declared, strict=True):
+        for tensor, stand_in in zip(actual, declared, strict=True):
             assert (tensor.shape, tensor.dtype, tensor.stride()) == (stand_in.shape, stand_in.dtype, stand_in.stride())
             assert tensor.requires_grad
             assert not tensor._is_view(), "FSDP2 warns of views, and zero-bubble schedules cannot detach them"
@@ -148,9 +148,9 @@ def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
         fully_shard(stage, mesh=alone)
     parts = pipeline_parallel.join_stages([first, third, last])
     expected = by_name(first, third, last)
-    found = dict(parts.named_parameters())
-    assert found.keys() == expected.keys() and "scale_shift_table" in found
-    assert all(found[name] is expected[name] and isinstance(found[name], DTensor) for name in found)
+    actual = dict(parts.named_parameters())
+    assert actual.keys() == expected.keys() and "scale_shift_table" in actual
+    assert all(actual[name] is expected[name] and isinstance(actual[name], DTensor) for name in actual)
     parts.load_state_dict({name: torch.full_like(value, 3.0) for name, value in parts.state_dict().items()})
     assert all(bool((p.full_tensor() == 3).all()) for p in last.parameters())  # type: ignore[attr-defined]
 
@@ -158,8 +158,8 @@ def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
 def test_an_exchange_of_parameters_reaches_the_stages() -> None:
     first, _, last = stages_of(SanaTransformer.on_meta(config()), 3)
     parts = pipeline_parallel.join_stages([first, last]).to_empty(device="cpu")
-    found = dict(parts.named_parameters())
-    assert all(found[name] is value and not value.is_meta for name, value in by_name(first, last).items())
+    actual = dict(parts.named_parameters())
+    assert all(actual[name] is value and not value.is_meta for name, value in by_name(first, last).items())
 
 
 def by_name(*stages: nn.Module) -> dict[str, Tensor]:
@@ -302,7 +302,7 @@ def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
     pipeline = first_of_two(one_of_many)
     parts = [(inputs(batch), inputs(batch)[0]) for batch in (2, 1)]
     with pytest.raises(ValueError, match="one shape"):
-        pipeline.forward_backward(parts, lambda found, target: found, 3)
+        pipeline.forward_backward(parts, lambda actual, target: actual, 3)
 
 
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:

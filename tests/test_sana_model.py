@@ -272,17 +272,17 @@ def test_linear_attention_keeps_its_inputs_alone_and_their_gradients_are_exact()
     generator = torch.Generator().manual_seed(0)
     *inputs, weight = (torch.randn(2, 40, 64, generator=generator) for _ in range(4))
     exact = _with_gradients(_plain_linear_attention, inputs, weight)
-    found = _with_gradients(linear_attention, inputs, weight)
+    actual = _with_gradients(linear_attention, inputs, weight)
     for name in exact:
-        assert distance({"x": found[name]}, {"x": exact[name]}) <= 1e-6, name
+        assert distance({"x": actual[name]}, {"x": exact[name]}) <= 1e-6, name
     # In bf16: no farther from float32 than float32 arithmetic on bf16 inputs with its results rounded to bf16.
     coarse = [x.bfloat16() for x in inputs]
     exact = _with_gradients(_plain_linear_attention, [x.float() for x in coarse], weight.bfloat16().float())
-    found = _with_gradients(linear_attention, coarse, weight)
+    actual = _with_gradients(linear_attention, coarse, weight)
     for name in exact:
-        assert found[name].dtype == torch.bfloat16
+        assert actual[name].dtype == torch.bfloat16
         rounding = distance({"x": exact[name].bfloat16()}, {"x": exact[name]})
-        assert distance({"x": found[name]}, {"x": exact[name]}) <= 1.01 * rounding, name
+        assert distance({"x": actual[name]}, {"x": exact[name]}) <= 1.01 * rounding, name
     kept: list[Tensor] = []
     leaves = [x.requires_grad_() for x in coarse]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -1,6 +1,6 @@
 """Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
 
-One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it found.
+One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in c
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
     command = [sys.executable, "-m", "tests.support.workers.strategies", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ())
@@ -36,8 +36,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    row = found[world][name]
+def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row = results[world][name]
     if row["precision"] == "bf16":
         assert row["gradient"] <= 1.25 * row["plain_bf16"]
         assert row["losses"] <= 3e-2
@@ -53,8 +53,8 @@ def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    row, settings = found[world][name], strategies.settings_of(strategies.CASES[world][name])
+def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row, settings = results[world][name], strategies.settings_of(strategies.CASES[world][name])
     layout, there = mesh.check_sizes(settings.train.parallel, world), row["wrapping"]
     sharded = layout.data_world > 1 or settings.train.precision == "bf16"
     assert there["data_world"] == layout.data_world

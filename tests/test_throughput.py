@@ -50,8 +50,8 @@ def test_flops_from_shapes_are_those_that_the_counter_sees(patch: int) -> None:
         out.sum().backward()
     # Linear attention does its two products again, and needs no gradient of the row of ones.
     again = config.num_layers * 3 * tokens * 2 * config.inner_dim * (2 * (config.attention_head_dim + 1) - 1)
-    found = forward.get_total_flops() + backward.get_total_flops() - again
-    assert found == training_flops(config, 3, tokens, 30)
+    actual = forward.get_total_flops() + backward.get_total_flops() - again
+    assert actual == training_flops(config, 3, tokens, 30)
 
 
 def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
@@ -73,9 +73,9 @@ def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
 
 
 def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=2, log_every=2, peak_tflops=0.001)
-    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
     model = tiny_run.model(settings)
     batches = [tiny_run.global_batch(step) for step in (0, 1)]
@@ -88,14 +88,14 @@ def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
     assert row["memory_gib"] is row["memory_rank"] is row["reserved_gib"] is None
     assert 0.05 < row["rss_gib"] * 2**30 / memory.peak_rss() <= 1
     assert row["rss_rank"] == 0
-    assert "MFU" in said[-2]
-    assert "GiB of main memory" in said[-2]
+    assert "MFU" in printed[-2]
+    assert "GiB of main memory" in printed[-2]
 
 
-def _counts(said: list[str], **train: Any) -> throughput.Throughput:
+def _counts(printed: list[str], **train: Any) -> throughput.Throughput:
     settings = tiny_run.config(**train)
     shape = tiny_run.model(settings).config
-    return throughput.Throughput(settings.train, shape, Layout(1, 1, 1, 1), CPU, said.append)
+    return throughput.Throughput(settings.train, shape, Layout(1, 1, 1, 1), CPU, printed.append)
 
 
 def _add(counts: throughput.Throughput) -> None:
@@ -126,17 +126,17 @@ def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
 
 
 def test_a_full_gpu_is_told_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     share = 0.91
     monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (0, 6 * 2**30, 7 * 2**30, share))
     with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
-        counts = _counts(said)
+        counts = _counts(printed)
         for share in (0.91, 0.93, 0.99):
             _add(counts)
             counts.row(0)
-            assert len(said) == (share > 0.92)
-    assert "process 0 is nearly full: 7.0 GiB, 93 %" in said[0]
-    assert "--set train.activation_checkpointing=full" in said[0]
+            assert len(printed) == (share > 0.92)
+    assert "process 0 is nearly full: 7.0 GiB, 93 %" in printed[0]
+    assert "--set train.activation_checkpointing=full" in printed[0]
 
 
 def test_relief_names_only_what_helps_and_is_allowed() -> None:
@@ -257,10 +257,10 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
         raise ConnectionError("no network")
 
     monkeypatch.setattr(TensorBoardTracker, "log", broken)
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path / "other", steps=3, trackers=["tensorboard"])
-    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
     assert len(metrics.read(tmp_path / "other/metrics.jsonl")) == 3
-    assert [line for line in said if "left out" in line] == [
+    assert [line for line in printed if "left out" in line] == [
         "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"
     ]

@@ -310,9 +310,9 @@ class _Prefix:
         dtype = next(self.model.parameters()).dtype
         behind = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
 
-        def mask(seen: torch.Tensor) -> torch.Tensor:
-            hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        def mask(visible: torch.Tensor) -> torch.Tensor:
+            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            return hidden.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
         causal = behind >= 0
         return {

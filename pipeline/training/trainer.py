@@ -92,7 +92,7 @@ def fit(
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
         with _journal(run) as journal:
-            return _Loop(run, journal, stop, lock).run()
+            return _Loop(run, journal, stop, lock).execute()
 
 
 @contextmanager
@@ -164,7 +164,7 @@ class _Loop:
 
     def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
         context = run.context
-        self.built, self.context, self.train = run, context, context.train
+        self.run, self.context, self.train = run, context, context.train
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
         self.throughput = Throughput(context.train, run.architecture, context.layout, context.device, context.log)
         self.part = context.layout.data_rank(dist.get_rank())
@@ -175,10 +175,10 @@ class _Loop:
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
 
-    def run(self) -> Report:
+    def execute(self) -> Report:
         steps = self.train.steps
         loader = run_on_all(lambda: self.context.task.loader(self.context.layout, self.done, steps))
-        self.built.model.module.train()
+        self.run.model.module.train()
         self.stop.looping = True
         with closing_on_exit(iter(loader)) as microbatches, self.saver, stopping(self.stop.check):
             feed = Feed(microbatches, lambda: getattr(loader, "replaced", 0), self.context.config, self.context.log)
@@ -201,12 +201,12 @@ class _Loop:
         return self._report(stopped=self.step.stop_wanted or feed.broken)
 
     def _step(self, batches: list[Batch], step: int) -> Outcome:
-        optimizers.set_learning_rate(self.built.optimizer, self._learning_rate(step))
+        optimizers.set_learning_rate(self.run.optimizer, self._learning_rate(step))
         self._seed(step)
         stop = self.stop.reason() is not None or self.saver.failed or self.lock.lost
         outcome = self.step(batches, step, stop=stop)
-        if self.built.ema is not None:
-            self.built.ema.update(step)
+        if self.run.ema is not None:
+            self.run.ema.update(step)
         self.done = step
         return outcome
 
@@ -245,7 +245,7 @@ class _Loop:
             return
         with self.throughput.paused():
             self.step.await_verdict()
-            self.saver.save(self.built.model.module, self.built.optimizer, state, self.built.sections())
+            self.saver.save(self.run.model.module, self.run.optimizer, state, self.run.sections())
         self.saved = folder
 
     def _report(self, stopped: bool) -> Report:
