@@ -1,9 +1,10 @@
-# Every target makes its own virtual environment (.venv) first; nothing has to be activated.
+# Every target first makes the virtual environment .venv; nothing has to be activated.
 #   make demo            photographs -> encode -> bucket -> train -> export -> sample, in ./demo
 #   make test            the default tests
+#   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
-#   JOBS=8   how many processes share the default and the slow tests (about 1.5 GB each)
-#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   where torch alone is taken from (default: pip's own index)
+#   JOBS=8   processes that share the default and the slow tests (about 1.5 GB each)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   the index for torch only (default: pip's index)
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -14,6 +15,7 @@ DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 JOBS        ?= 2
+DURATIONS   ?= 20
 BENCH_ARGS  ?=
 ROOM        ?= cache data encoding training
 TORCH_INDEX ?=
@@ -26,15 +28,16 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test slow dist fault fault-long mutants gpu lint types format bench check clean
+TARGETS := install demo test test-durations slow dist fault fault-long mutants gpu lint types format bench check clean
+.PHONY: help $(TARGETS)
 
 help:
-	@sed -n '2,5p' Makefile | sed 's/^# *//'
-	@echo 'Targets: install demo test slow dist fault fault-long mutants gpu lint types format bench check clean'
+	@sed -n '2,7p' Makefile | sed 's/^# *//'
+	@echo 'Targets: $(TARGETS)'
 
 install: $(STAMP)
 
-# torch goes first and alone: its version is fixed before anything else may ask for another, and TORCH_INDEX concerns it only.
+# torch is installed first and alone, so that its version is fixed and TORCH_INDEX applies to it only.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v '$(PYTHON)' >/dev/null || { echo "make: no '$(PYTHON)' on PATH; fix: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@'$(PYTHON)' -c 'import sys; ok = sys.version_info >= (3, 11); ok or print("make: Python >= 3.11 is needed, found", sys.version.split()[0], "; fix: make PYTHON=python3.11", file=sys.stderr); sys.exit(0 if ok else 2)'
@@ -49,6 +52,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
+test-durations: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=$(DURATIONS) --durations-min=0 $(PYTEST_ARGS)
+
 slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)
 
@@ -61,7 +67,7 @@ fault: $(STAMP)
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
 
-# Which edits of the code no test notices; hours for a room.
+# Lists changes of the code that no test notices; takes hours per room.
 mutants: $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[mutants]'
 	$(BIN)/python -m tests.mutants $(ROOM)

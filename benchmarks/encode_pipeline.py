@@ -29,10 +29,10 @@ from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
 from pipeline.images import decoding
 from pipeline.processes import run_and_exit
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from pipeline.work import engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress
@@ -106,37 +106,39 @@ def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
 
 def encode(cache: Cache, plans: list[Plan], source: FolderSource, encoder: Real) -> int:
     done = 0
-    for plan, unit in worker.missing_units(cache, plans):
+    for plan, unit in engine.missing_units(cache, plans):
         rows = cache.table(plan.table).slice(unit.start, unit.count)
-        made = worker.image_records(RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2)
-        done += worker.encode(cache, RECIPE, plan, unit, made, lambda good, bad: None).records
+        made = unit_records.image_records(
+            RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2
+        )
+        done += unit_records.write_unit(cache, RECIPE, plan, unit, made, lambda good, bad: None).records
     return done
 
 
 class Runner:
-    """What the engine asks of a runner, with an encoder that sleeps."""
+    """A unit maker with an encoder that sleeps."""
 
     def __init__(self, cache: Cache, source: FolderSource, seconds: float):
         self.cache, self.source, self.encoder = cache, source, Sleeping(seconds)
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
         rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-        made = worker.image_records(
+        made = unit_records.image_records(
             RECIPE, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2
         )
-        return worker.encode(self.cache, RECIPE, plan, unit, made, progress)
+        return unit_records.write_unit(self.cache, RECIPE, plan, unit, made, progress)
 
 
 def child(root: str, folder: str, seconds: str, task: str, tasks: str) -> None:
     """One of the processes of `two_process_scaling`: waits for a line, then works."""
     source = FolderSource(Path(folder), "text", "pictures")
     cache = Cache(root)
-    todo = worker.missing_units(cache, cache.plans(RECIPE.name))
+    todo = engine.missing_units(cache, cache.plans(RECIPE.name))
     runner: Any = Runner(cache, source, float(seconds))
     print("ready", flush=True)
     sys.stdin.readline()
     bar, own = Progress("pictures", 0), Claims(cache.files, 2.0)
-    engine.run_here(runner, todo, int(task), int(tasks), own, Stop(0.0), bar)
+    engine.make_units(runner, todo, engine.Worker(own, Stop(0.0), int(task), int(tasks)), bar)
     print("done", flush=True)
 
 

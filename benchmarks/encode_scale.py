@@ -23,13 +23,15 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, median, reset_peak, resident, table
-from pipeline.cache import audit, layout
+from pipeline.cache import layout
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN
 from pipeline.processes import run_and_exit
+from pipeline.work import engine
 
 RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
@@ -75,25 +77,25 @@ def measure(count: int) -> tuple[dict[str, float], float]:
         plans = timed("plan", lambda: planning.plan_images(cache, RECIPE, work, EncodeConfig()))
 
         def encode() -> None:
-            for plan, unit in worker.missing_units(cache, plans):
+            for plan, unit in engine.missing_units(cache, plans):
                 rows = cache.table(plan.table).slice(unit.start, unit.count).to_pylist()
                 made = [
                     (
                         [
-                            worker.Record(r["key"], np.zeros((4, r["height"] // 8, r["width"] // 8), np.uint16))
+                            unit_records.Record(r["key"], np.zeros((4, r["height"] // 8, r["width"] // 8), np.uint16))
                             for r in rows
                         ],
                         [],
                     )
                 ]
-                worker.encode(cache, RECIPE, plan, unit, made, lambda good, bad: None)
+                unit_records.write_unit(cache, RECIPE, plan, unit, made, lambda good, bad: None)
 
         timed("encode and commit", encode)
-        timed("merge", lambda: worker.missing_units(cache, plans))
+        timed("merge", lambda: engine.missing_units(cache, plans))
         found = timed("index", lambda: cache.index(RECIPE.name))
         if len(found) != count:
             raise RuntimeError(f"{len(found)} of {count} records are in the index")
-        told = timed("status", lambda: audit.status(cache))
+        told = timed("status", lambda: status(cache))
         if not told["complete"]:
             raise RuntimeError("the cache is not complete")
         timed("run with nothing to do", lambda: run_with_nothing_to_do(Path(folder), scan))
@@ -109,7 +111,7 @@ def measure(count: int) -> tuple[dict[str, float], float]:
 def run_with_nothing_to_do(folder: Path, scan: pa.Table) -> None:
     cache = Cache(folder / "cache")
     work = planning.image_work(scan, "scale", RECIPE, SIZES)
-    if worker.missing_units(cache, planning.plan_images(cache, RECIPE, work, EncodeConfig())):
+    if engine.missing_units(cache, planning.plan_images(cache, RECIPE, work, EncodeConfig())):
         raise RuntimeError("there is work left")
 
 

@@ -1,18 +1,18 @@
-"""Sana 1.6B at 1024 px on one GPU: images/s, MFU and peak memory of a training step, against diffusers' own model.
+"""Sana 1.6B at 1024 px on one GPU: images/s, MFU and peak memory of a training step, against diffusers' model.
 
-Every row is a process of its own: weights at random, 300 caption rows (100 shown on average), three steps to warm up
-and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `Step` on a `spread` model, EMA off.
+Every row is a separate process: random weights, 300 caption rows (100 shown on average), three steps to warm up
+and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `Step` on a parallel model, EMA off.
 The other side is `SanaTransformer2DModel` with fp32 weights under autocast to bf16, torch's AdamW with its defaults,
 clipping by `clip_grad_norm_`, gradient checkpointing on and off.
 
 Rows: {none, selective, full} checkpointing x {AdamW, CAME, 8-bit AdamW} x batch sizes, packed text, compiled blocks.
-Options that this version does not have are left out, and named. Then full fine-tuning on cards of 24 and 48 GB: the
-process may allocate 22.5 and 44 GiB (what is left of such a card beside the CUDA context), the largest batch that fits.
+Options that this version lacks are reported and skipped. Then full fine-tuning on cards of 24 and 48 GB: the
+process may allocate 22.5 and 44 GiB (such a card's memory without the CUDA context), the largest batch that fits.
 
     python -m benchmarks.gpu_train [--quick] [--batches 1 4 8 16 32]
 
-Without a GPU it says so and prints the keys with null. MFU needs a GPU whose peak pipeline/training/watch.py knows; it
-counts padded rows as work, also where packed text leaves them out.
+Without a GPU it says so and prints the keys with null. MFU needs a GPU whose peak pipeline/training/throughput.py
+knows; it counts padded rows as work, also where packed text leaves them out.
 
 Keys: images_per_s, mfu, peak_gib (full checkpointing, AdamW, the largest batch that both sides can do), vs_diffusers
 (images/s there over those of diffusers' side), memory_vs_diffusers (peak there over its peak), batch_24gb, batch_48gb
@@ -44,13 +44,13 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_flops import training_flops
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
+from pipeline.training.build import numerics
 from pipeline.training.step import Step
-from pipeline.training.trainer import numerics
-from pipeline.training.watch import peak_tflops
+from pipeline.training.throughput import peak_tflops
 
 SIDE, ROWS = 32, 300
 WARM, TIMED = 3, 10
@@ -69,10 +69,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        kept = self.train.get("activation_checkpointing", "full")
+        checkpointing = self.train.get("activation_checkpointing", "full")
         name = self.train.get("optim", {}).get("name", "adamw")
         more = [key for key in ("packed_attention", "compile") if self.train.get(key)]
-        return " ".join([self.side, kept, name, *more])
+        return " ".join([self.side, checkpointing, name, *more])
 
 
 def possible(train: dict[str, Any]) -> bool:
@@ -111,17 +111,17 @@ def _random(model: torch.nn.Module) -> None:
 def ours(row: Row, config: SanaConfig, device: torch.device, ending: ExitStack) -> Callable[[], None]:
     """The trainer's step. `ending` closes the process group."""
     train = TrainConfig.model_validate({"microbatch": row.batch, "precision": "bf16", "residual": "fp32", **row.train})
-    mesh = ending.enter_context(started(Launch(), train.parallel, device))
-    held = spread(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
-    _random(held.module)
-    held.module.train()
-    step = Step(held, FlowMatching(train.flow), optimizers.build(held.module, train.optim, device), train, device)
+    mesh = ending.enter_context(open_mesh(Launch(), train.parallel, device))
+    model = parallelize(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
+    _random(model.module)
+    model.module.train()
+    step = Step(model, FlowMatching(train.flow), optimizers.build(model.module, train.optim, device), train, device)
     batch = batch_of(config, row.batch, train.text == "packed")
 
-    def one() -> None:
+    def run_step() -> None:
         step([batch], 1)
 
-    return one
+    return run_step
 
 
 def diffusers(row: Row, config: SanaConfig, device: torch.device) -> Callable[[], None]:
@@ -155,7 +155,7 @@ def diffusers(row: Row, config: SanaConfig, device: torch.device) -> Callable[[]
 
 
 def measure(row: Row) -> dict[str, float | None]:
-    """images/s, MFU, peaks in GiB. For a process of its own.
+    """images/s, MFU, peaks in GiB. Call it in a separate process.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -187,7 +187,7 @@ def measure(row: Row) -> dict[str, float | None]:
 
 
 def in_a_process(row: Row) -> dict[str, float | None] | None:
-    """`measure` in a process of its own; None if it does not fit.
+    """`measure` in a separate process; None if it does not fit.
 
     Raises:
         RuntimeError: it failed for another reason.
@@ -202,14 +202,14 @@ def in_a_process(row: Row) -> dict[str, float | None] | None:
 
 
 def grid(batches: list[int], quick: bool) -> list[Row]:
-    """What is measured besides the small cards."""
+    """The rows, without those of the small cards."""
     rows = []
     kinds = ("full",) if quick else ("none", "selective", "full")
-    for kept in kinds:
+    for checkpointing in kinds:
         for optimizer in ({"name": "adamw"}, *(() if quick else LIGHT)):
-            rows += [Row("ours", b, {"activation_checkpointing": kept, "optim": optimizer}) for b in batches]
-        if kept != "selective":
-            rows += [Row("diffusers", b, {"activation_checkpointing": kept}) for b in batches]
+            rows += [Row("ours", b, {"activation_checkpointing": checkpointing, "optim": optimizer}) for b in batches]
+        if checkpointing != "selective":
+            rows += [Row("diffusers", b, {"activation_checkpointing": checkpointing}) for b in batches]
     largest = batches[-1]
     rows.append(Row("ours", largest, {"text": "packed", "packed_attention": True}))
     if not quick:
@@ -232,7 +232,7 @@ def main() -> None:
         print("no GPU here: nothing is measured")
         finish(figures)
         return
-    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    results: dict[tuple[str, int], dict[str, float | None]] = {}
     cells = []
     for row in grid([8] if given.quick else sorted(given.batches), given.quick):
         if row.side == "ours" and not possible(row.train):
@@ -240,13 +240,13 @@ def main() -> None:
             continue
         result = in_a_process(row)
         if result is not None:
-            found[row.name, row.batch] = result
+            results[row.name, row.batch] = result
         shown = list(result.values()) if result is not None else ["does not fit", "", "", ""]
         cells.append([row.name, row.batch, *("?" if value is None else value for value in shown)])
         print(*cells[-1], flush=True)
     for card, (cap, sizes) in SMALL.items():
         fits = 0
-        for optimizer in (own for own in LIGHT if possible({"optim": own})):
+        for optimizer in (o for o in LIGHT if possible({"optim": o})):
             for batch in sizes[:1] if given.quick else sizes:
                 row = Row("ours", batch, {"optim": optimizer}, cap)
                 result = in_a_process(row)
@@ -256,12 +256,12 @@ def main() -> None:
                 fits = max(fits, batch if result is not None else 0)
         figures[f"batch_{card}"] = fits
     table(["row", "batch", "images/s", "MFU", "peak GiB", "reserved GiB"], cells)
-    both = [b for name, b in found if name == "ours full adamw" and ("diffusers full adamw", b) in found]
+    both = [b for name, b in results if name == "ours full adamw" and ("diffusers full adamw", b) in results]
     if both:
-        mine, theirs = found["ours full adamw", max(both)], found["diffusers full adamw", max(both)]
-        figures.update({key: mine[key] for key in ("images_per_s", "mfu", "peak_gib")})
+        ours_best, theirs = results["ours full adamw", max(both)], results["diffusers full adamw", max(both)]
+        figures.update({key: ours_best[key] for key in ("images_per_s", "mfu", "peak_gib")})
         for key, of in (("vs_diffusers", "images_per_s"), ("memory_vs_diffusers", "peak_gib")):
-            figures[key] = (mine[of] or 0.0) / (theirs[of] or 1.0)
+            figures[key] = (ours_best[of] or 0.0) / (theirs[of] or 1.0)
     finish(figures)
 
 

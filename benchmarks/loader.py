@@ -10,7 +10,7 @@ What favours the others: webdataset pairs nothing (two plain streams) and shuffl
 them verifies anything; the loader's scalars (caption choice, drop, times) are drawn in its time. Its noise is switched
 off, because the other sides draw none.
 
-Peers that cannot be imported are left out, and named. All of them in an environment of their own:
+Peers that cannot be imported are left out, and named. For all of them use a separate environment:
     python -m venv peers && peers/bin/pip install -e . torchvision mosaicml-streaming litdata
     peers/bin/python -m benchmarks.loader
 (pip may have to be told to ignore the upper bounds that mosaicml-streaming puts on transformers: --no-deps.)
@@ -196,7 +196,7 @@ def collated(stream: Iterator[dict[str, np.ndarray]]) -> Side:
 
 
 def webdataset(cache: Cache, folder: Path) -> Side:
-    """The loader's own shards, as two streams; a batch counts when both kinds have it."""
+    """The loader's shards, as two streams; a batch is complete when both kinds have it."""
     import webdataset as wds
 
     def stream(kind: str, name: str) -> Iterator[dict[str, np.ndarray]]:
@@ -271,8 +271,8 @@ class Measured:
         for _ in range(WARM):
             next(side)
         wall, cpu, count, size = time.perf_counter(), _cpu(), 0, 0
-        for own, own_size in itertools.islice(side, steps):
-            count, size = count + own, size + own_size
+        for samples, payload in itertools.islice(side, steps):
+            count, size = count + samples, size + payload
         wall, cpu = time.perf_counter() - wall, _cpu() - cpu
         side.close()  # type: ignore[attr-defined]
         self.rate.append(count / wall)
@@ -319,25 +319,25 @@ def main() -> None:
         targets = [np.ones(BATCH * 440_000 // 2, np.uint16) for _ in range(4)]
         sides["memcpy"] = lambda: copying(payload, targets)
         steps = count // BATCH - WARM - len(BUCKETS)  # the others may end with incomplete batches of every bucket
-        found = {side: Measured() for side in sides}
+        results = {side: Measured() for side in sides}
         order = list(sides)
         for _ in range(rounds):
             for side in order:
-                found[side].run(sides[side](), steps if side in peers else 5 * steps)  # about equally long
-            order = order[3:] + order[:3]  # nobody always comes after the same one
+                results[side].run(sides[side](), steps if side in peers else 5 * steps)  # about equally long
+            order = order[3:] + order[:3]  # so that no side always follows the same one
         if "streaming" in peers:
             shutil.rmtree(folder / "streaming")
     table(
         ["side", "samples/s", "MB/s", "CPU s/GB"],
-        [[n, median(s.rate), median(s.speed) / 1e6, median(s.cpu)] for n, s in found.items()],
+        [[n, median(s.rate), median(s.speed) / 1e6, median(s.cpu)] for n, s in results.items()],
     )
 
     def ratio(one: str, other: str, what: str) -> float:
-        return median([a / b for a, b in zip(getattr(found[one], what), getattr(found[other], what), strict=True)])
+        return median([a / b for a, b in zip(getattr(results[one], what), getattr(results[other], what), strict=True)])
 
-    best = max(peers, key=lambda peer: median(found[peer].rate))
+    best = max(peers, key=lambda peer: median(results[peer].rate))
     fast = ("loader, padded, windows of 8", "loader, packed", "loader, packed, inline")
-    bare, verified = (max((f + end for f in fast), key=lambda n: median(found[n].rate)) for end in ("", ", verified"))
+    bare, verified = (max((f + end for f in fast), key=lambda n: median(results[n].rate)) for end in ("", ", verified"))
     finish(
         {
             "vs_best_peer": ratio(bare, best, "rate"),
@@ -346,9 +346,9 @@ def main() -> None:
             "vs_best_peer_padded_verified": ratio("loader, padded, verified", best, "rate"),
             "of_memcpy": ratio(bare, "memcpy", "speed"),
             "of_memcpy_verified": ratio(verified, "memcpy", "speed"),
-            "cpu_s_per_gb": median(found[verified].cpu),
-            "cpu_s_per_gb_memcpy": median(found["memcpy"].cpu),
-            **{f"cpu_s_per_gb_{peer}": median(found[peer].cpu) for peer in peers},
+            "cpu_s_per_gb": median(results[verified].cpu),
+            "cpu_s_per_gb_memcpy": median(results["memcpy"].cpu),
+            **{f"cpu_s_per_gb_{peer}": median(results[peer].cpu) for peer in peers},
             "best_peer": best,
             "fastest": bare,
         }

@@ -1,11 +1,11 @@
-"""Bytes that a forward pass leaves behind for the backward pass, by technique, and those of the optimizers' states.
+"""Bytes that a forward pass saves for the backward pass, by technique, and those of the optimizers' states.
 
-Sana 1.6B at 1024 px: 32 x 32 latent tokens, 300 text rows, one sample, 20 blocks. Counted is all memory that is made in
-the forward pass and outlives it, each storage once, parameters and inputs left out (`benchmarks.saved_bytes`), on fake
-tensors of the real sizes, so nothing is computed; what the CPU's kernels keep is counted, as on a GPU with a
-memory-efficient attention kernel. A smaller model is counted both ways first, and the two must agree to the byte.
-`full`, `selective` and `int8` compare what one block keeps; what precedes and follows the blocks is kept under every
-technique and listed apart. Optimizer states: measured after one real step of a narrow model with Sana's shapes.
+Sana 1.6B at 1024 px: 32 x 32 latent tokens, 300 text rows, one sample, 20 blocks. All memory that is allocated in the
+forward pass and outlives it is counted, each storage once, without parameters and inputs (`benchmarks.saved_bytes`), on
+fake tensors of the real sizes, so nothing is computed; the CPU's kernels save the same as a GPU's with memory-efficient
+attention. First a smaller model is counted on real and on fake tensors, and both must agree to the byte.
+`full`, `selective` and `int8` compare one block's saved bytes; those of the model's ends are the same under every
+technique and listed separately. Optimizer states: measured after one real step of a narrow model with Sana's shapes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
-from pipeline.parallel.activation_checkpoint import Kept, apply_activation_checkpointing
+from pipeline.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 
 LAYERS = 20
-WAYS = {
+TECHNIQUES = {
     "none": ("none", "none", False),
     "full": ("full", "none", False),
     "selective": ("selective", "none", False),
@@ -39,8 +39,8 @@ WAYS = {
 }
 
 
-def way(name: str) -> TrainConfig:
-    checkpointing, compression, offload = WAYS[name]
+def technique(name: str) -> TrainConfig:
+    checkpointing, compression, offload = TECHNIQUES[name]
     return TrainConfig(
         activation_checkpointing=checkpointing,
         activation_compression=compression,
@@ -78,7 +78,7 @@ def real_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> Sa
 
 
 def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> int:
-    """Bytes kept on the device."""
+    """Saved bytes on the device."""
     config = model.config
     given: list[Tensor] = [
         torch.randn(1, config.in_channels, side, side, dtype=dtype),
@@ -86,36 +86,38 @@ def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> i
         torch.ones(1, rows, dtype=torch.bool),
         torch.rand(1),
     ]
-    kept, _graph = saved_bytes(lambda: model(*given), [*model.parameters(), *given])
-    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
-    return kept - sum(keeper.host_bytes() for keeper in keepers if keeper is not None)
+    saved, _graph = saved_bytes(lambda: model(*given), [*model.parameters(), *given])
+    offloaders = {
+        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
+    } - {None}
+    return saved - sum(offloader.host_bytes() for offloader in offloaders if offloader is not None)
 
 
 def check_the_count() -> None:
-    """Fake tensors must tell of exactly the bytes that real ones take."""
+    """Fake tensors must give exactly the bytes of real ones."""
     config = shape(2, heads=8, cross=4)
-    for name in WAYS:
+    for name in TECHNIQUES:
         for dtype in (torch.float32, torch.bfloat16):
-            real = count(real_model(config, dtype, way(name)), dtype, 12, 40)
+            real = count(real_model(config, dtype, technique(name)), dtype, 12, 40)
             with FakeTensorMode():
-                fake = count(fake_model(config, dtype, way(name)), dtype, 12, 40)
+                fake = count(fake_model(config, dtype, technique(name)), dtype, 12, 40)
             if real != fake:
                 raise SystemExit(f"{name}, {dtype}: {real} bytes in a real run, {fake} on fake tensors")
-    print(f"a narrow model, {len(WAYS)} techniques in fp32 and bf16: bytes of a real run = bytes on fake tensors")
+    print(f"a narrow model, {len(TECHNIQUES)} techniques in fp32 and bf16: bytes of a real run = bytes on fake tensors")
 
 
 def activations(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """MB that a block keeps, and MB of the ends, by technique. Two lengths suffice: blocks are alike."""
-    found = {}
-    for name in WAYS:
+    """MB saved by a block, and MB by the ends, by technique. Two lengths suffice: blocks are alike."""
+    megabytes = {}
+    for name in TECHNIQUES:
         with FakeTensorMode():
-            short, long = (count(fake_model(shape(n), dtype, way(name)), dtype, 32, 300) for n in (2, 4))
-        found[name] = (long - short) / 2 / 1e6, (2 * short - long) / 1e6
-    return found
+            short, long = (count(fake_model(shape(n), dtype, technique(name)), dtype, 32, 300) for n in (2, 4))
+        megabytes[name] = (long - short) / 2 / 1e6, (2 * short - long) / 1e6
+    return megabytes
 
 
 def state_bytes(name: str) -> float:
-    """Bytes of an optimizer's state per parameter, after one step. Each storage once, also inside of tensors."""
+    """Bytes of an optimizer's state per parameter, after one step. Each storage once, also inside tensor subclasses."""
     config = OptimConfig.model_validate({"name": name, "betas": None, "eps": None})
     model = SanaTransformer.from_scratch(shape(1, heads=36, cross=16), 0)
     optimizer = optimizers.build(model, config, torch.device("cpu"))
@@ -141,15 +143,15 @@ def main() -> None:
     check_the_count()
     figures: dict[str, float | str] = {}
     for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, "_bf16")):
-        found = activations(dtype)
-        block, ends = found["none"]
+        megabytes = activations(dtype)
+        block, ends = megabytes["none"]
         rows = []
-        for name, (own, own_ends) in found.items():
-            whole = LAYERS * own + own_ends
-            rows.append([name, own, block / own if own else "-", own_ends, whole, (LAYERS * block + ends) / whole])
+        for name, (mb, mb_ends) in megabytes.items():
+            whole = LAYERS * mb + mb_ends
+            rows.append([name, mb, block / mb if mb else "-", mb_ends, whole, (LAYERS * block + ends) / whole])
         print(f"\n{str(dtype).removeprefix('torch.')}, one sample")
         table(["technique", "MB a block", "times fewer", "MB of the ends", "MB of all", "times fewer"], rows)
-        figures |= {name + suffix: block / found[name][0] for name in ("full", "selective", "int8")}
+        figures |= {name + suffix: block / megabytes[name][0] for name in ("full", "selective", "int8")}
         figures["full_model" + suffix] = rows[1][-1]
     states = {name: state_bytes(name) for name in ("adamw", "came", "adamw8bit")}
     print()

@@ -1,15 +1,14 @@
-"""Real FSDP2 on four gloo processes, one memory technique after the other: peak memory and step time after each.
+"""Real FSDP2 on four gloo processes, adding one memory technique after the other: peak memory and step time of each.
 
-Every rung keeps what the rungs before it switched on. A rung builds the model anew, does one step that is not timed and
-then timed ones, with the product's own step, AdamW and made-up batches. The peak is the process's resident set at its
-highest during these steps (VmHWM of /proc, reset before), less what was resident before the model was built; the
-largest of the four processes. One step in each precision goes before all of them, so that what is loaded and kept once
-per process is in no rung. malloc is told to give every tensor back to the system (MALLOC_MMAP_THRESHOLD_), or
-the figure would be that of its free lists.
+A rung adds a technique to those of the rungs before it. It builds the model anew and does one untimed step and then
+timed ones, with the trainer's step, AdamW and synthetic batches. The peak is the highest resident set during these
+steps (VmHWM of /proc, reset before), minus what was resident before the model was built; the largest of the four
+processes. One step in each precision precedes all rungs, so that one-time allocations are in none of them.
+MALLOC_MMAP_THRESHOLD_ makes malloc return every tensor to the system; otherwise its free lists would be measured.
 On a CPU, host memory and device memory are the same: the last rungs, which offload, cannot lower the resident set. For
-them the table shows what lies in host memory (saved tensors at the end of the forward pass; shards of parameters,
-gradients and moments by their sizes), which is what a GPU would be spared. `ladder_reduction` is that of the last
-rung before offload against the first. Step times are those of 4 processes on the cores at hand.
+them the table shows the bytes in host memory (saved tensors at the end of the forward pass; shards of parameters,
+gradients and moments by their sizes), which a GPU would save. `ladder_reduction` compares the last rung before offload
+with the first. Step times are those of 4 processes on the available cores.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel
-from pipeline.parallel.activation_checkpoint import Kept
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.activation_checkpoint import ManagedActivations
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
@@ -92,18 +91,20 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
     model = SanaTransformer.from_scratch(shape, 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if name == next(iter(RUNGS)):
-        data_parallel.shard(model, [], mesh, train)
-        held = Spread(model, dist.get_world_size())
+        data_parallel.apply_fsdp(model, [], mesh, train)
+        parallel = ParallelModel(model, dist.get_world_size())
     else:
-        held = spread(model, mesh, train)
-    optimizer = optimizers.build(held.module, train.optim, CPU)
+        parallel = parallelize(model, mesh, train)
+    optimizer = optimizers.build(parallel.module, train.optim, CPU)
     if train.optim.in_backward:
-        in_backward.fuse(optimizer, held)
-    step, host, times = Step(held, FlowMatching(train.flow), optimizer, train, CPU), [0], []
-    keepers = {block.kept.keeper for block in model.blocks if isinstance(block, Kept)} - {None}
+        in_backward.fuse(optimizer, parallel)
+    step, host, times = Step(parallel, FlowMatching(train.flow), optimizer, train, CPU), [0], []
+    offloaders = {
+        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
+    } - {None}
 
     def forward_is_over(*_: Any) -> None:
-        host.append(sum(keeper.host_bytes() for keeper in keepers if keeper is not None))
+        host.append(sum(offloader.host_bytes() for offloader in offloaders if offloader is not None))
 
     model.norm_out.register_forward_hook(forward_is_over)
     reset_peak()
@@ -118,25 +119,25 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
 
 
 def worker(size: argparse.Namespace, result: Path) -> None:
-    """One process of the launch: climbs the ladder, the first one writes the largest figures."""
+    """One process of the launch: runs all rungs; the first one writes the largest figures."""
     values: dict[str, Any] = {"precision": "fp32", "activation_checkpointing": "none", "microbatch": size.samples}
     values |= {"optim": {"clip": None, "warmup_steps": 0, "lr": 1e-5}}
-    settings, found = {}, {}
+    settings, results = {}, {}
     for name, change in RUNGS.items():
         for key, value in change.items():
             values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
         settings[name] = TrainConfig.model_validate(values)
-    with started(detect(), TrainConfig().parallel, CPU) as mesh:
-        for name in (next(iter(RUNGS)), BEFORE_OFFLOAD):  # what is loaded and kept once per process, in both precisions
+    with open_mesh(detect(), TrainConfig().parallel, CPU) as mesh:
+        for name in (next(iter(RUNGS)), BEFORE_OFFLOAD):  # one-time allocations, in both precisions
             rung(name, settings[name], mesh, size, 1)
         for name, train in settings.items():
             figures = rung(name, train, mesh, size, 1 + size.steps)
             keys = list(figures)
             most = torch.tensor([figures[key] for key in keys], dtype=torch.float64)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            found[name] = dict(zip(keys, most.tolist(), strict=True))
+            results[name] = dict(zip(keys, most.tolist(), strict=True))
         if dist.get_rank() == 0:
-            result.write_text(json.dumps(found))
+            result.write_text(json.dumps(results))
 
 
 def main() -> None:
@@ -152,7 +153,7 @@ def main() -> None:
         worker(size, options.worker)
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "found.json"
+        result = Path(folder) / "results.json"
         subprocess.run(
             [
                 sys.executable,
@@ -170,16 +171,16 @@ def main() -> None:
             check=True,
             env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         )
-        found = json.loads(result.read_text())
-    first = next(iter(found.values()))
+        results = json.loads(result.read_text())
+    first = next(iter(results.values()))
     rows = [
         [name, f["peak"] / 2**20, 1 - f["peak"] / first["peak"], f["host"] / 2**20, f["seconds"]]
-        for name, f in found.items()
+        for name, f in results.items()
     ]
     print(f"{PROCESSES} processes, {size.layers} blocks {32 * size.heads} wide, {size.samples} x {size.side**2} tokens")
     table(["technique", "peak MiB", "less than plain", "of it offloaded MiB", "s/step"], rows)
-    figures: dict[str, float | str] = {"ladder_reduction": 1 - found[BEFORE_OFFLOAD]["peak"] / first["peak"]}
-    for number, f in enumerate(found.values()):
+    figures: dict[str, float | str] = {"ladder_reduction": 1 - results[BEFORE_OFFLOAD]["peak"] / first["peak"]}
+    for number, f in enumerate(results.values()):
         figures[f"rung_{number}_mib"] = f["peak"] / 2**20
         figures[f"rung_{number}_s"] = f["seconds"]
     finish(figures)

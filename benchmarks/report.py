@@ -1,4 +1,4 @@
-"""What every measurement prints: a table, the machine and commit, and last one JSON line with the figures."""
+"""Output of every measurement: a table, the machine and commit, and as last line the figures as JSON."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 
 
 def machine() -> str:
-    """Where a figure was taken: processor count, kind, torch."""
+    """Processor count and kind, GPU, torch."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{os.cpu_count()} x {platform.machine()}{gpu}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def commit() -> str:
-    """The commit of this tree, with `+` if it was changed since."""
+    """The commit of this tree, with `+` if there are uncommitted changes."""
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        told = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-        return told.stdout.strip()
+        result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return result.stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
 
@@ -52,7 +52,7 @@ def finish(figures: Mapping[str, float | str | None]) -> None:
 
 
 def resident(key: str) -> int:
-    """Bytes of this process's memory: VmRSS now, or VmHWM, the most since `reset_peak`."""
+    """Bytes of this process's memory: VmRSS (current) or VmHWM (peak since `reset_peak`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 

@@ -1,9 +1,9 @@
-"""What fp32 tokens between the blocks are worth and cost under bf16: `train.residual: fp32` against `compute`.
+"""Benefit and cost of fp32 tokens between the blocks under bf16: `train.residual: fp32` against `compute`.
 
 A few blocks of Sana 1.6B's width on the CPU, fp32 parameters, sharded as in training, so that matrix products are in
 bf16. Loss and gradient of the same batches are compared with those in fp32. Two starts: the weights of a new model, and
 the same with a patch embedding ten times as large, so that what a block adds is small beside the tokens, as it is deep
-in a trained model. Memory is what a block keeps for the backward pass at 1024 px, counted on fake tensors
+in a trained model. Memory: a block's saved bytes at 1024 px, counted on fake tensors
 (`benchmarks.memory`).
 """
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.memory import count, fake_model, shape, way
+from benchmarks.memory import count, fake_model, shape, technique
 from benchmarks.report import finish, table
 from pipeline.config import FlowConfig, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics
-from pipeline.parallel.mesh import started
-from pipeline.parallel.parallelize import spread
-from pipeline.training.trainer import numerics
+from pipeline.parallel.mesh import open_mesh
+from pipeline.parallel.parallelize import Microbatch, parallelize
+from pipeline.training.build import numerics
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}
@@ -42,35 +42,35 @@ def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> 
     objective = FlowMatching(FlowConfig())
     sigma, timesteps = objective.sigmas(torch.randn(samples, generator=generator))
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    with started(Launch(), train.parallel, CPU) as mesh:
+    with open_mesh(Launch(), train.parallel, CPU) as mesh:
         model = SanaTransformer.from_scratch(shape(layers), 0, numerics=numerics(train))
         with torch.no_grad():
             model.patch_embed.proj.weight.mul_(scale)
             model.caption_norm.weight.fill_(1.0)
-        held = spread(model, mesh, train)
+        parallel = parallelize(model, mesh, train)
         noised = objective.noised(latents, noise, sigma).to(dtype)
-        part = (noised, captions.to(dtype), mask, timesteps), objective.target(latents, noise)
-        (losses,) = held.forward_backward([lambda: part], objective.loss, samples)
-        found = {}
-        for key, parameter in held.module.named_parameters():
+        microbatch = Microbatch((noised, captions.to(dtype), mask, timesteps), objective.target(latents, noise))
+        (losses,) = parallel.forward_backward([microbatch], objective.loss, samples)
+        whole = {}
+        for key, parameter in parallel.module.named_parameters():
             gradient = parameter.grad
             assert gradient is not None
-            found[key] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        return float(losses.mean()), found
+            whole[key] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        return float(losses.mean()), whole
 
 
-def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def distance(rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """Relative L2 over all tensors together."""
-    error = sum(float((found[name] - exact[name]).square().sum()) for name in exact)
+    error = sum(float((rounded[name] - exact[name]).square().sum()) for name in exact)
     return (error / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
 
 
-def kept(fp32_residual: bool, checkpointing: str) -> float:
-    """MB that a block keeps of one 1024 px sample in bf16."""
+def saved_mb(fp32_residual: bool, checkpointing: str) -> float:
+    """MB that a block saves for one 1024 px sample in bf16."""
     both = []
     for layers in (2, 4):
         with FakeTensorMode():
-            model = fake_model(shape(layers), torch.bfloat16, way(checkpointing), Numerics(fp32_residual))
+            model = fake_model(shape(layers), torch.bfloat16, technique(checkpointing), Numerics(fp32_residual))
             both.append(count(model, torch.bfloat16, 32, 300))
     return (both[1] - both[0]) / 2 / 1e6
 
@@ -89,8 +89,8 @@ def main() -> None:
         exact_loss, exact = gradients(layers, scale, "fp32", size.samples, size.side)
         errors = {}
         for name in list(WAYS)[1:]:
-            loss, found = gradients(layers, scale, name, size.samples, size.side)
-            errors[name] = abs(loss - exact_loss) / exact_loss, distance(found, exact)
+            loss, rounded = gradients(layers, scale, name, size.samples, size.side)
+            errors[name] = abs(loss - exact_loss) / exact_loss, distance(rounded, exact)
             rows.append([label, name, *(f"{error:.1e}" for error in errors[name])])
         for number, what in enumerate(("loss", "gradient")):
             fp32, bf16 = (errors[name][number] for name in list(WAYS)[1:])
@@ -99,10 +99,10 @@ def main() -> None:
     table(["start", "residual", "loss, relative", "gradient, relative L2"], rows)
     memory = []
     for checkpointing in ("none", "selective", "full"):
-        fp32, bf16 = kept(True, checkpointing), kept(False, checkpointing)
+        fp32, bf16 = saved_mb(True, checkpointing), saved_mb(False, checkpointing)
         memory.append([checkpointing, fp32, bf16, fp32 / bf16])
         figures |= {f"MB fp32, {checkpointing}": fp32, f"MB bf16, {checkpointing}": bf16}
-    print("\nkept for the backward pass by a block of a 1024 px sample, MB")
+    print("\nsaved for the backward pass by a block for a 1024 px sample, MB")
     table(["checkpointing", "fp32 residual", "bf16 residual", "ratio"], memory)
     finish(figures)
 

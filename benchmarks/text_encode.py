@@ -35,7 +35,7 @@ import torch
 
 from pipeline.config import TextConfig
 from pipeline.models import tiny
-from pipeline.models.hub import quiet
+from pipeline.models.hub import no_progress_bars
 from pipeline.models.text import TextEncoder
 from pipeline.processes import run_and_exit
 from pipeline.sources.caption_rules import INSTRUCTIONS, normalise
@@ -124,7 +124,7 @@ def build(folder: Path, tokenizer: Any) -> None:
         bos_token_id=tokenizer.bos_token_id,
     )
     torch.manual_seed(0)
-    with quiet():
+    with no_progress_bars():
         Gemma2Model(config).save_pretrained(folder / "text_encoder")
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -201,7 +201,7 @@ def main() -> None:
         build(folder, tokenizer_for([*short, *long]))
         for name, dtype in DTYPES.items():
             encoder = TextEncoder.load(TextConfig(id=str(folder), dtype=name), INSTRUCTION, "cpu")
-            with quiet():
+            with no_progress_bars():
                 model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype)
             pipe = SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), model, None, None, None)
             words = single_words(encoder, [*short, *long])

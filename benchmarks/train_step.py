@@ -1,13 +1,13 @@
-"""What the trainer costs beside the model: a step against a bare PyTorch loop, and the wait for data.
+"""Overhead of the trainer: a step against a bare PyTorch loop, and the wait for data.
 
 overhead: `Step` (casts, noise, per-sample losses, verdict, global norm, clipping, optimizer) against a loop of plain
 PyTorch that does the same arithmetic on float32 tensors in memory: noise already mixed in, mean loss,
-`clip_grad_norm_`, AdamW. The same model and values, in alternation, CPU time of one thread (the machine may be shared);
-the median of the ratios of neighbours, the larger one of two models: the demonstration's (batch 12), and two blocks of
-Sana 0.6B at 512 px with its ends (batch 2).
+`clip_grad_norm_`, AdamW. The same model and values, alternating, CPU time of one thread (the machine may be shared);
+the median of the ratios of neighbours, and the larger one of two models: the demonstration's (batch 12), and two blocks
+of Sana 0.6B at 512 px with its ends (batch 2).
 
-data_wait: the trainer's own figure, from its rows: the share of the wall time that it waited for batches of a real
-snapshot of the demonstration's shape, read from the page cache and verified; the first rows are left out.
+data_wait: from the trainer's rows: the share of the wall time that it waited for batches of a real snapshot of the
+demonstration's shape, read from the page cache and verified; without the first rows.
 
     python -m benchmarks.train_step [--quick]
 
@@ -35,7 +35,7 @@ from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.processes import run_and_exit
 from pipeline.training import metrics
 from pipeline.training import optimizers as optim
@@ -83,7 +83,7 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     objective = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
-    step = Step(Spread(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
     sigma, timesteps = objective.sigmas(batch.logit)
     noised = objective.noised(batch.latents, batch.noise, sigma)
     target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()
@@ -102,11 +102,11 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         sides: list[tuple[list[float], Callable[[], None]]] = [(seconds[0], ours), (seconds[1], bare)]
-        for kept, side in sides if turn % 2 else sides[::-1]:
+        for times, side in sides if turn % 2 else sides[::-1]:
             began = time.process_time()
             side()
             if turn >= 2:
-                kept.append(time.process_time() - began)
+                times.append(time.process_time() - began)
     return seconds
 
 
@@ -114,14 +114,18 @@ def data_wait(folder: Path, steps: int) -> tuple[float, float]:
     """(share of the wall time waited, seconds a step) of a run on a snapshot, after its first rows."""
     latent = layout.LatentRecipe(compression=8, channels=16)
     build(folder / "cache", 240, buckets=TINY, batch=12, latent=latent, text=layout.TextRecipe(width=128))
-    own = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}", f"train.steps={steps}", "train.log_every=5"]
-    config: Config = load("tiny", [*own, "train.save_every=100000", "train.optim.lr=1e-5"])
+    settings = [
+        f"cache={folder / 'cache'}",
+        f"train.output={folder / 'run'}",
+        f"train.steps={steps}",
+        "train.log_every=5",
+    ]
+    config: Config = load("tiny", [*settings, "train.save_every=100000", "train.optim.lr=1e-5"])
     stages.train.run(config, say=lambda line: None)
     rows = metrics.read(folder / "run/metrics.jsonl")
-    kept = rows[1:]
-    wall = kept[-1]["seconds"] - rows[0]["seconds"]
-    waited = sum(row["data_wait"] * 5 * 12 / row["images_per_s"] for row in kept)
-    return waited / wall, wall / (len(kept) * 5)
+    wall = rows[-1]["seconds"] - rows[0]["seconds"]
+    waited = sum(row["data_wait"] * 5 * 12 / row["images_per_s"] for row in rows[1:])
+    return waited / wall, wall / (len(rows[1:]) * 5)
 
 
 def main() -> None:
@@ -129,20 +133,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    found, rows = {}, []
+    ratios, rows = {}, []
     for name, config, batch, rounds in (
         ("demo", demo_model(), (12, 8, 40), 15 if quick else 101),
         ("600m", blocks_of_600m(2), (2, 16, 96), 3 if quick else 15),
     ):
         ours, bare = overhead(config, batch_of(config, *batch), rounds)
-        found[name] = median([a / b for a, b in zip(ours, bare, strict=True)])
-        rows.append([name, 1000 * median(ours), 1000 * median(bare), found[name]])
+        ratios[name] = median([a / b for a, b in zip(ours, bare, strict=True)])
+        rows.append([name, 1000 * median(ours), 1000 * median(bare), ratios[name]])
     table(["model", "step ms", "bare ms", "ratio"], rows)
     with tempfile.TemporaryDirectory() as folder:
         waited, seconds = data_wait(Path(folder), 25 if quick else 205)
     print(f"data wait {100 * waited:.2f} % of a step of {1000 * seconds:.0f} ms")
-    figures = {f"overhead_{name}": value for name, value in found.items()}
-    finish({"overhead": max(found.values()), **figures, "data_wait": waited})
+    figures = {f"overhead_{name}": value for name, value in ratios.items()}
+    finish({"overhead": max(ratios.values()), **figures, "data_wait": waited})
 
 
 if __name__ == "__main__":

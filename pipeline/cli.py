@@ -1,12 +1,10 @@
-"""The command line: `sana-pipe encode | bucket | train | export | sample | demo`.
+"""The command line: options, the configuration, then one stage.
 
-What: parses options, reads the configuration, calls one stage. Stages are imported inside their command, so that
-`sana-pipe train` loads neither an encoder nor diffusers, and `--help` answers at once.
-Why the errors are caught here and nowhere else: a `UserError` is printed without a traceback and ends with its own
-exit code, and so is what the file system answers to a path that may not be used (2); anything else is a defect and
-keeps its traceback. Ctrl-C ends with 130.
-Price: an option that belongs to the configuration has no flag of its own; `--set a.b=c` reaches every one that the
-command reads.
+Stages are imported inside their command, so that `sana-pipe train` loads neither an encoder nor diffusers and `--help`
+is fast. All errors are handled here: a `UserError`, and an unusable path that the file system refuses, is printed
+without a traceback and ends with its exit code; any other exception is a defect and keeps its traceback.
+
+Options of the configuration have no flags; `--set a.b=c` reaches each that the command reads.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError
@@ -29,26 +28,34 @@ from pipeline.processes import allow_many_files, run_and_exit
 if TYPE_CHECKING:
     from pipeline.config import Config
 
-FIRST_S = 3.0
-"""How long a process that is not the first waits before it prints an error: launchers end it within that time."""
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+OTHER_RANK_DELAY_S = 3.0
+"""Delay before a process other than rank 0 prints its error; launchers end it within that time if rank 0 failed."""
+INTERRUPTED = 130  # the shells' exit code for a process that SIGINT ended
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
-"""What a file system says of a path that a person gave, whatever the command wanted to do there."""
+"""Errors of the file system that mean a wrong path from the user, whatever the operation."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class _Command(click.Command):
-    """Says in its help which exit codes it has."""
+    """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any):
+        super().__init__(*args, **attributes)
+        self.examples = tuple(examples)
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        known = [
+        codes = [
             (str(code), meaning)
             for code, (meaning, commands) in EXIT_CODES.items()
             if not commands or self.name in commands or self.name == "demo"
         ]
         with formatter.section("Exit codes"):
-            formatter.write_dl(known)
+            formatter.write_dl(codes)
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"  {example}\n")
 
 
 class _Group(_Command, click.Group):
@@ -58,39 +65,73 @@ class _Group(_Command, click.Group):
 _Group.group_class = _Group
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    examples=[
+        "sana-pipe check",
+        "sana-pipe encode --data /data/pictures",
+        "sana-pipe bucket",
+        "sana-pipe train --resume auto",
+        "sana-pipe sample",
+    ],
+)
 @click.version_option(__version__, prog_name="sana-pipe")
 def cli() -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
     \b
-    sana-pipe check                 are the models there, and do they fit
+    sana-pipe check                 are the models available, and do they fit together
     sana-pipe encode --data DIR     pictures and captions -> cache
     sana-pipe bucket                cache -> a snapshot of resolution buckets
     sana-pipe train                 snapshot -> checkpoints
     sana-pipe sample, export        checkpoint -> pictures, a SanaPipeline folder
+    sana-pipe config                every option with its meaning, value and origin
     """
 
 
+def _complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from pipeline.config import shipped
+
+    names = [CompletionItem(path.stem) for path in shipped() if path.stem.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="file")]
+
+
+def _complete_options(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from pipeline.config import option_fields, section_of
+
+    for_set = parameter.name == "overrides"
+    return [
+        CompletionItem(f"{name}=" if for_set else name, help=" ".join((field.description or "").split()))
+        for name, field in option_fields()
+        if name.startswith(incomplete) and not (for_set and section_of(field))
+    ]
+
+
 def _configured(command: Command) -> Command:
-    """Adds the options that every stage has."""
+    """Add the options of the configuration."""
     for option in (
         click.option(
             "--set",
             "overrides",
             metavar="A.B=C",
             multiple=True,
-            help="Override one key of the configuration; may be repeated.",
+            shell_complete=_complete_options,
+            help="Override one option of the configuration; may be repeated.",
         ),
         click.option(
             "--config",
             "config_path",
             metavar="FILE",
-            help="Default: ./sana-pipe.yaml if there is one, else the shipped sana_1600m_1024.",
+            shell_complete=_complete_files,
+            help="Default: ./sana-pipe.yaml if it exists, else the shipped sana_1600m_1024.",
         ),
     ):
         command = option(command)
     return command
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 
 
 def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
@@ -101,7 +142,14 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
     return load(config_path, list(overrides), " ".join([*words, *mode]))
 
 
-@cli.command()
+@cli.command(
+    examples=[
+        "sana-pipe encode --data /data/pictures --dry-run   # what there is to do; writes nothing",
+        "sana-pipe encode --data 's3://bucket/shard-{0000..0099}.tar' --set cache=s3://bucket/cache",
+        "sana-pipe encode --data /data/pictures --set data.min_side=512 --set encode.image_batch=16",
+        "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe encode --data /data/pictures",
+    ]
+)
 @_configured
 @click.option(
     "--data",
@@ -113,94 +161,83 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
 @click.option(
     "--format",
     type=click.Choice(["folder", "webdataset", "wids", "parquet", "jsonl", "csv"]),
-    help="What --data is. Default: seen from what is there.",
+    help="The kind of --data. Default: from its content.",
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
-@click.option(
-    "--reassign", metavar="FILE", help="Encode these pictures for other buckets, too; `bucket` writes such a list."
-)
+@click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
-@click.option("--shrink", is_flag=True, help="The source may have lost more than encode.max_shrink of its pictures.")
+@click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
 @click.option(
     "--text-mode",
     type=click.Choice(["auto", "exact"]),
     help="text.mode: `auto` runs the instruction once for all captions and checks itself, `exact` is the reference.",
 )
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
-@click.option("--task-count", type=click.IntRange(min=1), help="How many workers share the work.")
+@click.option("--task-count", type=click.IntRange(min=1), help="Workers that share the work.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="ray: hand the units out on the Ray cluster of RAY_ADDRESS, or on a local one.",
+    help="ray: run the units on the Ray cluster of RAY_ADDRESS, or on a local one.",
 )
-@click.option("--dry-run", is_flag=True, help="Write nothing: say what there is to do, its bytes and its time.")
+@click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
 def encode(
     config_path: str | None,
     overrides: tuple[str, ...],
-    data: str,
-    format: str | None,
-    source_name: str | None,
     reassign: str | None,
-    rehash: bool,
     shrink: bool,
     text_mode: str | None,
-    task_index: int | None,
-    task_count: int | None,
-    engine: str,
     dry_run: bool,
     probe: bool,
-    as_json: bool,
+    **options: Any,
 ) -> Any:
-    """Encode pictures and captions into the cache; what is there already is not encoded again.
+    """Encode pictures and captions into the cache; existing records are not encoded again.
 
-    SIGTERM or SIGUSR1: the unit in hand is finished within encode.grace_s or dropped, and the exit code is 0; run the
-    same command again to continue.
+    After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
+    same command continues.
 
-    Encoding waits for space as long as encode.low_disk_wait_s says; --dry-run ends with 6 if there will not be enough.
+    Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """
-    if (task_index is None) != (task_count is None):
+    index, count = options["task_index"], options["task_count"]
+    if (index is None) != (count is None):
         raise click.UsageError("--task-index and --task-count belong together")
-    if task_index is not None and task_count is not None and task_index >= task_count:
-        raise click.UsageError(f"--task-index {task_index} must be below --task-count {task_count}")
+    if index is not None and index >= count:
+        raise click.UsageError(f"--task-index {index} must be below --task-count {count}")
     if dry_run and reassign is not None:
-        raise click.UsageError("--dry-run tells of the pictures' own buckets only; leave --reassign out")
-    own = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = _load(config_path, (*overrides, *own), *(["--engine ray"] if engine == "ray" else []))
+        raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
+    flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
+    config = _load(config_path, (*overrides, *flags), *(["--engine ray"] if options["engine"] == "ray" else []))
     from stages import encode as stage
 
-    options: dict[str, Any] = {
-        "data": data,
-        "source_name": source_name,
-        "rehash": rehash,
-        "task_index": task_index,
-        "task_count": task_count,
-        "format": format,
-        "engine": engine,
-        "as_json": as_json,
-    }
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
     return stage.run(config, reassign=reassign, **options)
 
 
-@cli.command()
+@cli.command(
+    examples=[
+        "sana-pipe bucket --dry-run",
+        "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
+        "sana-pipe bucket --set 'bucket.filter=min(width, height) >= 768' --set bucket.heldout=0.01",
+        "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
+    ]
+)
 @_configured
-@click.option("--name", metavar="NAME", help="Name for the snapshot. Default: only its id.")
+@click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
 @click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
-@click.option("--dry-run", is_flag=True, help="Report what would be in it, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
     is_flag=True,
     help="Then copy its records into joint shards in a shuffled order, for training from object storage.",
 )
-@click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; make no other one.")
+@click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; do not make a new one.")
 @click.option("--latest", is_flag=True, help="With --pack: the packed snapshot becomes the newest.")
-@click.option("--move", is_flag=True, help="Let NAME point to it though it points to another snapshot.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
+@_json
 def bucket(
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -215,20 +252,20 @@ def bucket(
 ) -> Any:
     """Join latents and captions into an immutable snapshot, grouped by resolution.
 
-    Which samples (filters, weights, duplicates, held-out part, subset) and how they are batched: the section `bucket`
-    of the configuration. Several processes or nodes may run it with --pack at the same time: they share the copying.
-    With --pack the name is that of the packed snapshot (default: ID.packed), and `latest` stays with what was packed.
+    The section `bucket` of the configuration decides which samples are used (filters, weights, duplicates, held-out
+    part, subset) and how they are batched. Several processes or nodes may run --pack at the same time; they share the
+    copying. With --pack the name is the packed snapshot's (default: ID.packed), and `latest` stays where it is.
     """
     if latest and not pack:
-        raise click.UsageError("--latest is for --pack: a snapshot that is not packed is the newest anyway")
+        raise click.UsageError("--latest is for --pack: a new snapshot is the newest without it")
     if snapshot is not None and not pack:
-        raise click.UsageError("--snapshot is for --pack: training chooses its snapshot by `train --snapshot`")
+        raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
     if caches:
-        own = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
-        config = config.model_copy(update={"bucket": own})
+        section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
+        config = config.model_copy(update={"bucket": section})
     from stages import bucket as stage
 
     if not pack:
@@ -236,13 +273,20 @@ def bucket(
     from stages import pack as packing
 
     packing.check_name(name)  # before the snapshot is made that is to be packed
-    made = stage.run(config) if snapshot is None else snapshot
-    return packing.run(config, snapshot=made, name=name, as_json=as_json, move=move, latest=latest)
+    unpacked = stage.run(config) if snapshot is None else snapshot
+    return packing.run(config, snapshot=unpacked, name=name, as_json=as_json, move=move, latest=latest)
 
 
-@cli.group(invoke_without_command=True)
+@cli.group(
+    invoke_without_command=True,
+    examples=[
+        "sana-pipe snapshots",
+        "sana-pipe snapshots diff round1 round2",
+        "sana-pipe snapshots name latest round3",
+    ],
+)
 @_configured
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@_json
 @click.pass_context
 def snapshots(context: click.Context, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
     """List the snapshots of the cache, compare two (`snapshots diff A B`), or name one (`snapshots name A NAME`)."""
@@ -256,38 +300,38 @@ def snapshots(context: click.Context, config_path: str | None, overrides: tuple[
     return stage.run(config, as_json=as_json)
 
 
-@snapshots.command()
+@snapshots.command(examples=["sana-pipe snapshots diff round1 round2 --json"])
 @_configured
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
 def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as_json: bool) -> Any:
-    """Samples that B has and A has not, the reverse, and those that changed. A, B: names or ids."""
+    """List the samples that were added, removed or changed from A to B (names or ids)."""
     config = _load(config_path, overrides)
     from stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
 
 
-@snapshots.command()
+@snapshots.command(examples=["sana-pipe snapshots name latest round3 --move"])
 @_configured
 @click.argument("snapshot", metavar="SNAPSHOT")
 @click.argument("label", metavar="NAME")
-@click.option("--move", is_flag=True, help="Also if NAME points to another snapshot.")
+@click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
 def name(config_path: str | None, overrides: tuple[str, ...], snapshot: str, label: str, move: bool) -> Any:
-    """Give a snapshot (a name, an id or its beginning) a name, so that `gc` spares it."""
+    """Name a snapshot (given by name, id or the start of its id), so that `gc` keeps it."""
     config = _load(config_path, overrides)
     from stages import snapshots as stage
 
     return stage.name(config, snapshot, label, move)
 
 
-@cli.command()
+@cli.command(examples=["sana-pipe forget --source photos", "sana-pipe forget --snapshot round1"])
 @_configured
-@click.option("--source", metavar="NAME", help="A source that `bucket` is to use no more. Its records stay.")
+@click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")
 @click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
 def forget(config_path: str | None, overrides: tuple[str, ...], source: str | None, snapshot: str | None) -> Any:
-    """Forget a source or the name of a snapshot. Removes nothing itself: `gc` removes what nothing needs then."""
+    """Forget a source or the name of a snapshot. Removes no records; `gc` does, where nothing else needs them."""
     if (source is None) == (snapshot is None):
         raise click.UsageError("give either --source or --snapshot")
     config = _load(config_path, overrides)
@@ -296,7 +340,15 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
     return stage.run(config, source=source, snapshot=snapshot)
 
 
-@cli.command()
+@cli.command(
+    examples=[
+        "sana-pipe train --resume auto",
+        "sana-pipe train --snapshot round2 --set train.optim.lr=2e-5 --set train.steps=4000",
+        "sana-pipe train --config sana_600m_512 --set train.optim.name=came --set train.optim.eps=null"
+        " --set train.optim.betas=null",
+        "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto",
+    ]
+)
 @_configured
 @click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
 @click.option(
@@ -307,7 +359,7 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
 @click.option(
     "--quarantine",
     metavar="FILE",
-    help="Go on where a record cannot be read: another sample of its bucket takes its place, and FILE gets a line.",
+    help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
 def train(
     config_path: str | None,
@@ -324,14 +376,14 @@ def train(
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
-@cli.command()
+@cli.command(examples=["sana-pipe check", "sana-pipe check --config sana15_1600m_1024 --json"])
 @_configured
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@_json
 def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """Say whether the models of the configuration are there and fit one another, before anything is encoded.
+    """Check that the models of the configuration are available and fit together, before anything is encoded.
 
-    Fetches JSON files only, and says how much `encode` and `train` will fetch. Exit code 2 if something is missing,
-    gated, of the wrong kind, or does not fit.
+    Fetches JSON files only, and prints how much `encode` and `train` will fetch. Exit code 2 if a model is missing,
+    gated, of the wrong kind, or does not fit the others.
     """
     config = _load(config_path, overrides)
     from stages import check as stage
@@ -339,16 +391,28 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     return stage.run(config, as_json=as_json)
 
 
-@cli.command()
+_checkpoint = click.option(
+    "--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="auto: the newest of train.output."
+)
+_ema = click.option("--ema", is_flag=True, help="The moving average of the weights (train.ema).")
+
+
+@cli.command(
+    examples=[
+        "sana-pipe export --out ./export",
+        "sana-pipe export --checkpoint ./runs/sana_1600m_1024 --ema --dtype bf16 --overwrite",
+        "sana-pipe export --format nvlabs --out ./nvlabs   # for NVlabs' repository and ComfyUI",
+    ]
+)
 @_configured
-@click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
-@click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
+@_checkpoint
+@_ema
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Of the transformer's files.",
+    help="Precision of the transformer's files.",
 )
 @click.option(
     "--format",
@@ -358,32 +422,25 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
     show_default=True,
     help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
 )
-@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder to write; new or empty.")
+@click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
-def export(
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    checkpoint: str,
-    ema: bool,
-    dtype: str,
-    form: str,
-    out: str,
-    overwrite: bool,
-) -> Any:
-    """Write a folder that diffusers' SanaPipeline.from_pretrained loads, or files with NVlabs' names."""
+def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, out: str, **options: Any) -> Any:
+    """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), ema=ema, overwrite=overwrite, dtype=dtype, form=form)
+    return stage.run(config, checkpoint, Path(out), **options)
 
 
-@cli.command()
+@cli.command(
+    examples=["sana-pipe sample --count 4", "sana-pipe sample --snapshot round2.heldout --set sample.guidance=6.0"]
+)
 @_configured
-@click.option("--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="Which checkpoint.")
-@click.option("--snapshot", metavar="NAME|ID", help="Whose captions. Default: the newest snapshot of the cache.")
-@click.option("--ema", is_flag=True, help="The running average of the weights (train.ema) instead of the last ones.")
+@_checkpoint
+@click.option("--snapshot", metavar="NAME|ID", help="The snapshot of the captions. Default: the newest of the cache.")
+@_ema
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
-@click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Where the PNGs go.")
+@click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Folder for the PNGs.")
 def sample(
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -403,67 +460,94 @@ def sample(
 @cli.command(hidden=True)
 @_configured
 @click.option("--latents", required=True, metavar="FILE", help="safetensors file of latents, one tensor a picture.")
-@click.option("--out", required=True, metavar="DIR", help="Where the PNGs go.")
+@click.option("--out", required=True, metavar="DIR", help="Folder for the PNGs.")
 def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, out: str) -> Any:
-    """Decode latents in a process of its own (`sample` calls it)."""
+    """Decode latents in a separate process (`sample` calls it)."""
     config = _load(config_path, overrides)
     from stages import sample as stage
 
     return stage.decode(config, Path(latents), Path(out))
 
 
-@cli.command()
+@cli.command(examples=["sana-pipe status", "sana-pipe status --set cache=s3://bucket/cache --json"])
 @_configured
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@_json
 def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
-    """What the cache holds and what is missing, while or after it is filled."""
+    """Print what the cache holds and what is missing, during or after encoding."""
     config = _load(config_path, overrides)
     from stages import status as stage
 
     return stage.run(config, as_json=as_json)
 
 
-@cli.command()
+@cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])
 @_configured
-@click.option("--repair", is_flag=True, help="Put documents right, and encode damaged records again, only those.")
-@click.option("--data", multiple=True, metavar="NAME=DIR", help="Where a source is now, if it moved (for --repair).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--repair", is_flag=True, help="Restore documents, and encode the damaged records again.")
+@click.option("--data", multiple=True, metavar="NAME=DIR", help="The present place of a moved source (for --repair).")
+@_json
 def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
-    """Read the whole cache and name what is damaged."""
+    """Read the whole cache and name the damaged records and documents."""
     config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
     return stage.run(config, mend=repair, data=data, as_json=as_json)
 
 
-@cli.command()
+@cli.command(examples=["sana-pipe gc", "sana-pipe gc --yes --older-than-hours 72"])
 @_configured
 @click.option("--yes", is_flag=True, help="Remove the files; without it they are only listed.")
 @click.option("--older-than-hours", type=click.FloatRange(min=0), default=48, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@_json
 def gc(config_path: str | None, overrides: tuple[str, ...], yes: bool, older_than_hours: float, as_json: bool) -> Any:
-    """List, or remove, what no commit, snapshot or scan refers to."""
+    """List or remove files that no commit, snapshot or scan refers to."""
     config = _load(config_path, overrides)
     from stages import gc as stage
 
     return stage.run(config, yes=yes, older_than_hours=older_than_hours, as_json=as_json)
 
 
-@cli.command()
-@click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Where everything of the demo goes.")
-@click.option("--data", metavar="DIR", help="Your own pictures with captions, instead of scikit-image's.")
+@cli.command(
+    examples=[
+        "sana-pipe config",
+        "sana-pipe config train.optim --set train.optim.name=came --set train.optim.eps=null",
+        "sana-pipe config bucket.remainder --config sana_600m_512 --json",
+        "sana-pipe config --config sana_1600m_1024 > sana-pipe.yaml   # a start for your own file",
+    ]
+)
+@_configured
+@click.argument("name", required=False, metavar="[OPTION|SECTION]", shell_complete=_complete_options)
+@_json
+@click.option("--markdown", is_flag=True, help="The reference of all options (docs/configuration.md).")
+def config(config_path: str | None, overrides: tuple[str, ...], name: str | None, as_json: bool, markdown: bool) -> Any:
+    """Print every option: its meaning, default, value, and what set it (shipped file, --config, --set).
+
+    The output is a configuration file. An option or section alone: sana-pipe config train.optim
+    """
+    from pipeline.config import load_given
+    from stages import config as stage
+
+    if not markdown:
+        return stage.run(*load_given(config_path, overrides), name, as_json=as_json)
+    if name or as_json or config_path or overrides:
+        raise click.UsageError("--markdown is alone: it describes the options, not a configuration")
+    return click.echo(stage.markdown())
+
+
+@cli.command(examples=["sana-pipe demo", "sana-pipe demo --data /data/pictures --out demo2"])
+@click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Folder of the demonstration.")
+@click.option("--data", metavar="DIR", help="Your pictures with captions, instead of scikit-image's.")
 @click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")
 def demo(out: str, data: str | None, quick: bool) -> Any:
-    """Photographs to generated pictures with small models, on two cores, without any download."""
+    """Photographs to generated pictures with small models, on two cores, without downloads."""
     from stages import demo as stage
 
     return stage.run(Path(out), data=None if data is None else Path(data), quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Always ends in SystemExit: 0, a UserError's own code, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run a command line; always ends in SystemExit: 0, a UserError's code, 2 for wrong usage, 130 for Ctrl-C."""
     allow_many_files()
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
@@ -474,22 +558,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:
-        _say(error)
+        _print_error(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in REFUSED or error.filename is None:
             raise
         fix = "check the path, and who may read, enter and write its folders"
-        _say(UserError(f"{error.filename}: {error.strerror}", fix=fix))
+        _print_error(UserError(f"{error.filename}: {error.strerror}", fix=fix))
         sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _say(error: UserError) -> None:
-    """Print an error once for all processes of a launch: the first process does, another one only what is its alone.
+def _print_error(error: UserError) -> None:
+    """Print an error once per launch: rank 0 at once, another rank only errors that rank 0 does not have.
 
-    What every process finds by itself, such as a misspelt option, cannot be known to be so; but the launcher ends the
-    others when the first one has ended.
+    An error that every rank finds for itself, such as a misspelt option, is not marked `everywhere`. The other ranks
+    wait before they print it; rank 0's exit makes the launcher end them first.
     """
     from pipeline.launch import detect
 
@@ -500,16 +584,13 @@ def _say(error: UserError) -> None:
     if rank:
         if error.everywhere:
             return
-        time.sleep(FIRST_S)
+        time.sleep(OTHER_RANK_DELAY_S)
     click.echo(f"sana-pipe: {f'process {rank}: ' if rank else ''}{error}", err=True)
 
 
 def console() -> NoReturn:
-    """The command: `main`, then the end of the process.
-
-    A run shows its lines only: warnings and notes of libraries stay away, unless Python was asked for them
-    (`PYTHONWARNINGS=default`). What concerns a user is an error or a line of ours.
-    """
+    """The installed command: `main`, then the end of the process. Warnings and log lines of libraries are hidden
+    unless Python was asked for them (`PYTHONWARNINGS=default`)."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

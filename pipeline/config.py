@@ -1,25 +1,29 @@
-"""One strict, typed YAML for every stage.
+"""The configuration: one strict, typed YAML file for every stage.
 
-What: pydantic models for the whole configuration, and `load()`, which reads `--config F`, else `./sana-pipe.yaml`,
-else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c` on top.
-Why: an option that is misspelt, of the wrong type or impossible together with another must stop the run before it
-costs GPU hours. So unknown keys are errors that name the key, the file and the nearest valid name; nothing is
-coerced that a reader of the YAML would not expect (integers serve as floats, nothing else).
-Price: every option has to be declared here; a file may not carry keys for other tools.
+The sections are pydantic models; each option is documented at its field. `load()` reads `--config F`, else
+`./sana-pipe.yaml`, else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c` on top.
 
-Constants are Sana's own (NVlabs/Sana `configs/sana_config/*` and the diffusers configuration of
-`SanaTransformer2DModel`); each field says where it differs.
+A mistake must stop the run before it costs GPU hours. So unknown keys are errors that name the key, the file and the
+nearest valid name, and values are not converted (an integer may serve as a float, nothing else). The price: a file
+may not hold keys for other tools.
+
+Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); docs/nvlabs.md compares
+every training option.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError
 from pipeline.urls import strip_credentials
@@ -27,129 +31,156 @@ from pipeline.urls import strip_credentials
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
 LOCAL_NAME = "sana-pipe.yaml"
+RENAMED = {"bucket.small": "bucket.remainder", "train.loader_timeout_s": "patience_s"}
+"""Earlier names of options, which files and `--set` may still use. The new name is in the same section or outside of
+sections."""
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
+Storage = Literal["bf16", "bf16-zstd", "int8"]
 
 
-def _recompute(mode: str) -> str:
+def _check_recompute(mode: str) -> str:
     if mode not in ("none", "full", "selective") and not re.fullmatch(r"every-([2-9]|[1-9]\d+)", mode):
         raise ValueError("must be none, full, selective, or every-K (every-2: each second block; K at least 2)")
     return mode
 
 
-Recompute = Annotated[str, AfterValidator(_recompute)]
+Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class Weights(_Section):
-    """Where pretrained weights come from: a hub id or a folder that `save_pretrained` wrote."""
+    """Pretrained weights."""
 
     id: str
+    """A model on the hub, or a folder that `save_pretrained` wrote."""
     subfolder: str | None = None
+    """The model's folder inside the repository or folder; null: the top."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; null: the main branch."""
     variant: str | None = None
+    """The variant of the weight files, such as `fp16`; null: the files without one."""
 
 
 class StartWeights(Weights):
-    """What training starts from. `variant: null` takes the set of the highest precision that is there; the run says
-    which. `id` may also name a file of NVlabs (`.pth`, or safetensors with their names), here or on the hub:
-    `hf://OWNER/NAME/checkpoints/NAME.pth`.
+    """The weights that training starts from."""
 
-    runs_in: the precisions that these weights bear, the one to take first; null: not known. Weights that were trained
-    in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those trained in bf16 overflow in fp16 (#65).
-    """
-
+    id: str
+    """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
+    with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
+    variant: str | None = None
+    """The variant of the weight files; null: the files of the highest precision (the run logs which)."""
     runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
+    """The precisions in which these weights work, the preferred one first; null: unknown. Weights trained in fp16 fail
+    in bf16 (NVlabs/Sana #47, #109), and weights trained in bf16 overflow in fp16 (#65)."""
 
     def bears(self, precision: str) -> bool:
-        """False: the weights are known to fail in this precision of `train.precision`."""
+        """False if the weights are known to fail in this value of `train.precision`."""
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
 
 class VaeConfig(Weights):
-    """The image encoder. `scaling_factor: null` takes the one in the VAE's own config (0.41407 for Sana's DC-AE)."""
+    """The image encoder."""
 
     subfolder: str | None = "vae"
+    """The model's folder inside the repository or folder; null: the top."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the encoder's computation; part of the recipe. DC-AE overflows in fp16."""
     scaling_factor: Annotated[float, Field(gt=0)] | None = None
+    """Latents are multiplied by this number; null: the factor in the VAE's configuration (0.41407 for Sana's DC-AE)."""
 
 
 class TextConfig(Weights):
-    """The text encoder and the rule that turns a caption into rows.
-
-    normalisation `diffusers` lowers and strips the caption and quotes the instruction as `SanaPipeline` does, so that
-    the rows are those which `SanaPipeline` computes at inference; `nvlabs` keeps the caption raw, as NVlabs' trainer.
-    `instruction: null` takes that recipe's own instruction; `""` uses none.
-    mode `auto` runs the instruction once for all captions and checks itself against the reference; `exact` computes
-    every caption as the reference does. It is not part of the recipe: see pipeline/models/text.py.
-    """
+    """The text encoder, and how a caption becomes rows."""
 
     subfolder: str | None = "text_encoder"
+    """The model's folder inside the repository or folder; null: the top."""
     tokenizer_subfolder: str | None = "tokenizer"
+    """The tokenizer's folder inside the repository or folder; null: the top."""
     dtype: Literal["fp32", "bf16"] = "bf16"
+    """Precision of the encoder's computation; part of the recipe."""
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
+    """How captions are normalised. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
+    written, as NVlabs' trainer does."""
     instruction: str | None = None
+    """The text before each caption; null: the recipe's instruction; `""`: none."""
     max_length: Annotated[int, Field(ge=2)] = 300
+    """Token limit of a caption; longer captions are cut."""
     mode: Literal["auto", "exact"] = "auto"
+    """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
+    reference for each caption. Not part of the recipe (see pipeline/models/text.py)."""
 
 
 class DataConfig(_Section):
-    """What the pictures become. `buckets: sana` is Sana's table of 40 aspect ratios at `resolution`.
-
-    Captions: `caption_field` is the column that holds them. Several columns with their shares go into
-    `caption_weights` (`{short: 1, long: 3}`; `txt` stands for the text file beside a picture), which then replaces
-    `caption_field`. `caption_scores` names the score column of a caption column (`{long: clip}`); see
-    `pipeline/sources/caption_columns.py` for Sana's rule, whose constants are `score_threshold` and `score_power`.
-    caption: what a picture says that has no caption: `none` (nothing: the empty caption), `filename` (its name without
-    the ending), `folder` (the name of its folder; underscores of both read as spaces), or any other text, such as
-    `a photo of sks dog`; null: such pictures are rejected.
-    caption_prefix, caption_suffix: put before and after every caption, as they are (with their spaces).
-    `image_field` is the column of a table that holds the picture or its name (null: found by type and name), and
-    `image_root` is what these names are relative to (null: the table's own folder).
-    max_pixels, max_picture_mib: a picture is left out if its header says that it has more pixels, or that decoding it
-    takes more memory, in MiB. `encode.workers` pictures are decoded at once.
-    decoder: `vips` (fast) or `pillow`; `auto` is vips where it can be imported, but stays with what a cache has been
-    encoded with. The pixels differ by rounding, so the decoder is part of the recipe.
-    min_side, max_upscale, max_crop_loss: pictures are left out whose shorter side has fewer pixels, that would be
-    enlarged by more than this factor to cover their bucket, or that would lose more than this share of their area to
-    the crop; null: never.
-    """
+    """Pictures, captions, and the pictures that are left out."""
 
     resolution: Positive = 1024
+    """Side of a square picture in pixels; the other buckets have about the same area."""
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
+    """Target sizes as [height, width]; sana: Sana's table of 40 aspect ratios at `resolution`."""
     caption_field: str = "text"
+    """The column that holds the caption."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
+    text file beside a picture."""
     caption_scores: dict[str, str] = {}
+    """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
+    scores (see pipeline/sources/caption_columns.py)."""
     score_threshold: Annotated[float, Field(ge=0)] = 25.0
+    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
     score_power: Annotated[float, Field(ge=0)] = 10.0
+    """Sana's rule: captions are drawn in proportion to score to this power."""
     caption: str | None = None
+    """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
+    folder: the name of its folder (underscores become spaces in both). null: the picture is rejected. Any other text,
+    such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
+    """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
+    """Text put after every caption, as written (with its spaces)."""
     image_field: str | None = None
+    """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: str | None = None
+    """The folder that a table's file names are relative to; null: the table's folder."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
+    """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000
+    """Pictures with more pixels are rejected, by their header."""
     max_picture_mib: Positive = 3072
+    """Pictures that take more memory to decode, in MiB, are rejected, by their header. `encode.workers` pictures are
+    decoded at once."""
     decoder: Literal["auto", "vips", "pillow"] = "auto"
+    """vips is fast. auto: vips where it can be imported, but an existing cache keeps its decoder. The pixels differ by
+    rounding, so the decoder is part of the recipe."""
     min_side: Positive | None = None
+    """Pictures with a shorter side below this many pixels are left out; null: none."""
     max_upscale: Annotated[float, Field(gt=0)] | None = None
+    """Pictures that must be enlarged by more than this factor to cover their bucket are left out; null: none."""
     max_crop_loss: Share | None = None
+    """Pictures that would lose more than this share of their area to the crop are left out; null: none."""
 
     @property
     def max_bytes(self) -> int:
-        """Memory that decoding a picture may take, in bytes."""
+        """`max_picture_mib` in bytes."""
         return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
-    def _pairs(cls, data: Any) -> Any:
+    def _lists_to_tuples(cls, data: Any) -> Any:
         if isinstance(data, dict):  # YAML has lists only; strict mode wants tuples
             data = dict(data)
             if isinstance(data.get("buckets"), list):
@@ -159,162 +190,187 @@ class DataConfig(_Section):
         return data
 
 
-Storage = Literal["bf16", "bf16-zstd", "int8"]
-
-
 class StorageConfig(_Section):
-    """How values are stored, part of the recipe. `bf16`: as they are. `bf16-zstd`: the same bits in 0.7 of the bytes;
-    reading costs CPU. `int8`: half the bytes, under one per cent of error (`encode` prints it)."""
+    """How values are stored; part of the recipe. `storage: int8` sets both kinds.
+
+    bf16: as they are. bf16-zstd: the same bits in 0.7 of the bytes; reading costs CPU time. int8: half the bytes, an
+    error below one per cent (`encode` prints it)."""
 
     latent: Storage = "bf16"
+    """Storage of latents."""
     text: Storage = "bf16"
+    """Storage of text rows."""
 
 
 class RayConfig(_Section):
-    """What one unit asks of a Ray cluster, as a Ray task (`--engine ray`). `gpus: null` is 1 if the cluster has GPUs
-    and encode.device is not cpu, else 0. `retries` counts nodes and processes that die under one unit."""
+    """Resources of one unit as a Ray task (`--engine ray`)."""
 
     cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs of a task."""
     gpus: Annotated[float, Field(ge=0)] | None = None
+    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
     retries: NotNegative = 10
+    """Limit on nodes and processes lost while running one unit."""
 
 
 class EncodeConfig(_Section):
-    """How the work is cut and done. None of it changes a value beyond bf16 batch effects; batch sizes are part of the
-    plan, so bytes do not depend on who encodes a unit. `text_batch` is a bound: the encoder itself cuts a batch into
-    forward passes of captions of similar length and at most 8192 tokens. `storage` alone is part of the recipe: one
-    word for both kinds, or `{latent: ..., text: ...}`.
-
-    max_reject_rate: the largest share of a source's items that may be rejected; those that a setting of yours rejects
-    (`data.min_side`, ...) do not count. A source of which nothing is usable is refused in any case.
-    max_shrink: a scan in which more than this share of the source's earlier pictures is missing is refused, for then
-    the source is rather away or mistyped; `encode --shrink` is `max_shrink: 1`.
-    claim_timeout_s: a worker that gave no sign for so long is thought dead, and idle ones take over its unit.
-    grace_s: after SIGTERM or SIGUSR1, how long the unit in hand may go on; then it is dropped at its next batch.
-    min_free_gib: what must stay free on the cache's disk beside the next unit; with less, encoding pauses.
-    low_disk_wait_s: how long it waits for room before it ends with an error; 0: not at all.
-    """
+    """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
+    plan, so a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
+    """How values are stored."""
     image_batch: Positive = 8
+    """Pictures of one VAE batch."""
     text_batch: Positive = 128
+    """Limit on captions of one batch; the text encoder divides it into forward passes of similar length and at most
+    8192 tokens."""
     unit_mib: Positive = 64
+    """Limit on a unit's records in MiB."""
     unit_images: Positive = 1024
+    """Limit on a unit's pictures."""
     unit_captions: Positive = 512
+    """Limit on a unit's captions."""
     window: Positive = 65536
+    """Pictures of the listing from which units of one resolution are formed. More fills units better, fewer keeps reads
+    local."""
     workers: NotNegative = 4
+    """Threads that read and decode pictures."""
     device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     max_reject_rate: Share = 0.5
+    """Refuse a source if more than this share of its items is rejected. Items left out by your settings
+    (`data.min_side`, ...) do not count; a source without usable items is always refused."""
     max_shrink: Share = 0.2
+    """Refuse a scan that misses more than this share of the source's earlier pictures: the source is probably
+    unreachable or mistyped. `encode --shrink` sets it to 1."""
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
+    """Seconds that the current unit may take after SIGTERM or SIGUSR1; then it is dropped at its next batch."""
     min_free_gib: Annotated[float, Field(ge=0)] = 1.0
+    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
     low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
+    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
     ray: RayConfig = RayConfig()
+    """Resources of a Ray task."""
 
     @model_validator(mode="before")
     @classmethod
-    def _both(cls, data: Any) -> Any:
+    def _storage_of_both_kinds(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("storage"), str):
             data = {**data, "storage": {"latent": data["storage"], "text": data["storage"]}}
         return data
 
 
 class SourceConfig(_Section):
-    """What `bucket` does with one source. weight: visits of each of its samples per epoch, at most three decimals
-    (0.25: every fourth epoch; 2: twice an epoch); 0 leaves the source out. filter: as `bucket.filter`, on its items
-    alone."""
+    """What `bucket` takes from one source."""
 
     weight: Annotated[float, Field(ge=0)] = 1.0
+    """Visits of each sample per epoch, with at most three decimals. 0.25: every fourth epoch. 2: twice an epoch. 0: the
+    source is left out."""
     filter: str | None = None
+    """As `bucket.filter`, for this source alone."""
 
     @model_validator(mode="after")
-    def _decimals(self) -> SourceConfig:
+    def _check_decimals(self) -> SourceConfig:
         if round(self.weight, 3) != self.weight:
             raise ValueError("weight must have at most three decimals")
         return self
 
 
 class BucketConfig(_Section):
-    """How samples become batches, and which samples. `batch` is the global batch of one optimizer step, whatever the
-    number of GPUs. `tokens`, if given, takes its place: the most latent tokens of a step, so that large buckets have
-    small batches; the batch is rounded down to a multiple of `batch_multiple`. `batches` goes before both:
-    `{"1024x1024": 32}` (height x width). All batches must be multiples of `batch_multiple`: choose one that the numbers
-    of GPUs you will ever use divide.
-
-    small: what happens to the samples that do not fill a last batch of an epoch: `carry` takes them into the next
-    epoch (nothing is lost), `drop` leaves them out of this epoch (another remainder each epoch) and a bucket smaller
-    than one batch altogether; `repeat` fills the last batch of each epoch with second visits; `reassign` moves the
-    samples of buckets smaller than one batch to the nearest bucket that is not (their latents have to be encoded again:
-    `bucket` says how) and is `carry` for the rest.
-    order: `largest_first` begins the first epoch with one batch of each bucket, the largest pictures first.
-
-    caches: other cache folders whose sources are used, too. The shards that a snapshot uses are linked (or copied) into
-    the own cache. sources: settings by name of the source. filter: an expression that samples must satisfy, such as
-    `min(width, height) >= 512 and score > 5`; see pipeline/snapshots/filters.py.
-    dedup: `image` keeps one of the samples whose files are equal bytes: that of the source listed first in `sources`,
-    then of the first source and item by name.
-    heldout: share of the pictures, chosen by their digest, that goes to a snapshot of its own (NAME.heldout).
-    subset: use so many pictures, those with the smallest sample ids: a larger number later keeps all of them, in the
-    same order. grow: name of an earlier snapshot whose pictures are taken before all others.
-    pack_mib, pack_window: `--pack` writes shards of about so many MiB; training from them shuffles the samples of so
-    many shards of a bucket together (pipeline/loader/schedule.py), so the mirror needs room for four times as many.
-    resolutions: Sana's table at each of these, for caches that were encoded at several `data.resolution`; none: at
-    `data.resolution` alone.
-    """
+    """Which samples are used, and how they form batches."""
 
     batch: Positive = 64
+    """Global batch of an optimizer step, whatever the number of GPUs."""
     tokens: Positive | None = None
+    """Limit on latent tokens of a step, in place of `batch`: large buckets get smaller batches, rounded down to a
+    multiple of `batch_multiple`."""
     batches: dict[str, Positive] = {}
+    """Batches of single buckets as height x width, such as `{"512x2048": 24}`; they override `batch` and `tokens`."""
     batch_multiple: Positive = 1
-    small: Literal["carry", "drop", "repeat", "reassign"] = "carry"
+    """Every batch is a multiple of this number. Choose one that all your numbers of GPUs divide."""
+    remainder: Literal["carry", "drop", "repeat", "reassign"] = "carry"
+    """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
+    epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits.
+    reassign: move buckets smaller than a batch to the nearest larger one, whose latents must then be encoded (`bucket`
+    prints the command), and carry the rest. (Named `small` in older files.)"""
     order: Literal["random", "largest_first"] = "random"
+    """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
+    out of memory shows at once."""
     pad_text_multiple: Positive = 16
+    """Captions of a batch are padded to a multiple of this many tokens."""
     caches: list[str] = []
+    """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
+    """Settings by source; a source that is not listed has the defaults."""
     filter: str | None = None
+    """An expression that samples must satisfy, such as `min(width, height) >= 512 and score > 5` (see
+    pipeline/snapshots/filters.py)."""
     dedup: Literal["none", "image"] = "none"
+    """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
+    and item."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout."""
     subset: Positive | None = None
+    """Use this many pictures, those with the smallest sample ids. A larger number later keeps them, in the same
+    order."""
     grow: str | None = None
+    """With `subset`: take the pictures of this earlier snapshot first."""
     resolutions: list[Positive] = []
+    """Use Sana's table at each of these, for a cache that was encoded at several `data.resolution`; []: at
+    `data.resolution`."""
     pack_mib: Positive = 64
+    """`--pack`: size of a shard in MiB."""
     pack_window: Positive = 4
+    """`--pack`: shards of a bucket that training shuffles together (see pipeline/loader/schedule.py). The mirror needs
+    room for four times as many."""
 
 
 class MirrorConfig(_Section):
-    """Copies of the shards and tables of a cache that lies in an object store (`cache: s3://...`): on this machine, in
-    the folder `path` (null: `~/.cache/sana-pipe`), at most `gib` GiB of them and no more than its disk has space for;
-    shared by all processes of the machine.
-    """
+    """Local copies of shards and tables of a cache in an object store (`cache: s3://...`), shared by all processes of
+    the machine."""
 
     path: str | None = None
+    """Folder of the copies; null: `~/.cache/sana-pipe`."""
     gib: Annotated[float, Field(gt=0)] = 64.0
+    """Limit in GiB; free disk space limits the copies, too."""
 
 
 class ArchConfig(_Section):
-    """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B (diffusers' own defaults)."""
+    """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B."""
 
     in_channels: Positive = 32
+    """Channels of a latent."""
     num_layers: Positive = 20
+    """Transformer blocks."""
     num_attention_heads: Positive = 70
+    """Heads of self attention (linear)."""
     attention_head_dim: Positive = 32
+    """Width of a head of self attention."""
     num_cross_attention_heads: Positive = 20
+    """Heads of cross attention."""
     cross_attention_head_dim: Positive = 112
+    """Width of a head of cross attention; heads x width are the same in both attentions."""
     caption_channels: Positive = 2304
+    """Width of a text row."""
     mlp_ratio: Annotated[float, Field(gt=0)] = 2.5
+    """Width of the feed-forward layer, relative to the model's."""
     qk_norm: Literal["rms_norm_across_heads"] | None = None
+    """Normalisation of queries and keys; SANA-1.5 has rms_norm_across_heads."""
     interpolation_scale: float | None = None
+    """Scale of the position embedding; null: no position embedding (as in most released models)."""
     sample_size: Positive | None = None
+    """Side of the latent at the base resolution, in latent pixels; null: that of `data.resolution`."""
 
     @model_validator(mode="after")
-    def _widths(self) -> ArchConfig:
-        own = self.num_attention_heads * self.attention_head_dim
-        cross = self.num_cross_attention_heads * self.cross_attention_head_dim
-        if own != cross:
+    def _check_widths(self) -> ArchConfig:
+        self_width = self.num_attention_heads * self.attention_head_dim
+        cross_width = self.num_cross_attention_heads * self.cross_attention_head_dim
+        if self_width != cross_width:
             raise ValueError(
-                f"num_attention_heads*attention_head_dim = {own} must equal "
-                f"num_cross_attention_heads*cross_attention_head_dim = {cross}"
+                f"num_attention_heads*attention_head_dim = {self_width} must equal "
+                f"num_cross_attention_heads*cross_attention_head_dim = {cross_width}"
             )
         return self
 
@@ -325,22 +381,23 @@ def _model_at(place: str) -> dict[str, Any]:
 
 
 class ModelConfig(_Section):
-    """The transformer: `weights` (hub id or folder, diffusers format) or `weights: null` and `arch` from scratch.
-    `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline; `--set model.weights=ID`
-    leaves `runs_in` as the file has it."""
+    """The transformer: either `weights` (fine-tuning) or `arch` (from scratch); the other is null."""
 
     weights: StartWeights | None = None
+    """Start weights. `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline; `--set
+    model.weights=ID` keeps the file's `runs_in`."""
     arch: ArchConfig | None = None
+    """Shape of a new model."""
 
     @model_validator(mode="before")
     @classmethod
-    def _alone(cls, data: Any) -> Any:
+    def _weights_by_id(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
             return data
         return {**data, "weights": _model_at(data["weights"])}
 
     @model_validator(mode="after")
-    def _one(self) -> ModelConfig:
+    def _check_either(self) -> ModelConfig:
         if (self.weights is None) == (self.arch is None):
             raise ValueError(
                 "give either model.weights (fine-tuning; --set model.arch=null) or model.arch (from scratch; --set "
@@ -350,38 +407,43 @@ class ModelConfig(_Section):
 
 
 class FlowConfig(_Section):
-    """Flow matching as Sana trains it: logit-normal times, shifted afterwards."""
+    """Flow matching as Sana trains it: logit-normal times, then shifted."""
 
     shift: Annotated[float, Field(gt=0)] = 3.0
+    """Shift of the times towards noise; used in sampling, too."""
     logit_mean: float = 0.0
+    """Mean of the times' logit."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the times' logit."""
 
 
 class OptimConfig(_Section):
-    """The optimizer. NVlabs: CAME, or AdamW with these numbers for `Sana_1600M_img1024_AdamW`; scale_lr `sqrt`
-    multiplies lr by sqrt(batch / 256), as their trainer does.
-
-    name: `adamw`; `adamw8bit` (torchao: moments in 8 bits, 2 bytes of state per parameter instead of 8); `came` (4
-    bytes; NVlabs use it with weight_decay 0). Adafactor is not offered: torch's cannot be sharded.
-    betas, eps: `null` takes the optimizer's own: (0.9, 0.999) and 1e-8 for AdamW, (0.9, 0.999, 0.9999) for CAME, whose
-    eps is fixed.
-    in_backward: each parameter is updated as soon as its gradient is complete, and the gradient is given back: never
-    are there the gradients of the whole model. Needs `clip: null`: the global norm is known only afterwards.
-    """
+    """The optimizer and the learning rate."""
 
     name: Literal["adamw", "adamw8bit", "came"] = "adamw"
+    """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
+    weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate."""
     scale_lr: Literal["none", "sqrt"] = "none"
+    """sqrt: multiply lr by sqrt(batch / 256), as NVlabs' trainer does."""
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
+    """Decay of the moments; null: (0.9, 0.999) for AdamW, (0.9, 0.999, 0.9999) for CAME."""
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
+    """AdamW's eps; null: 1e-8. CAME needs null (its eps are fixed)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decay of matrices and convolutions; with `recipe: nvlabs` of all parameters."""
     clip: Annotated[float, Field(gt=0)] | None = 0.1
+    """Limit on the global norm of the gradient; null: none."""
     warmup_steps: NotNegative = 2000
+    """Steps over which the rate rises to its peak; then it is constant."""
     in_backward: bool = False
+    """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
+    model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
 
     @model_validator(mode="before")
     @classmethod
-    def _own(cls, data: Any) -> Any:
+    def _fill_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         came = data.get("name") == "came"
@@ -393,60 +455,58 @@ class OptimConfig(_Section):
         return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
 
     @model_validator(mode="after")
-    def _fit(self) -> OptimConfig:
-        wanted = 3 if self.name == "came" else 2
-        if len(self.betas) != wanted:
-            raise ValueError(f"{self.name} has {wanted} betas, not {len(self.betas)}; betas: null takes its own")
+    def _check_name(self) -> OptimConfig:
+        expected = 3 if self.name == "came" else 2
+        if len(self.betas) != expected:
+            raise ValueError(f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults")
         if self.name == "came" and self.eps is not None:
             raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
         return self
 
 
 class EmaConfig(_Section):
-    """A running average of the weights, in fp32, for `export --ema` and `sample --ema`.
-
-    decay: per step, at most; an average begins with (1 + step) / (10 + step). device `cpu` keeps it in host memory.
-    every: steps between updates; the decay per step stays the same.
-    """
+    """Exponential moving average of the weights in fp32, for `export --ema` and `sample --ema`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
+    """same: beside the parameters. cpu: in host memory."""
     every: Positive = 1
+    """Steps between updates; the decay per step stays the same."""
 
 
 class ParallelConfig(_Section):
-    """How the model is spread. The four sizes multiply to the processes of the launch.
-
-    dp_replicate: copies of the model, each fed with other samples; their gradients are averaged. Alone it is what DDP
-    does. dp_shard: processes that share one copy, parameter by parameter (FSDP2); with dp_replicate it is HSDP. One of
-    the two may be -1: what the other sizes leave. tp_size: processes that share every matrix. pp_size: groups that
-    hold consecutive blocks.
-    pp_schedule: in which order microbatches pass the pp_size groups (pipeline/parallel/pipeline_parallel.py).
-    pp_stages_per_rank: slices of the model that each group holds; null: 1, or 2 for the schedules other than 1f1b and
-    gpipe, which need several.
-    reshard_after_forward: give a block's gathered parameters back before the backward pass (less memory, one more
-    gather); null: yes, but not in a pipeline, where it would be one more gather per microbatch.
-    prefetch_blocks: how many blocks ahead parameters are gathered, the counterpart of limit_all_gathers of older FSDP;
-    null: FSDP2's own rule, one ahead. reduce_dtype: in which gradients travel and are summed.
-    offload: `all` keeps parameters, gradients and the optimizer's states in host memory and does the optimizer's step
-    on the CPU; a block's parameters come to the device when it is their turn.
-    timeout_s: bounds every wait for another process; one that waits for its data has `patience_s` more.
-    """
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
+    launch."""
 
     dp_replicate: Annotated[int, Field(ge=-1)] = 1
+    """Replicas of the model, whose gradients are averaged (DDP; with dp_shard HSDP). -1: what the other sizes leave."""
     dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
+    """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
+    """Groups of processes with consecutive blocks each (pipeline parallelism)."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
     pp_stages_per_rank: Positive | None = None
+    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
     reshard_after_forward: bool | None = None
+    """Free a block's gathered parameters before the backward pass: less memory, one more gather. null: yes without a
+    pipeline, no with one (it would gather again for each microbatch)."""
     prefetch_blocks: Positive | None = None
+    """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
+    one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are sent and summed."""
     offload: Literal["none", "all"] = "none"
+    """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
+    parameters are copied to the GPU when it runs."""
     timeout_s: Positive = 600
+    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @model_validator(mode="after")
-    def _sizes(self) -> ParallelConfig:
+    def _check_sizes(self) -> ParallelConfig:
         for name in ("dp_replicate", "dp_shard"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} must be -1 (what remains) or a positive number")
@@ -455,117 +515,126 @@ class ParallelConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _stages(self) -> ParallelConfig:
-        given, simple = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if given is None:
+    def _check_stages(self) -> ParallelConfig:
+        stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
+        if stages is None:
             return self
-        if simple and given > 1:
+        if one_stage and stages > 1:
             raise ValueError(
-                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {given}: "
+                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
                 "interleaved_1f1b takes several"
             )
-        if not simple and given == 1:
+        if not one_stage and stages == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        if self.pp_schedule == "zbv" and given != 2:
+        if self.pp_schedule == "zbv" and stages != 2:
             raise ValueError(
-                f"pp_schedule zbv has pp_stages_per_rank 2, not {given}; interleaved_1f1b takes any number"
+                f"pp_schedule zbv has pp_stages_per_rank 2, not {stages}; interleaved_1f1b takes any number"
             )
         return self
 
     @property
     def reshards(self) -> bool:
-        """`reshard_after_forward`, or what suits the sizes."""
+        """`reshard_after_forward`, null resolved."""
         return self.pp_size == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     @property
     def stages_per_rank(self) -> int:
-        """`pp_stages_per_rank`, or what the schedule takes by itself."""
+        """`pp_stages_per_rank`, null resolved."""
         return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class TrainConfig(_Section):
-    """The training run. `steps` counts optimizer steps; `microbatch` is samples per process and forward pass.
-
-    Reading: `loader_threads` read ahead until `prefetch_mib` are ready (per process), and at most `prefetch` steps
-    (null: any number; 0: no threads). A read that takes longer than about `patience_s` ends the run, which saves first.
-    text: captions go to the device `padded` to the batch's longest, or `packed` one after the other, to be padded
-    there: the same values, fewer bytes. packed_attention: do not pad them there either; cross attention then takes
-    them as they are (on a GPU of compute capability 8.0 or newer, in bf16).
-    max_quarantine_rate: with --quarantine, the run saves and ends when more than this share of the last 10,000 samples
-    (of 200 at least) stood in for unreadable ones; a fifth of it brings a warning.
-    activation_checkpointing: what a transformer block computes again in the backward pass: `none`; `full`, all but its
-    inputs; `selective`, all but its inputs and the results of its matrix products that are no wider than their inputs;
-    `every-K` (`every-2`): each K-th block in full, the others nothing.
-    activation_compression: what blocks keep is kept as `int8` or `fp8`, 128 values with one scale: the inputs of blocks
-    that recompute, what Linear and convolution layers save of the others. Not together with `selective`.
-    activation_offload: what blocks keep waits in host memory; of a block that recomputes, its inputs.
-    compile: `block` compiles each block with torch.compile, for at most `compile_max_shapes` shapes of a batch.
-    peak_tflops: of one GPU in the run's precision, for the model FLOPs utilisation; null: its data sheet's, if known.
-    trackers: where metrics go beside `metrics.jsonl`, by accelerate's names.
-    length_window: so many batches of each bucket, on average, are sorted by caption length together and their batches
-    shuffled again; 0: none. Part of the order, so a run cannot be resumed with another.
-    precision: of the computation, on fp32 parameters (`fp16` scales its loss and skips steps that overflow);
-    `bf16_pure` has no fp32 parameters at all: weights and moments are bf16, rounded by chance.
-    residual: dtype of the tokens between the blocks, of the norms over them and of the gates: `fp32`, as under NVlabs'
-    autocast; `compute`, that of `precision`. null: `fp32` for a new run; a resumed run keeps what it began with
-    (`compute` if it is older than this option). Measured in bf16 against fp32 (`python -m benchmarks.residual`):
-    gradients of three blocks of Sana 1.6B are off by 6.0e-3 with fp32 tokens and by 7.3e-3 without, those of eight
-    narrow blocks by half; a block keeps 11 % more for the backward pass, or twice its input if it recomputes: 92 MB a
-    sample of 1024 px over Sana 1.6B's 20 blocks.
-    recipe: `nvlabs` follows NVlabs' trainer where no other option does: CAME keeps 3x3 kernels unfactored and without
-    confidence, and takes the weights of query, key and value for the one matrix that they are there; weight decay
-    pulls biases, norms and tables, too; warm-up begins with a step of rate 0; the norms of cross attention's queries
-    and keys have eps 1e-6 (`default`: 1e-5), linear attention's denominator 1e-8 (1e-15). `default` is better where
-    the two differ (docs/nvlabs.md says why), and has the constants of diffusers, whose pipeline draws with the exported
-    weights.
-
-    Checkpoints: one after every `save_every` steps, written beside the training (`async_save`; it takes host memory of
-    the size of a process's share) or while the training waits. Kept are the `keep_checkpoints` newest and, for ever,
-    that of every `keep_every`th step (null: none).
-    """
+    """The training run."""
 
     output: str = "./runs/default"
+    """The run directory: checkpoints, metrics.jsonl, the configuration."""
     steps: Positive = 10_000
+    """Optimizer steps."""
     seed: NotNegative = 0
+    """Seed of the order, noise, times, caption choice and caption drop."""
     phase: NotNegative = 0
+    """Number of a later pass over the data with the same seed: another order, other noise."""
     microbatch: Positive = 8
+    """Samples per process and forward pass; lower it if memory runs out."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
+    """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
+    parameters and moments are bf16, too, updated with stochastic rounding."""
     residual: Literal["fp32", "compute"] | None = None
+    """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
+    compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
+    option). For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
+    """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
+    query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
+    docs/nvlabs.md; default is better where they differ, and has the constants of diffusers' pipeline."""
     activation_checkpointing: Recompute = "full"
+    """What a block computes again in the backward pass. none: nothing. full: all but its inputs. selective: all but its
+    inputs and the results of matrix products that are no wider than their inputs. every-K (every-2): each K-th block in
+    full."""
     activation_compression: Literal["none", "int8", "fp8"] = "none"
+    """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
+    of Linear and convolution layers of the others. Not with `selective`."""
     activation_offload: bool = False
+    """Keep saved tensors in host memory; of a block that recomputes, its inputs."""
     caption_drop: Share = 0.1
+    """Share of samples that are trained with the empty caption."""
     null_mask: Literal["caption", "bos"] = "caption"
+    """Attention mask of a dropped caption. caption: the mask of the caption it replaces, as NVlabs train. bos: the one
+    valid row of the empty caption, as `SanaPipeline` samples."""
     flow: FlowConfig = FlowConfig()
+    """Flow matching."""
     optim: OptimConfig = OptimConfig()
+    """The optimizer."""
     ema: EmaConfig | None = None
+    """Moving average of the weights; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the model is parallelized."""
     text: Literal["padded", "packed"] = "padded"
+    """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
+    the same values, fewer bytes."""
     length_window: NotNegative = 0
+    """Batches of a bucket, on average, that are sorted by caption length together (length bucketing); 0: none. Part of
+    the order, so a run cannot be resumed with another value."""
     prefetch: NotNegative | None = None
+    """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""
     prefetch_mib: Positive = 128
+    """MiB read ahead per process."""
     loader_threads: Positive = 2
+    """Threads that read."""
     max_quarantine_rate: Share = 0.05
+    """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
+    unreadable ones; a fifth of it gives a warning."""
     log_every: Positive = 10
+    """Steps between rows of metrics."""
     save_every: Positive = 500
+    """Steps between checkpoints."""
     keep_checkpoints: Positive = 3
+    """Newest checkpoints that are kept."""
     keep_every: Positive | None = None
+    """Keep the checkpoint of every this many steps for ever; a multiple of `save_every`; null: none."""
     async_save: bool = True
+    """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
+    """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     packed_attention: bool = False
+    """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["none", "block"] = "none"
+    """block: compile each block with torch.compile."""
     compile_backend: str = "inductor"
+    """torch.compile's backend."""
     compile_max_shapes: Positive = 8
+    """Limit on compiled batch shapes."""
     device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     @model_validator(mode="after")
-    def _memory(self) -> TrainConfig:
+    def _check_memory(self) -> TrainConfig:
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
             raise ValueError(
-                f"activation_compression: {self.activation_compression} does not reach what activation_checkpointing: "
-                "selective keeps; use activation_checkpointing: full, every-K or none, or activation_compression: none"
+                f"activation_compression: {self.activation_compression} does not go with activation_checkpointing: "
+                "selective; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
             if self.recipe == "nvlabs" and self.optim.name == "came":
@@ -593,25 +662,25 @@ class TrainConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _compiled(self) -> TrainConfig:
+    def _check_compile(self) -> TrainConfig:
         if self.compile == "none":
             return self
-        wanted: dict[str, tuple[object, tuple[object, ...]]] = {
+        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
             "activation_compression": (self.activation_compression, ("none",)),
             "activation_offload": (self.activation_offload, (False,)),
         }
-        if self.parallel.pp_size > 1:  # the others take a block's backward pass apart, and compiled it is one piece
-            wanted["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
-        for name, (found, works) in wanted.items():
-            if found not in works:
+        if self.parallel.pp_size > 1:  # the other schedules split a block's backward pass, which compiled is one piece
+            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
+        for name, (value, working) in allowed.items():
+            if value not in working:
                 raise ValueError(
-                    f"compile: {self.compile} does not go with {name}: {found}; set {name} to "
-                    f"{' or '.join(map(str, works))}, or compile: none"
+                    f"compile: {self.compile} does not go with {name}: {value}; set {name} to "
+                    f"{' or '.join(map(str, working))}, or compile: none"
                 )
         return self
 
     @model_validator(mode="after")
-    def _pipeline(self) -> TrainConfig:
+    def _check_pipeline(self) -> TrainConfig:
         if self.packed_attention and self.parallel.pp_size > 1:
             raise ValueError(
                 "packed_attention: the stages of a pipeline exchange padded captions; "
@@ -620,22 +689,22 @@ class TrainConfig(_Section):
         schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
         if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
             raise ValueError(
-                f"parallel.pp_schedule {schedule} takes the backward pass apart, which recomputation cannot follow: "
+                f"parallel.pp_schedule {schedule} splits the backward pass, which excludes activation checkpointing: "
                 "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
             )
         return self
 
     @model_validator(mode="after")
-    def _kept(self) -> TrainConfig:
+    def _check_keep_every(self) -> TrainConfig:
         if self.keep_every is not None and self.keep_every % self.save_every:
-            some = f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             raise ValueError(
-                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as {some}"
+                f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
+                f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
         return self
 
     @model_validator(mode="after")
-    def _packed(self) -> TrainConfig:
+    def _check_packed_attention(self) -> TrainConfig:
         if self.packed_attention:
             for key, needed in (("text", "packed"), ("compile", "none")):
                 if getattr(self, key) != needed:
@@ -644,56 +713,81 @@ class TrainConfig(_Section):
 
 
 class SampleConfig(_Section):
-    """Drawing pictures from a checkpoint. Defaults are Sana's: 20 steps, guidance 4.5."""
+    """Pictures drawn from a checkpoint. Defaults: Sana's."""
 
     steps: Positive = 20
+    """Sampling steps."""
     guidance: Annotated[float, Field(ge=0)] = 4.5
+    """Scale of classifier-free guidance."""
     count: Positive = 8
+    """Captions to draw."""
     seed: NotNegative = 0
+    """Seed of the start noise."""
+
+
+def _rename(tree: Any) -> Any:
+    """A copy of the tree with the current names of options.
+
+    Raises:
+        ValueError: an option is given by both of its names.
+    """
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if not isinstance(tree, dict) or not isinstance(tree.get(section), dict) or key not in tree[section]:
+            continue
+        rest = dict(tree[section])
+        value = rest.pop(key)
+        tree = {**tree, section: rest}
+        target = rest if _within(new, section) else tree
+        name = new.rpartition(".")[2]
+        if name in target:
+            raise ValueError(f"{new} and {old}, its name in older files: give {new} alone")
+        target[name] = value
+    return tree
 
 
 class Config(_Section):
-    """The whole file. Top-level keys are one per stage, plus `cache` (a folder or a URL, s3://…), its `mirror`, the
-    encoders, `data` and `model`.
-
-    patience_s: how long a store that does not answer (of the cache or of a source; an object store, a web server, a
-    network file system) is waited for, in every command; it is named after some seconds. `train` saves a checkpoint
-    before it gives up. A store that has not answered a process yet is given 5 s: its address is probably wrong.
-    """
+    """The whole file."""
 
     cache: str = "./cache"
+    """The cache: a folder or a URL (s3://...)."""
     mirror: MirrorConfig = MirrorConfig()
+    """Local copies of a cache in an object store."""
     patience_s: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
+    disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
+    5 s: its address is probably wrong."""
     vae: VaeConfig
+    """The image encoder."""
     text: TextConfig
+    """The text encoder."""
     model: ModelConfig
+    """The transformer."""
     data: DataConfig = DataConfig()
+    """Pictures and captions."""
     encode: EncodeConfig = EncodeConfig()
+    """The stage `encode`."""
     bucket: BucketConfig = BucketConfig()
+    """The stage `bucket`."""
     train: TrainConfig = TrainConfig()
+    """The stage `train`."""
     sample: SampleConfig = SampleConfig()
+    """The stage `sample`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_patience(cls, data: Any) -> Any:
-        """`train.loader_timeout_s` of older files, which bounded the loader's reads alone."""
-        train = data.get("train") if isinstance(data, dict) else None
-        if not isinstance(train, dict) or "loader_timeout_s" not in train:
-            return data
-        if "patience_s" in data:
-            raise ValueError("patience_s and train.loader_timeout_s, its name in older files: give patience_s alone")
-        rest = {name: value for name, value in train.items() if name != "loader_timeout_s"}
-        return {**data, "patience_s": train["loader_timeout_s"], "train": rest}
+    def _current_names(cls, data: Any) -> Any:
+        return _rename(data)
 
     @model_validator(mode="after")
-    def _precision(self) -> Config:
-        weights, wanted = self.model.weights, self.train.precision
-        if weights is not None and not weights.bears(wanted):
-            able = weights.runs_in or []
+    def _check_precision(self) -> Config:
+        weights, precision = self.model.weights, self.train.precision
+        if weights is not None and not weights.bears(precision):
+            working = weights.runs_in or []
             raise ValueError(
-                f"train.precision: {wanted} breaks these weights, which run in {' and '.join(able)} "
-                f"(model.weights.runs_in): those trained in fp16 come apart in bf16 (NVlabs/Sana #47, #109), those "
-                f"trained in bf16 overflow in fp16 (#65); set train.precision={able[0]}"
+                f"train.precision: {precision} breaks these weights, which run in {' and '.join(working)} "
+                "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
+                f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
         return self
 
@@ -734,14 +828,14 @@ READS: dict[str, tuple[str, ...]] = {
     "decode": ("vae", "encode.device"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }
-"""The options that a command reads, by the words that choose what it does; a section stands for all that is in it.
-Commands that are not named read where the cache is and nothing else. One file serves every command, so a file may hold
-any option; `--set` takes those that the command reads."""
+"""The options that a command reads, by the words that choose what it does; a section stands for all of its options.
+Commands that are not listed read `_CACHE` only. A file serves every command, so it may hold any option; `--set` takes
+the options that the command reads."""
 
 
 def reads(command: str, option: str) -> bool:
     """Whether a command reads an option (`train.optim.lr`)."""
-    return any(option == name or option.startswith(name + ".") for name in READS.get(command, _CACHE))
+    return any(_within(option, name) for name in READS.get(command, _CACHE))
 
 
 def _check_read(command: str, option: str, value: Any) -> None:
@@ -782,6 +876,39 @@ def find(path: str | Path | None) -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Given:
+    """The options that a configuration file and `--set` give, and where each comes from.
+
+    Attributes:
+        file: the configuration file.
+        tree: what the file and `--set` say together, by current names.
+        overridden: the options named in `--set`.
+    """
+
+    file: Path
+    tree: dict[str, Any]
+    overridden: tuple[str, ...] = ()
+
+    def origin(self, option: str) -> str:
+        """Where the value of an option comes from: `--set`, the file (`shipped NAME` if it came with the package), or
+        `default`."""
+        if any(_within(option, name) or _within(name, option) for name in self.overridden):
+            return "--set"
+        below: Any = self.tree
+        for key in option.split("."):
+            if not isinstance(below, dict):  # a short form, such as `storage: int8`
+                break
+            if key not in below:
+                return "default"
+            below = below[key]
+        return f"shipped {self.file.name}" if self.file.parent == SHIPPED else str(self.file)
+
+
+def _within(option: str, section: str) -> bool:
+    return option == section or option.startswith(section + ".")
+
+
 def load(
     path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = (), command: str | None = None
 ) -> Config:
@@ -795,7 +922,33 @@ def load(
     Raises:
         ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
+    config, given = load_given(path, overrides)
+    for option in given.overridden if command else ():
+        _check_read(str(command), option, _value_at(given.tree, tuple(option.split("."))))
+    return config
+
+
+def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> tuple[Config, Given]:
+    """As `load`, and where the values come from."""
     source = find(path)
+    tree = _read_file(source)
+    assignments = [_parse_override(text) for text in overrides]
+    names = {".".join(keys) for keys, _, _ in assignments}
+    overridden = []
+    for keys, value, text in assignments:
+        name = ".".join(keys)
+        current = RENAMED.get(name, name)
+        option = name if current in names else current  # both names of one option: Config refuses them
+        _assign(tree, option.split("."), value, text)
+        overridden.append(option)
+    tree = _current(tree)
+    try:
+        return Config.model_validate(tree), Given(source, tree, tuple(overridden))
+    except ValidationError as error:
+        raise _explain(error, tree, source, overridden) from None
+
+
+def _read_file(source: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -806,18 +959,18 @@ def load(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
-    touched = [_override(tree, text) for text in overrides]
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error, tree, source, touched) from None
-    for option in touched if command else ():
-        _check_read(str(command), option, _given(tree, tuple(option.split("."))))
-    return config
+    return _current(tree)
+
+
+def _current(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with current names; unchanged where an option is given by both names, which `Config` refuses."""
+    with suppress(ValueError):
+        return _rename(tree)
+    return tree
 
 
 def written(config: Config) -> dict[str, Any]:
-    """The full tree, defaults included, as it is written where others read it: URLs have no user, password or query."""
+    """The full tree with defaults, for files that others read: URLs are without user, password and query."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -830,28 +983,28 @@ def written(config: Config) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """YAML of `written`: what a run directory keeps."""
+    """`written` as YAML, for the run directory."""
     return yaml.safe_dump(written(config), sort_keys=False)
 
 
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises: a number may have too many digits, a date a thirteenth month, a list too many lists in it."""
+"""What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice and reads 1e-4 as a number (YAML 1.1 reads it as a string)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: keys written out go before merged ones
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: written keys override merged ones
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -865,15 +1018,19 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _override(tree: dict[str, Any], text: str) -> str:
+def _parse_override(text: str) -> tuple[list[str], Any, str]:
+    """Keys, value and the text of one `--set`."""
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        parsed = yaml.load(value, Loader=_Loader)
+        return keys, yaml.load(value, Loader=_Loader), text
     except _NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+
+
+def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
     node = tree
     for key in keys[:-1]:
         below = node.get(key)
@@ -882,56 +1039,58 @@ def _override(tree: dict[str, Any], text: str) -> str:
         if not isinstance(below, dict):
             raise ConfigError(f"--set {text!r}: {key!r} is a value, not a section", found=repr(below))
         node = below
-    if keys == ["model", "weights"] and isinstance(parsed, str):
+    if keys == ["model", "weights"] and isinstance(value, str):
         before = node.get("weights")
-        kept = {"runs_in": before["runs_in"]} if isinstance(before, dict) and "runs_in" in before else {}
-        parsed = {**_model_at(parsed), **kept}
-    node[keys[-1]] = parsed
-    return ".".join(keys)
+        runs_in = {"runs_in": before["runs_in"]} if isinstance(before, dict) and "runs_in" in before else {}
+        value = {**_model_at(value), **runs_in}
+    node[keys[-1]] = value
+
+
+def section_of(field: FieldInfo) -> type[_Section] | None:
+    """The section in a field's type (`EmaConfig | None`, `dict[str, SourceConfig]`); None: the field is a value."""
+    parts = (field.annotation, *get_args(field.annotation))
+    return next((part for part in parts if hasattr(part, "model_fields")), None)
 
 
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     """Names that are valid beside the last element of `location`."""
-    model: Any = Config
+    model: type[_Section] = Config
     for part in location[:-1]:
-        if isinstance(part, int):
+        field = model.model_fields.get(str(part))
+        below = None if field is None else section_of(field)
+        if below is None:
             return []
-        field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
-            return []
-        model = next((a for a in _alternatives(field.annotation) if hasattr(a, "model_fields")), None)
-        if model is None:
-            return []
-    return list(getattr(model, "model_fields", {}))
+        model = below
+    return list(model.model_fields)
 
 
-def _alternatives(annotation: Any) -> list[Any]:
-    return [annotation, *getattr(annotation, "__args__", ())]
+def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option and section with its field, in the order of the file; a section comes before its options. Below a
+    mapping NAME stands for any key (`bucket.sources.NAME.weight`)."""
+    for name, field in (model or Config).model_fields.items():
+        yield prefix + name, field
+        below = section_of(field)
+        if below is not None:
+            yield from option_fields(below, f"{prefix}{name}.{'NAME.' if get_origin(field.annotation) is dict else ''}")
 
 
-def _all_paths(model: Any = Config, prefix: str = "") -> list[str]:
-    paths = []
-    for name, field in model.model_fields.items():
-        paths.append(prefix + name)
-        for inner in _alternatives(field.annotation):
-            if hasattr(inner, "model_fields"):
-                paths.extend(_all_paths(inner, f"{prefix}{name}."))
-    return paths
+def _all_paths() -> list[str]:
+    return [name for name, _ in option_fields()]
 
 
 def _hint(location: tuple[int | str, ...]) -> str:
-    """The nearest valid name: a near one of this section, else this very name elsewhere, else what is valid here."""
+    """The nearest valid name: similar in this section, the same name elsewhere, else all names of this section."""
     last, valid = str(location[-1]), _fields_at(location)
     section = [str(part) for part in location[:-1]]
-    near = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
-    close = near if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
+    similar = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
+    typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
     elsewhere = [path for path in _all_paths() if path.split(".")[-1] == last]
-    found = [*close, *elsewhere, *near]
-    return f"; did you mean {found[0]!r}?" if found else f"; valid here: {', '.join(valid)}"
+    candidates = [*typo, *elsewhere, *similar]
+    return f"; did you mean {candidates[0]!r}?" if candidates else f"; valid here: {', '.join(valid)}"
 
 
-def _given(tree: Any, location: tuple[int | str, ...]) -> Any:
-    """What the file says at `location`, up to the first part that is a union's member."""
+def _value_at(tree: Any, location: tuple[int | str, ...]) -> Any:
+    """The value at `location`, up to the first part that pydantic added for the member of a union."""
     for part in location:
         if isinstance(part, str) and "[" in part:
             return tree
@@ -939,16 +1098,16 @@ def _given(tree: Any, location: tuple[int | str, ...]) -> Any:
     return tree
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], source: Path, touched: list[str]) -> ConfigError:
+def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: list[str]) -> ConfigError:
     problems = []
     for item in error.errors():
         above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
         tags = [p for p in above if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
-        if tags and tags[0].startswith("list[") != isinstance(_given(tree, item["loc"]), list):
-            continue  # the member of the union that was not meant
+        if tags and tags[0].startswith("list[") != isinstance(_value_at(tree, item["loc"]), list):
+            continue  # the error of the union's other member
         location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
-        where = "--set" if any(name == key or name.startswith(key + ".") for key in touched) else str(source)
+        where = "--set" if any(_within(name, key) for key in overridden) else str(source)
         if item["type"] == "extra_forbidden":
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing":

@@ -1,10 +1,8 @@
-"""Errors that are for people.
+"""Errors that a user can cause.
 
-Every mistake a user can make ends in a `UserError`: what is wrong, what was expected, what was found, and the
-command or setting that mends it. The command line prints it without a traceback and exits with its `exit_code`.
-Anything else that escapes is a defect of ours and keeps its traceback.
-
-Price: messages are written by hand where the check is made; there is no catalogue of codes.
+Each is a `UserError`: what is wrong, what was expected, what was found, and the command or setting that fixes it. The
+command line prints it without a traceback and exits with its `exit_code`. Any other exception is a defect and keeps
+its traceback.
 """
 
 from __future__ import annotations
@@ -13,18 +11,18 @@ from pipeline.urls import strip_credentials
 
 
 class UserError(Exception):
-    """A mistake that the reader of the message can mend.
+    """An error that the reader of the message can fix.
 
     Args:
-        what: one sentence that names the thing (file, key, shard, record) and what is wrong with it.
-        expected: what would have been right, if that is not plain from `what`.
-        found: what was there instead.
-        fix: the command or the setting that mends it.
+        what: one sentence that names the object (file, key, shard, record) and what is wrong with it.
+        expected: what would be right, if `what` does not say it.
+        found: what is there instead.
+        fix: the command or the setting that fixes it.
     """
 
     exit_code = 2
     everywhere = False
-    """Raised in the same words on every process of the launch."""
+    """The same error is raised on every process of the launch."""
 
     def __init__(self, what: str, *, expected: object = None, found: object = None, fix: str | None = None):
         what = strip_credentials(what)
@@ -40,60 +38,60 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A key, a type or a combination in the configuration that cannot be right."""
+    """A key, a type or a combination in the configuration is wrong."""
 
 
 class CacheError(UserError):
-    """The cache is missing something, or holds something of another recipe or version."""
+    """The cache lacks something, or holds something of another recipe or version."""
 
     exit_code = 3
 
 
 class IntegrityError(CacheError):
-    """Bytes that were read are not the bytes that were written (or not those of this record)."""
+    """Bytes differ from the bytes that were written, or belong to another record."""
 
     exit_code = 4
 
 
 class NoSpaceError(CacheError):
-    """There is no room (or no quota) for what is to be written."""
+    """There is no disk space or quota for the next file."""
 
     exit_code = 6
 
 
 class AwayError(CacheError):
-    """A store did not answer for as long as `patience_s` says. The same command may well succeed later."""
+    """Storage did not answer within `patience_s`. The same command may succeed later."""
 
     exit_code = 75  # EX_TEMPFAIL
 
 
 class RejectRateError(UserError):
-    """More items were rejected than `encode.max_reject_rate` allows, or more records could not be read than
-    `train.max_quarantine_rate` does."""
+    """More items were rejected than `encode.max_reject_rate` allows, or more records were unreadable than
+    `train.max_quarantine_rate` allows."""
 
     exit_code = 5
 
 
 _CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
-    0: ("the work is done; a signal that asks for a clean end was obeyed (SIGTERM, SIGUSR1; in train also Ctrl-C)", ()),
-    1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with its traceback", ()),
+    0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
+    1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with a traceback", ()),
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),
     5: (
-        "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more samples stood in "
-        "for unreadable ones than train.max_quarantine_rate allows (train, which saved)",
+        "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more samples replaced "
+        "unreadable ones than train.max_quarantine_rate allows (train, which saved)",
         ("encode", "train"),
     ),
-    6: ("there is no space for what is to be written", _CACHE),
+    6: ("there is no disk space for the next file", _CACHE),
     7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
     8: ("the process that decodes pictures failed", ("sample",)),
     9: ("the loss or the gradient is not a finite number", ("train",)),
-    10: ("another training has the run directory", ("train",)),
-    74: ("the work is done, but its last lines could not be written to stdout", ()),
-    75: ("a store did not answer for patience_s (train saved); the same command may succeed later", _CACHE),
+    10: ("another training uses the run directory", ("train",)),
+    74: ("done, but the last lines could not be written to stdout", ()),
+    75: ("storage did not answer within patience_s (train saved); the same command may succeed later", _CACHE),
     130: ("interrupted by Ctrl-C", ()),
 }
-"""What the exit code of a command means, and which commands can end with it (none named: all). `demo` ends with the
-code of the command that failed."""
+"""Meaning of each exit code, and the commands that can end with it (none named: all). `demo` ends with the code of the
+command that failed."""

@@ -1,18 +1,19 @@
-"""What the launcher says about this process, read in one place.
+"""The launcher's variables: this process's rank, its device, and accelerate's settings.
 
-What: `detect()` turns the variables of torchrun, `accelerate launch` (the same ones) or SLURM's `srun` into one
-`Launch`; `check_accelerate()` refuses settings that arrive through accelerate's variables and contradict the
-configuration; `resolve_device()` turns `auto` into a device. This is the only module that reads the environment.
-Why: a process that misreads its rank trains on the wrong slice or overwrites a neighbour's files, and a precision
-or FSDP option that the launcher accepted and nobody obeys is a run of another kind than its owner believes.
-Price: variables of launchers that are not listed here have no effect; `mpirun` alone is refused, not guessed.
+`detect()` turns the variables of torchrun, `accelerate launch` (the same names) or SLURM's `srun` into a `Launch`.
+`check_accelerate()` refuses accelerate's settings that contradict the configuration. `resolve_device()` turns `auto`
+into a device. Only this module reads the environment.
+
+A wrong rank would train on the wrong slice or overwrite another process's files, and a precision or FSDP option that
+is accepted but not obeyed would be another run than its owner believes. The price: variables of other launchers have
+no effect; `mpirun` is refused, not guessed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -27,11 +28,13 @@ Kind = Literal["single", "torchrun", "accelerate", "slurm"]
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among those of a launch.
+    """One process of a launch.
 
-    rank and world count over all nodes, local_rank and local_world within this node. `rendezvous` is where the
-    processes meet, as an init method of `torch.distributed` (None for a single process, which needs no port).
-    `advice` holds remarks about the environment that a person should see; they change nothing.
+    Attributes:
+        rank, world: this process and the number of processes, over all nodes.
+        local_rank, local_world: the same within this node.
+        rendezvous: init method of `torch.distributed`; None for a single process, which needs no port.
+        advice: remarks about the environment for the user; they change nothing.
     """
 
     rank: int = 0
@@ -44,12 +47,12 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that prints and writes what is written once."""
+        """Rank 0, which prints and writes what the launch writes once."""
         return self.rank == 0
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's variables. torchrun's win over SLURM's, because torchrun may run inside a SLURM step.
+    """Read the launcher's variables. torchrun's take precedence over SLURM's, because it may run inside a SLURM step.
 
     Raises:
         UserError: variables that are incomplete, not numbers, or contradict each other.
@@ -61,7 +64,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         return _slurm(env)
     if _number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         raise UserError(
-            "this process was started by mpirun, which does not say where the processes meet",
+            "this process was started by mpirun, which does not give the address where the processes meet",
             expected="torchrun, accelerate launch or srun",
             found=f"OMPI_COMM_WORLD_SIZE={env['OMPI_COMM_WORLD_SIZE']}",
             fix="torchrun --nproc-per-node N --no-python sana-pipe train ...",
@@ -69,8 +72,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     advice: tuple[str, ...] = ()
     if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_PORT" in env:
         advice = (
-            "accelerate launch --cpu starts one process and leaves the others to mpirun, whatever --num_processes is: "
-            "this runs as a single process; for several on the CPU use torchrun --standalone --nproc-per-node N",
+            "accelerate launch --cpu starts one process, whatever --num_processes is, and leaves the others to mpirun; "
+            "this runs as a single process. For several on the CPU: torchrun --standalone --nproc-per-node N",
         )
     if "SLURM_JOB_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         advice = (
@@ -81,34 +84,34 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """(index, count): this process's share where work is shared without communication: rank and world, times the
-    SLURM array if there is one. The ids of an array without a common step (`--array=1,5,7`) count as `0..max`.
+    """(index, count): this process's share of work that needs no communication: rank and world, times the SLURM array
+    if there is one. The ids of an array without a common step (`--array=1,5,7`) count as `0..max`.
 
     Raises:
         UserError: as `detect`.
     """
     env = os.environ if environ is None else environ
-    here = detect(env)
+    launch = detect(env)
     if "SLURM_ARRAY_TASK_ID" not in env:
-        return here.rank, here.world
-    own = _number(env, "SLURM_ARRAY_TASK_ID")
-    first, last = _number(env, "SLURM_ARRAY_TASK_MIN", 0), _number(env, "SLURM_ARRAY_TASK_MAX", own)
+        return launch.rank, launch.world
+    task = _number(env, "SLURM_ARRAY_TASK_ID")
+    first, last = _number(env, "SLURM_ARRAY_TASK_MIN", 0), _number(env, "SLURM_ARRAY_TASK_MAX", task)
     count, step = _number(env, "SLURM_ARRAY_TASK_COUNT", 0), _number(env, "SLURM_ARRAY_TASK_STEP", 1)
-    if step > 0 and last - first == step * (count - 1) and (own - first) % step == 0:
-        index = (own - first) // step
+    if step > 0 and last - first == step * (count - 1) and (task - first) % step == 0:
+        index = (task - first) // step
     else:
-        index, count = own, max(own, last) + 1
+        index, count = task, max(task, last) + 1
     if not 0 <= index < count:
         raise UserError(
             "SLURM's array variables contradict each other",
-            found=f"task {own} of {first}..{last}, {count} tasks",
+            found=f"task {task} of {first}..{last}, {count} tasks",
             fix="sana-pipe encode --task-index I --task-count N",
         )
-    return index * here.world + here.rank, count * here.world
+    return index * launch.world + launch.rank, count * launch.world
 
 
 def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """The SLURM job that this process belongs to, and how often SLURM has put it back into the queue; None outside."""
+    """This process's SLURM job and how often SLURM has requeued it; None outside of SLURM."""
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in env:
         return None
@@ -116,7 +119,7 @@ def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, in
 
 
 def ray_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Host and port of the Ray cluster that RAY_ADDRESS names; None if it names none, or in another way (`auto`)."""
+    """Host and port in RAY_ADDRESS; None if it is missing or of another form (`auto`)."""
     env = os.environ if environ is None else environ
     match = re.fullmatch(r"\[?([^/\[\]]+?)\]?:(\d{1,5})", env.get("RAY_ADDRESS", "").strip())
     return (match[1], int(match[2])) if match else None
@@ -132,7 +135,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
             fix="start with torchrun, or unset " + ", ".join(n for n in ("RANK", "WORLD_SIZE") if n in env),
         )
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    # A torchrun of one process per node may leave the local ones out; several per node need them.
+    # With one process per node the local variables may be missing.
     local_rank, local_world = _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1)
     if "LOCAL_WORLD_SIZE" not in env and "LOCAL_RANK" in env:
         local_world = max(local_rank + 1, 1)
@@ -143,7 +146,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     return _checked(Launch(rank, world, local_rank, local_world, kind, "env://" if world > 1 else None, advice))
 
 
-_STALE = "restarted processes meet on a store that still holds the addresses of the lost ones"
+_STALE = "restarted processes meet on a store that still holds the addresses of the lost processes"
 
 
 def _shares_store(env: Mapping[str, str]) -> bool:
@@ -160,7 +163,7 @@ def _restart_fix(env: Mapping[str, str]) -> str:
 
 
 def check_restart(environ: Mapping[str, str] | None = None) -> None:
-    """Refuse a restart by torchrun whose processes would wait for the lost ones until the time-out.
+    """Refuse a restart by torchrun whose processes would wait for the lost processes until the timeout.
 
     Raises:
         UserError: torchrun restarted this process and shares its store with it.
@@ -187,7 +190,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
                 expected="SLURM_STEP_NODELIST or SLURM_JOB_NODELIST",
                 fix="export MASTER_ADDR=<name of the first node> before srun",
             )
-        # The same on all tasks of a step, another one for another job or step on the same node.
+        # Equal on all tasks of a step; different for other jobs and steps on the same node.
         job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
         port = _number(env, "MASTER_PORT", 20000 + (job * 7 + step) % 20000)
         rendezvous = f"tcp://{host}:{port}"
@@ -239,8 +242,8 @@ def _checked(launch: Launch) -> Launch:
     return launch
 
 
-# Options of accelerate's FSDP plugin that change neither memory nor numbers here: FSDP2 has no such switch (original
-# parameters, prefetch), the start weights are equal on every process anyway, and checkpoints are always sharded.
+# Options of accelerate's FSDP plugin without effect here: FSDP2 has no such switch (original parameters, prefetch), the
+# start weights are equal on every process, and checkpoints are always sharded.
 _FSDP_WITHOUT_EFFECT = {
     "FSDP_MIN_NUM_PARAMS",
     "FSDP_BACKWARD_PREFETCH",
@@ -253,6 +256,23 @@ _FSDP_WITHOUT_EFFECT = {
 _BLOCK_CLASS = "SanaTransformerBlock"
 
 
+class _Answers:
+    """accelerate's variables and how they contradict the configuration."""
+
+    def __init__(self, env: Mapping[str, str]):
+        self.env = env
+        self.contradictions: list[str] = []
+
+    def on(self, name: str) -> bool:
+        return self.env.get(name, "").lower() in {"1", "true"}
+
+    def need(self, name: str, allowed: set[str], here: str) -> None:
+        """The variable is missing or has one of these values (in lower case); `here`: what the configuration says."""
+        value = self.env.get(name)
+        if value is not None and value.strip().lower() not in allowed:
+            self.contradictions.append(f"{name}={value}, but {here}")
+
+
 def check_accelerate(
     train: TrainConfig,
     launch: Launch,
@@ -260,51 +280,50 @@ def check_accelerate(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Refuse what accelerate's environment asks for and the configuration does not say.
+    """Refuse settings of accelerate's environment that differ from the configuration.
 
-    `accelerate launch` exports its answers (`ACCELERATE_*`, `FSDP_*`, `PARALLELISM_CONFIG_*`) and expects the script
-    to hand the model to `Accelerator.prepare`. Here the configuration alone decides; a difference would be ignored
-    in silence, so it stops the run, each one by name.
+    `accelerate launch` exports its answers (`ACCELERATE_*`, `FSDP_*`, `PARALLELISM_CONFIG_*`), meant for
+    `Accelerator.prepare`. Here only the configuration decides; a different answer would be ignored silently.
 
     Args:
-        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: every process holds a
-            shard.
+        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: dp_shard is the world.
 
     Raises:
-        UserError: one line per contradiction, with the setting that ends it.
+        UserError: one line per contradiction, with the setting of the configuration.
     """
-    env = os.environ if environ is None else environ
+    answers = _Answers(os.environ if environ is None else environ)
     layout = sizes or {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1}
-    wrong: list[str] = []
-
-    def need(name: str, allowed: set[str], here: str) -> None:
-        value = env.get(name)
-        if value is not None and value.strip().lower() not in allowed:
-            wrong.append(f"{name}={value}, but {here}")
-
-    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
-    need("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)")
-    off = {"", "0", "false", "no"}
-    need("ACCELERATE_USE_DEEPSPEED", off, "the model is spread with FSDP2, not DeepSpeed")
-    need("ACCELERATE_USE_MEGATRON_LM", off, "the model is spread with FSDP2, not Megatron-LM")
-    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
-    need("ACCELERATE_DYNAMO_BACKEND", dynamo, f"train.compile is {train.compile} ({train.compile_backend})")
-    need("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {"1"}, "accumulation follows from bucket.batch and train.microbatch")
-    need("ACCELERATE_CPU_AFFINITY", off, "processes are bound to no cores here (torchrun has --numa-binding)")
-    kind = _kind_of_device(train.device)
-    if kind == "cuda":
-        need("ACCELERATE_USE_CPU", off, f"train.device is {train.device}")
-    torch_device = env.get("ACCELERATE_TORCH_DEVICE", kind)
-    if torch_device.partition(":")[0] != kind:
-        wrong.append(f"ACCELERATE_TORCH_DEVICE={torch_device}, but train.device is {train.device}")
-    _check_parallelism_config(env, layout, wrong)
-    _check_fsdp(env, train, layout, need, wrong)
-    if wrong:
+    _check_computation(answers, train)
+    _check_parallelism_config(answers, layout)
+    _check_fsdp(answers, train, layout)
+    if answers.contradictions:
         raise UserError(
-            "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(wrong),
+            "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(answers.contradictions),
             fix="make the answers in `accelerate config` (or the options of `accelerate launch`) equal to the "
             "configuration, or start with torchrun",
         )
+
+
+def _check_computation(answers: _Answers, train: TrainConfig) -> None:
+    """Precision, engines, compilation and device."""
+    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
+    off = {"", "0", "false", "no"}
+    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
+    for name, allowed, here in (
+        ("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
+        ("ACCELERATE_USE_DEEPSPEED", off, "the model is parallelized with FSDP2, not DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", off, "the model is parallelized with FSDP2, not Megatron-LM"),
+        ("ACCELERATE_DYNAMO_BACKEND", dynamo, f"train.compile is {train.compile} ({train.compile_backend})"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {"1"}, "bucket.batch and train.microbatch decide on accumulation"),
+        ("ACCELERATE_CPU_AFFINITY", off, "processes are not bound to cores here (torchrun has --numa-binding)"),
+    ):
+        answers.need(name, allowed, here)
+    kind = _kind_of_device(train.device)
+    if kind == "cuda":
+        answers.need("ACCELERATE_USE_CPU", off, f"train.device is {train.device}")
+    device = answers.env.get("ACCELERATE_TORCH_DEVICE", kind)
+    if device.partition(":")[0] != kind:
+        answers.contradictions.append(f"ACCELERATE_TORCH_DEVICE={device}, but train.device is {train.device}")
 
 
 def _kind_of_device(name: str) -> str:
@@ -315,26 +334,20 @@ def _kind_of_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check_fsdp(
-    env: Mapping[str, str],
-    train: TrainConfig,
-    sizes: Mapping[str, int],
-    need: Callable[[str, set[str], str], None],
-    wrong: list[str],
-) -> None:
+def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int]) -> None:
     parallel = train.parallel
-    strategy = {"1", "full_shard"}
-    what = "every process holds its own shard (FULL_SHARD)"
-    if sizes["dp_replicate"] > 1 and env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() not in {"1", "true"}:
-        both = sizes["dp_shard"] > 1
-        strategy = {"4", "hybrid_shard"} if both else {"3", "no_shard"}
-        what = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({'HYBRID_SHARD' if both else 'NO_SHARD'})"
+    strategy, sharding = {"1", "full_shard"}, "every process holds a shard (FULL_SHARD)"
+    if sizes["dp_replicate"] > 1 and not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        name = "HYBRID_SHARD" if sizes["dp_shard"] > 1 else "NO_SHARD"
+        strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
+        sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
+    reshard, offload = str(parallel.reshards).lower(), str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
-        "FSDP_SHARDING_STRATEGY": (strategy, what),
+        "FSDP_SHARDING_STRATEGY": (strategy, sharding),
         "FSDP_RESHARD_AFTER_FORWARD": (
             {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {str(parallel.reshards).lower()}",
+            f"train.parallel.reshard_after_forward is {reshard}",
         ),
         "FSDP_OFFLOAD_PARAMS": (
             {str(parallel.offload == "all").lower()},
@@ -343,45 +356,40 @@ def _check_fsdp(
         "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
         "FSDP_ACTIVATION_CHECKPOINTING": (
-            {"false"} if train.activation_checkpointing == "none" else {"true"},
+            {str(train.activation_checkpointing != "none").lower()},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
-            {str(train.activation_offload).lower()},
-            f"train.activation_offload is {str(train.activation_offload).lower()}",
-        ),
-        "FSDP_IGNORED_MODULES": ({"", "none"}, "no module is left out of the sharding"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({offload}, f"train.activation_offload is {offload}"),
+        "FSDP_IGNORED_MODULES": ({"", "none"}, "all modules are sharded"),
     }
     for name, (allowed, here) in known.items():
-        need(name, allowed, here)
-    if env.get("ACCELERATE_USE_FSDP", "").lower() in {"1", "true"}:
-        unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in known and n not in _FSDP_WITHOUT_EFFECT)
-        wrong.extend(f"{name}={env[name]}, but there is no such setting here" for name in unknown)
+        answers.need(name, allowed, here)
+    if answers.on("ACCELERATE_USE_FSDP"):
+        known_names = known.keys() | _FSDP_WITHOUT_EFFECT
+        for name in sorted(name for name in answers.env if name.startswith("FSDP_") and name not in known_names):
+            answers.contradictions.append(f"{name}={answers.env[name]}, but there is no such setting here")
 
 
-def _check_parallelism_config(env: Mapping[str, str], sizes: Mapping[str, int], wrong: list[str]) -> None:
-    if env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() not in {"1", "true"}:
+def _check_parallelism_config(answers: _Answers, sizes: Mapping[str, int]) -> None:
+    if not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    here = {**{name.upper(): size for name, size in sizes.items()}, "CP": 1, "SP": 1}
-    for name, size in here.items():
-        value = env.get(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
-        if value != str(size):
-            wrong.append(f"PARALLELISM_CONFIG_{name}_SIZE={value}, but here it is {size}")
+    for name, size in {**sizes, "cp": 1, "sp": 1}.items():
+        answers.need(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", {str(size)}, f"here it is {size}")
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
-    """`auto` is this process's GPU if there is one, else the CPU; `cuda` is this process's GPU.
+    """The device of this process.
 
     Args:
-        name: `auto`, `cpu`, `cuda` or `cuda:N`.
-        launch: chooses the GPU by `local_rank`; without it, GPU 0.
+        name: `auto` (the process's GPU if there is one, else the CPU), `cpu`, `cuda` (the process's GPU) or `cuda:N`.
+        launch: `local_rank` is the number of the process's GPU; None: GPU 0.
 
     Raises:
-        UserError: a name that is no device, or a GPU that this machine does not have.
+        UserError: an unknown name, or a GPU that this machine does not have.
     """
     import torch
 
-    here = launch or Launch()
+    launch = launch or Launch()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -390,17 +398,17 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
         raise UserError("there is no such device", expected="auto, cpu, cuda or cuda:N", found=repr(name))
-    if match[1] is not None and here.local_world > 1:
+    if match[1] is not None and launch.local_world > 1:
         raise UserError(
-            f"the device {name!r} is one GPU, and {here.local_world} processes run on this node",
+            f"the device {name!r} is one GPU, and {launch.local_world} processes run on this node",
             fix="device: cuda (each process then takes the GPU of its local rank)",
         )
-    index = int(match[1]) if match[1] is not None else here.local_rank
+    index = int(match[1]) if match[1] is not None else launch.local_rank
     if index >= count:
         raise UserError(
             f"this process needs GPU {index} of this machine",
             expected=f"a GPU number below {count}" if count else "an NVIDIA GPU and a CUDA build of torch",
-            found=f"{count} GPUs, {here.local_world} processes on this node",
+            found=f"{count} GPUs, {launch.local_world} processes on this node",
             fix="start no more processes per node than it has GPUs, or set device: cpu",
         )
     return torch.device("cuda", index)

@@ -1,14 +1,13 @@
-"""How a sana-pipe process starts another, and how it ends.
+"""Start a sana-pipe process from another, and end a process.
 
-Decoding runs apart from sampling so that the VAE and the transformer never share a process, and the demo runs the
-commands that a person would type. Both must reach this very package, installed or not, from any directory. The price:
-the child's command line is not the one to copy by hand; `shown` gives that one.
+`sample` decodes in a second process, so that the VAE and the transformer never share one, and `demo` runs the commands
+that a user would type. The child must use this package, installed or not, from any directory; so its command line is
+not the one to copy by hand, which `shown` gives.
 
-`run_and_exit` is how every process of ours ends. Threads that Arrow, libvips, gloo or fsspec start outlive the work
-that they were started for. One that asks for the interpreter while the interpreter is being torn down ends the process
-with SIGABRT, after all work is done and printed. So the interpreter is not torn down: what Python does at its end
-(joining threads, exit functions, flushing) is done, then the operating system ends the process. `multiprocessing` ends
-its children in the same way.
+`run_and_exit` ends every sana-pipe process. Threads of Arrow, libvips, gloo and fsspec outlive their work. If one of
+them enters the interpreter while it is torn down, the process ends with SIGABRT although all work is done. So
+`run_and_exit` joins threads, runs exit functions and flushes, as Python does, and then ends the process without tearing
+the interpreter down. `multiprocessing` ends its children in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
 
 OUTPUT_LOST = 74
-"""Exit code (EX_IOERR) of a process whose work is done and whose last lines could not be written."""
+"""Exit code (EX_IOERR) if the work is done but the last lines could not be written."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -37,22 +36,22 @@ def command(*arguments: str) -> list[str]:
 
 
 def shown(*arguments: str) -> str:
-    """The same command as a person would type it."""
+    """The same command as a user types it."""
     return shlex.join(["sana-pipe", *arguments])
 
 
 def allow_many_files() -> None:
-    """Raise the soft limit on open files to the hard one: many shards are open at once, and 1,024 is usual."""
+    """Raise the soft limit on open files (usually 1,024) to the hard limit, because many shards are open at once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems allow less than they say; then what there is has to do
+    with suppress(OSError, ValueError):  # some systems allow less than they report; the old limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run_and_exit(main: Callable[[], object]) -> NoReturn:
-    """Call `main` and end this process with its exit code, while native threads may still be running.
+    """Call `main` and end this process with its exit code, even if native threads are still running.
 
-    The code is what `main` returns or raises in SystemExit: a number, None for 0, or a text that is printed (1). Any
-    other exception is printed with its traceback (1). `OUTPUT_LOST` takes the place of 0 if stdout cannot be flushed.
+    The code is what `main` returns or raises in SystemExit: a number, None (0), or a text, which is printed (1). Any
+    other exception is printed with its traceback (1). If stdout cannot be flushed, `OUTPUT_LOST` replaces 0.
     """
     try:
         code = main()
@@ -65,7 +64,7 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
         print(code, file=sys.stderr)
         code = 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons, pools' first
+        threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads, those of pools first
         atexit._run_exitfuncs()
     finally:
         try:

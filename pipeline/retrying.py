@@ -1,19 +1,19 @@
-"""Asking a store again: how long one that is away is waited for, what is said meanwhile, what no waiting will mend.
+"""Repeating requests to a store that does not answer: for how long, with which messages, and which errors are final.
 
-What: `tried` asks until there is an answer, for at most `patience_s` from the first failure on. A store that is silent
-for `NOTICE_S` is named on stderr, with the time that it will be waited for, and again when it answers.
-Why one helper: every read and write over a network gives up at the same time and in the same way, and a thousand
-processes that were turned away together do not come back together (the pauses are drawn at random). Drivers try again
-by themselves, too, in tries of tries; `drivers.open_url` turns that off, so that the sum is what the setting says.
-Why not tenacity: it repeats one call and gives its conditions the state of that call, so it would replace the loop in
-`tried` and no more. The rest is of a store, over all calls and threads (whether it answered this process yet or others
-meanwhile, one notice for all that wait, even while an attempt hangs), or of drivers (which of their errors last, and
-what mends them).
-Price: a wrong address of a server that is there but silent looks like a store that is away. So a store that has not
-answered this process yet is given `FIRST_S` only; a job that starts while its store is away ends, too.
+`retry` asks until there is an answer, for at most `patience_s` from the first failure on. A store that is silent for
+`NOTICE_S` is named on stderr with the time limit, and again when it answers.
+Why one helper: every read and write over a network gives up after the same time and in the same way, and a thousand
+processes that were refused together do not retry together (the pauses are random). Drivers have retries of their own,
+nested ones; `drivers.Connection` turns them off, so that the total is what the setting says.
+Why not tenacity: it repeats one call and its conditions see only that call, so it would replace the loop in `retry` and
+nothing else. The rest is state of a store over all calls and threads (whether it has answered this process, or other
+calls meanwhile; one notice for all waiting calls, even while an attempt hangs), and knowledge of drivers (which of
+their errors are final, and the fix for each).
+Price: a silent server at a wrong address looks like a store that is down. So a store that has never answered this
+process gets `FIRST_S` only, and a job that starts while its store is down ends, too.
 
-What no waiting will mend fails at once: missing and forbidden objects, wrong credentials, a bucket or a host that does
-not exist, a certificate that does not fit.
+Final errors are raised immediately: missing and forbidden objects, wrong credentials, a bucket or host that does not
+exist, an invalid certificate.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PATIENCE_S = 300.0
 FIRST_S = 5.0
 CONNECT_S = 5.0
 TIMEOUT_S = 15.0
-"""Silence after which a driver gives one attempt up."""
+"""Silence after which a driver gives up one attempt."""
 WEB_TIMEOUT_S = 30.0
-"""The same of a web server, which may make up a listing at length."""
+"""The same for a web server, which may take long to build a listing."""
 NOTICE_S = 3.0
 PAUSE_S = 0.5
-"""The first pause; each further one is twice as long, at most `LONGEST_PAUSE_S`."""
+"""The first pause; each further one is twice as long, up to `LONGEST_PAUSE_S`."""
 LONGEST_PAUSE_S = 10.0
 
 _ADDRESS = "check the address (for S3: AWS_ENDPOINT_URL, or endpoint_url in fsspec's configuration)"
@@ -70,12 +70,12 @@ _REFUSALS = {
     **dict.fromkeys(("InvalidBucketName", "ParamValidationError"), "correct the bucket's name"),
     **dict.fromkeys(("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"), _ADDRESS),
 }
-"""Error codes of S3 and names of drivers' exceptions that concern the store as a whole, and what mends them."""
-_TRANSFER = ("RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
-"""Error codes of S3 that blame the request but come from a bad line."""
-_LASTING = (FileExistsError, IsADirectoryError, PermissionError, NotImplementedError, TypeError, AttributeError)
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_AWAY = (
+"""Error codes of S3 and names of drivers' exceptions that concern the store as a whole -> the fix."""
+_TRANSFER_ERRORS = ("RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
+"""Error codes of S3 that blame the request but come from a bad connection."""
+_FINAL = (FileExistsError, IsADirectoryError, PermissionError, NotImplementedError, TypeError, AttributeError)
+_LOCAL_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISCONNECTED = (
     errno.ESTALE,
     errno.ETIMEDOUT,
     errno.ENOTCONN,
@@ -94,7 +94,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The store as a whole cannot be used, and waiting will not help. `fix`: what will."""
+    """The store as a whole cannot be used, and waiting does not help. `fix`: what does."""
 
     def __init__(self, reason: str, fix: str):
         super().__init__(reason)
@@ -102,11 +102,11 @@ class Refused(Exception):
 
 
 class NoAnswer(Exception):
-    """There was no answer for as long as one is waited for.
+    """There was no answer within the time limit.
 
     Attributes:
         fix: what may help.
-        alone: the store answered others meanwhile, so that it is this one object that cannot be had.
+        alone: the store answered other requests meanwhile, so only this object cannot be read.
     """
 
     def __init__(self, reason: str, fix: str, alone: bool):
@@ -114,72 +114,78 @@ class NoAnswer(Exception):
         self.fix, self.alone = fix, alone
 
 
-def say(line: str) -> None:
-    """Tell a person about the waiting."""
+def log(line: str) -> None:
+    """Print a line on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
-def away_disk(error: BaseException) -> bool:
-    """Whether a network file system is away, as far as the system's error says (that of a bad sector does not)."""
-    return isinstance(error, OSError) and error.errno in _AWAY
+def is_disconnected(error: BaseException) -> bool:
+    """Whether an error says that a network file system is disconnected (a bad sector does not)."""
+    return isinstance(error, OSError) and error.errno in _DISCONNECTED
 
 
-def tried(
+def retry(
     ask: Callable[[], T],
     store: str,
     patience_s: float = PATIENCE_S,
-    passing: Callable[[BaseException], bool] | None = None,
+    retryable: Callable[[BaseException], bool] | None = None,
 ) -> T:
-    """What `ask` returns, when it does.
+    """The answer of `ask`, repeated until there is one.
 
     Args:
-        store: what is asked, for messages; what has the same name is silent, and answers, together.
-        passing: says of an error whether it is worth waiting; default: all that are not known to last.
+        store: name of the store, for messages; calls with the same name share what is known of it.
+        patience_s: time limit from the first failure on, in seconds.
+        retryable: whether an error is worth a retry; default: every error that is not known to be final.
 
     Raises:
         Refused, NoAnswer: see there.
-        Exception: what `ask` raised, if another attempt will not mend it.
+        Exception: as `ask`, if the error is final.
     """
-    contact = _contact(store)
-    first: float | None = None
+    state = _state(store)
+    first_failure: float | None = None
     pause = PAUSE_S
-    with contact.asked(patience_s):
+    with state.request(patience_s):
         while True:
             began = time.monotonic()
             try:
                 answer = ask()
             except Exception as error:
-                known = contact.answered
-                if passing is not None:
-                    if not passing(error):
-                        raise
-                    contact.answered = True  # a file that was there before
-                else:
-                    _raise_lasting(error, contact)
-                    if status_of(error) is not None:
-                        contact.answered = True
+                was_known = state.answered
+                _classify(error, state, retryable)
                 now = time.monotonic()
-                if first is None:
-                    first = now - min(now - began, TIMEOUT_S)
-                left = first + contact.limit(patience_s) - now
+                if first_failure is None:
+                    first_failure = now - min(now - began, TIMEOUT_S)
+                left = first_failure + state.limit(patience_s) - now
                 reason = f"{type(error).__name__}: {error}"
                 if left <= 0:
-                    waited = f"no answer for {now - first:.0f} s ({reason})"
                     fix = "run the same command again once it is back, or set patience_s to wait longer"
-                    if not (known or contact.answered):
+                    if not (was_known or state.answered):
                         fix = f"{_ADDRESS}; if it is right, {fix.partition(', or')[0]}"
-                    raise NoAnswer(waited, fix, contact.heard > first) from error
-                contact.reason = reason
+                    silence = f"no answer for {now - first_failure:.0f} s ({reason})"
+                    raise NoAnswer(silence, fix, state.last_answer > first_failure) from error
+                state.reason = reason
                 _pause(min(left, pause * random.uniform(0.5, 1)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             else:
-                contact.hear()
+                state.record_answer()
                 return answer
+
+
+def _classify(error: Exception, state: _StoreState, retryable: Callable[[BaseException], bool] | None) -> None:
+    """Raise an error that is final; note whether the store is known to exist."""
+    if retryable is not None:
+        if not retryable(error):
+            raise error
+        state.answered = True  # the file existed before
+        return
+    _raise_final(error, state)
+    if http_status(error) is not None:
+        state.answered = True
 
 
 @contextmanager
 def stopping(check: Callable[[], None]) -> Iterator[None]:
-    """Inside, `check` is called in every pause, in the thread that waits; what it raises ends the waiting."""
+    """Within the block, every waiting thread calls `check` during its pauses; an exception from it ends the waiting."""
     _checks.append(check)
     try:
         yield
@@ -187,17 +193,17 @@ def stopping(check: Callable[[], None]) -> Iterator[None]:
         _checks.remove(check)
 
 
-def status_of(error: BaseException) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """The HTTP status of a driver's error; None if there was no answer."""
     for cause in _chain(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
-            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
             places = ((response, "status_code"), (cause, "status"), (cause, "code"))
-            found = next((getattr(place, name) for place, name in places if hasattr(place, name)), None)
-        if isinstance(found, int) and 100 <= found < 600:
-            return found
+            status = next((getattr(holder, name) for holder, name in places if hasattr(holder, name)), None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status
     return None
 
 
@@ -210,65 +216,65 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _raise_lasting(error: Exception, contact: _Contact) -> None:
-    """Raise what no waiting will mend."""
-    status = status_of(error)
+def _raise_final(error: Exception, state: _StoreState) -> None:
+    """Raise an error that a retry cannot solve."""
+    status = http_status(error)
     for cause in _chain(error):
         response = getattr(cause, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else type(cause).__name__
-        if code in _TRANSFER:
+        if code in _TRANSFER_ERRORS:
             return
         if code in _REFUSALS:
-            contact.hear()
+            state.record_answer()
             raise Refused(str(cause), _REFUSALS[code]) from error
-        if isinstance(cause, OSError) and cause.errno in _SCARCE:
-            raise cause  # of this machine
-    if not contact.answered:  # later it is more likely that something on the way is down
+        if isinstance(cause, OSError) and cause.errno in _LOCAL_LIMITS:
+            raise cause  # a limit of this machine
+    if not state.answered:  # afterwards a network failure is more likely
         for cause in _chain(error):
             if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
                 raise Refused(f"the host is not known: {error}", _ADDRESS) from error
             if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 fix = f"{_ADDRESS}: https or http, and a certificate that this machine trusts (AWS_CA_BUNDLE)"
                 raise Refused(f"no secure connection: {error}", fix) from error
-    lasting = isinstance(error, _LASTING) or (
+    final = isinstance(error, _FINAL) or (
         isinstance(error, FileNotFoundError) and status in (None, 404, 410) and not _unanswered(error)
     )
     if status is not None:
-        lasting = lasting or (400 <= status < 500 and status not in (408, 409, 425, 429))
-    if lasting:
-        contact.hear()
-        if status in (401, 403) and not isinstance(error, PermissionError):  # that for http calls it a missing file
+        final = final or (400 <= status < 500 and status not in (408, 409, 425, 429))
+    if final:
+        state.record_answer()
+        if status in (401, 403) and not isinstance(error, PermissionError):  # http: FileNotFoundError
             raise PermissionError(f"{status}: {[*_chain(error)][-1]}") from error
         raise error
 
 
 def _unanswered(error: FileNotFoundError) -> bool:
-    """Whether a driver says "not found" of a server that did not answer, as that for http does."""
+    """Whether "not found" means that the server did not answer, as the driver for http reports it."""
     causes = [cause for cause in _chain(error) if not isinstance(cause, FileNotFoundError)]
     return any(isinstance(c, OSError) or type(c).__module__.startswith("aiohttp") for c in causes)
 
 
-# ------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------ notices
 
 
-class _Contact:
-    """What this process knows of a store."""
+class _StoreState:
+    """What this process knows about a store."""
 
     def __init__(self, store: str):
         self.store = store
         self.answered = False
-        self.heard = 0.0
+        self.last_answer = 0.0
         self.reason = ""
         self._asking = 0
         self._since = self._patience = 0.0
         self._notice_s = NOTICE_S
-        self._silent: float | None = None  # since when, once it was said
+        self._silent: float | None = None  # since when, once a notice has been printed
 
     def limit(self, patience_s: float) -> float:
         return patience_s if self.answered else min(patience_s, FIRST_S)
 
     @contextmanager
-    def asked(self, patience_s: float) -> Iterator[None]:
+    def request(self, patience_s: float) -> Iterator[None]:
         with _lock:
             if self._asking == 0:
                 self._since = time.monotonic()
@@ -284,20 +290,19 @@ class _Contact:
                 if self._asking == 0:
                     _watched.discard(self)
 
-    def hear(self) -> None:
-        """There was an answer."""
+    def record_answer(self) -> None:
+        """Note that the store answered, and print it if its silence was printed."""
         with _lock:
-            self.answered, self.heard = True, time.monotonic()
+            self.answered, self.last_answer = True, time.monotonic()
             silent, self._silent = self._silent, None
             self.reason = ""
         if silent is not None:
-            say(f"{self.store} answered after {time.monotonic() - silent:.0f} s")
+            log(f"{self.store} answered after {time.monotonic() - silent:.0f} s")
 
     def notice(self) -> None:
-        """Say that there is no answer, once for each time that there is none. A store that is merely slow is named
-        less and less often."""
+        """Print that the store is silent, once per silence. For a store that is merely slow the interval doubles."""
         with _lock:
-            silent = max(self._since, self.heard)
+            silent = max(self._since, self.last_answer)
             waited = time.monotonic() - silent
             if self._silent is not None or waited < self._notice_s:
                 return
@@ -305,19 +310,19 @@ class _Contact:
             self._notice_s *= 2
             why = f" ({self.reason})" if self.reason else ""
             limit = self.limit(self._patience)
-        say(f"waiting for {self.store}: {waited:.0f} s so far{why}, at most {limit:.0f} s (patience_s)")
+        log(f"waiting for {self.store}: {waited:.0f} s so far{why}, at most {limit:.0f} s (patience_s)")
 
 
-_contacts: dict[str, _Contact] = {}
-_watched: set[_Contact] = set()
+_states: dict[str, _StoreState] = {}
+_watched: set[_StoreState] = set()
 _checks: list[Callable[[], None]] = []
 _lock = threading.Lock()
 _watching: threading.Thread | None = None
 
 
-def _contact(store: str) -> _Contact:
+def _state(store: str) -> _StoreState:
     with _lock:
-        return _contacts.setdefault(store, _Contact(store))
+        return _states.setdefault(store, _StoreState(store))
 
 
 def _start_watching() -> None:
@@ -328,7 +333,7 @@ def _start_watching() -> None:
 
 
 def _watch() -> None:
-    """Runs while anything is asked."""
+    """Print notices as long as a request is in flight."""
     global _watching
     while True:
         time.sleep(NOTICE_S / 8)
@@ -337,8 +342,8 @@ def _watch() -> None:
             if not watched:
                 _watching = None
                 return
-        for contact in watched:
-            contact.notice()
+        for state in watched:
+            state.notice()
 
 
 def _pause(seconds: float) -> None:

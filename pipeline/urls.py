@@ -1,16 +1,16 @@
-"""URLs that people write: what in them is secret.
+"""Remove credentials from URLs.
 
-Why: an address is written into scans, configurations, checkpoints, reports and logs, and these are shared.
-Price: a query is dropped whole, whatever it says (`?name=value...`; of other schemes than http(s) a pattern such as
-`shard-?.tar` is none).
+Addresses are written into scans, configurations, checkpoints, reports and logs, which are shared. The price: a query
+(`?name=value...`) is removed completely, whatever it says. Outside of http(s) a pattern such as `shard-?.tar` is not a
+query.
 """
 
 from __future__ import annotations
 
 import re
 
-# The second form of a user is one whose password has a slash, as AWS' secret keys often do: after a host and a colon
-# only a port could follow. A scheme may stand behind another (`simplecache::s3://`).
+# The second form of the user part is for passwords with a slash, as AWS' secret keys often have; after a host and a
+# colon only a port could follow. A scheme may follow another (`simplecache::s3://`).
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)"
     r"(?P<user>[^/?#\s]*@|[^/?#\s:@\[]*:(?!\d+(?:[/?#\s]|$))\S*@)?"
@@ -21,11 +21,11 @@ _PARAMETERS = re.compile(r"\?[\w.~%+-]+=[^&]*(&[^&]*)*")
 
 
 def strip_credentials(text: str) -> str:
-    """The text without the credentials of its URLs: `user:password@`, for http(s) also a user alone (a token), and
-    queries (`X-Amz-Signature`, SAS tokens, `token=`)."""
+    """The text without the credentials of its URLs: `user:password@`, for http(s) also `user@` (a token), and queries
+    (`X-Amz-Signature`, SAS tokens, `token=`)."""
 
-    def clean(found: re.Match[str]) -> str:
-        scheme, user, path, query = found.group("scheme", "user", "path", "query")
+    def clean(url: re.Match[str]) -> str:
+        scheme, user, path, query = url.group("scheme", "user", "path", "query")
         web = scheme.lower().startswith("http")
         if user and ":" not in user and not web:
             path = user + path  # a login name (sftp) or a container (abfs)

@@ -77,7 +77,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Made:
-    """A snapshot to be published. moves: samples to encode for another bucket first (`bucket.small=reassign`)."""
+    """A snapshot to be published. moves: samples to encode for another bucket first (`bucket.remainder=reassign`)."""
 
     assembled: Assembled
     joined: Joined
@@ -138,7 +138,7 @@ def run(
     if heldout_made is not None:
         report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
     report["reassign"] = []
-    if settings.small == "reassign":
+    if settings.remainder == "reassign":
         report["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run)
     if joined.examples:
         lists = [(scan.cache.files, reasons.report(source)) for source, scan in _used(inputs)]
@@ -245,7 +245,7 @@ def _make(
 ) -> _Made:
     """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
     settings, records = config.bucket, inputs.records
-    small = "carry" if heldout else settings.small
+    small = "carry" if heldout else settings.remainder
     moves: list[selection.Move] = []
     if small == "reassign":
         small = "carry"

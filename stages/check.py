@@ -1,9 +1,8 @@
-"""`sana-pipe check`: whether the models of a configuration are there, are the right ones and fit one another.
+"""`sana-pipe check`: whether the models of a configuration are available, of the right kind, and fit together.
 
-What: one line for the VAE, the text encoder, its tokenizer and the transformer: which files, and how much of them is
-still to be fetched; then whether their shapes agree.
-Why: a gated model, a missing file or a wrong kind shows here, not after hours of encoding.
-Price: the hub is asked for lists and JSON files, so a damaged weight file is found only by the stage that reads it.
+Prints a line for the VAE, the text encoder, its tokenizer and the transformer (files, and bytes still to be fetched),
+then compares their shapes. So a gated model, a missing file or a wrong kind shows before hours of encoding. Only lists
+and JSON files are fetched; a damaged weight file is noticed by the stage that reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,14 @@ from pipeline.models.sana_files import architecture_at
 
 @dataclass
 class _Part:
-    """One model. `facts` is what its configuration says; None if that is not known."""
+    """One model.
+
+    Attributes:
+        stage: the stage that fetches it.
+        files, size, to_fetch: names of its files, bytes of all, bytes of those that are not local.
+        facts: the shapes in its configuration; None if unknown.
+        problem: why it cannot be used.
+    """
 
     name: str
     weights: Weights
@@ -40,24 +46,39 @@ class _Part:
 
 
 def run(config: Config, as_json: bool = False) -> int:
-    """Check, and say what was found.
+    """Check the models and print the result.
 
     Returns:
-        0, or the exit code of a mistake in the configuration.
+        0, or the exit code of an error in the configuration.
     """
-    vae = _seen(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
-    text = _seen(_Part("text encoder", config.text, "encode"), encoders.text_width)
+    vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
+    text = _inspect(_Part("text encoder", config.text, "encode"), encoders.text_width)
     parts = [vae, text, _tokenizer(config)]
     shape: SanaConfig | None = None
     if config.model.weights is not None:
-        model = _seen(_Part("transformer", config.model.weights, "train"), architecture_at, widest=True)
+        model = _inspect(_Part("transformer", config.model.weights, "train"), architecture_at, widest=True)
         parts.append(model)
         shape = model.facts
     problems = [part.problem for part in parts if part.problem is not None]
     problems += _misfits(config, vae.facts, text.facts, shape)
     to_fetch = sum(part.to_fetch for part in parts)
     if as_json:
-        listed = [
+        click.echo(json.dumps(_report(parts, problems, to_fetch)))
+    else:
+        for part in parts:
+            click.echo(_line(part))
+        for problem in problems:
+            click.echo(f"{problem}", err=True)
+        summary = f"{len(problems)} problems" if problems else f"all available; {amount(to_fetch)} to be fetched"
+        click.echo(summary)
+    return UserError.exit_code if problems else 0
+
+
+def _report(parts: list[_Part], problems: list[UserError], to_fetch: int) -> dict[str, Any]:
+    return {
+        "ok": not problems,
+        "to_fetch": to_fetch,
+        "parts": [
             {
                 "part": part.name,
                 "stage": part.stage,
@@ -68,31 +89,27 @@ def run(config: Config, as_json: bool = False) -> int:
                 "ok": part.problem is None,
             }
             for part in parts
-        ]
-        told = {"ok": not problems, "to_fetch": to_fetch, "parts": listed, "problems": [str(one) for one in problems]}
-        click.echo(json.dumps(told))
-    else:
-        for part in parts:
-            place = f"{part.weights.id}{f'/{part.weights.subfolder}' if part.weights.subfolder else ''}"
-            state = f"{', '.join(part.files)}: {amount(part.size)}" if part.problem is None else "see below"
-            later = f", {amount(part.to_fetch)} of them to be fetched by {part.stage}" if part.to_fetch else ""
-            click.echo(f"{part.name:12}  {place}: {state}{later}")
-        for problem in problems:
-            click.echo(f"{problem}", err=True)
-        click.echo(f"{len(problems)} problems" if problems else f"all is there; {amount(to_fetch)} to be fetched")
-    return UserError.exit_code if problems else 0
+        ],
+        "problems": [str(problem) for problem in problems],
+    }
 
 
-def _seen(part: _Part, facts: Callable[[Path], Any], *, widest: bool = False) -> _Part:
-    """Look at a model: first of which kind it is, then its weights. A file of NVlabs says its kind only once it is
-    here."""
+def _line(part: _Part) -> str:
+    place = f"{part.weights.id}{f'/{part.weights.subfolder}' if part.weights.subfolder else ''}"
+    state = f"{', '.join(part.files)}: {amount(part.size)}" if part.problem is None else "see below"
+    later = f", {amount(part.to_fetch)} of them to be fetched by {part.stage}" if part.to_fetch else ""
+    return f"{part.name:12}  {place}: {state}{later}"
+
+
+def _inspect(part: _Part, facts: Callable[[Path], Any], *, widest: bool = False) -> _Part:
+    """Fill in a part: first its kind, then its weights. The kind of a file of NVlabs is known only once it is local."""
     try:
         if not hub.is_file(part.weights):
             part.facts = facts(hub.resolve(part.weights, ("config.json",)))
-        seen = hub.look(part.weights, widest=widest)
-        part.files, part.size, part.to_fetch = seen.files, seen.size, seen.to_fetch
-        if hub.is_file(part.weights) and seen.place.is_file():
-            part.facts = facts(seen.place)
+        listing = hub.look(part.weights, widest=widest)
+        part.files, part.size, part.to_fetch = listing.files, listing.size, listing.to_fetch
+        if hub.is_file(part.weights) and listing.place.is_file():
+            part.facts = facts(listing.place)
     except UserError as error:
         part.problem = error
     return part
@@ -103,20 +120,20 @@ def _tokenizer(config: Config) -> _Part:
     part = _Part("tokenizer", place, "encode")
     try:
         listing = None if hub.is_local(place) else hub.sizes(place)
-        # a gated repository shows its list to everybody, its files to none
+        # a gated repository lists its files to everyone but delivers none, so one is fetched
         folder = hub.resolve(place, encoders.TOKENIZER_FILES if listing is None else ("tokenizer_config.json",))
-        here = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-        there = here if listing is None else listing
-        found = {name: size for name, size in there.items() if name in encoders.TOKENIZER_FILES}
-        if not {"tokenizer.json", "tokenizer.model"} & set(found):
+        local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        available = local if listing is None else listing
+        files = {name: size for name, size in available.items() if name in encoders.TOKENIZER_FILES}
+        if not {"tokenizer.json", "tokenizer.model"} & set(files):
             raise hub.ModelError(
                 f"{place.id}/{place.subfolder or ''} holds no tokenizer",
                 expected="tokenizer.json or tokenizer.model",
-                found=", ".join(sorted(there)) or "no files",
+                found=", ".join(sorted(available)) or "no files",
                 fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
             )
-        part.files, part.size = tuple(found), sum(found.values())
-        part.to_fetch = sum(size for name, size in found.items() if here.get(name) != size)
+        part.files, part.size = tuple(files), sum(files.values())
+        part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
     except UserError as error:
         part.problem = error
     return part
@@ -125,24 +142,23 @@ def _tokenizer(config: Config) -> _Part:
 def _misfits(
     config: Config, vae: tuple[int, int] | None, width: int | None, shape: SanaConfig | None
 ) -> list[UserError]:
-    """What the parts say of one another. None: a part that is not known."""
-    arch = config.model.arch
-    channels = shape.in_channels if shape is not None else arch.in_channels if arch is not None else None
-    captions = shape.caption_channels if shape is not None else arch.caption_channels if arch is not None else None
-    found: list[UserError] = []
-    for what, ours, theirs in (
-        ("the VAE gives channels", vae[1] if vae else None, channels),
-        ("the text encoder gives rows of width", width, captions),
+    """Shapes that do not agree; None: the shape is unknown."""
+    transformer = shape or config.model.arch
+    problems: list[UserError] = []
+    for what, encoder, accepted in (
+        ("the VAE gives channels", vae[1] if vae else None, transformer.in_channels if transformer else None),
+        ("the text encoder gives rows of width", width, transformer.caption_channels if transformer else None),
     ):
-        if None not in (ours, theirs) and ours != theirs:
-            found.append(
+        if None not in (encoder, accepted) and encoder != accepted:
+            problems.append(
                 ConfigError(
-                    f"{what} {ours}, the transformer takes {theirs}", fix="take all three from one released repository"
+                    f"{what} {encoder}, the transformer takes {accepted}",
+                    fix="take all three from one released repository",
                 )
             )
     if vae is not None:
         try:
             buckets.table(config.data, vae[0])
         except UserError as error:
-            found.append(error)
-    return found
+            problems.append(error)
+    return problems

@@ -1,10 +1,8 @@
-"""`sana-pipe demo`: photographs to generated pictures, on two cores, without any download.
+"""`sana-pipe demo`: photographs to generated pictures, on two cores, without downloads.
 
-What: puts photographs with captions and small models into a folder, then runs there the commands that a person would
-type: encode, bucket, train, export, sample.
-Why as commands: what the demonstration shows is what the user's own runs will do, each in its own process; the folder
-is left so that every command can be repeated by hand.
-Price: five starts of Python. A second demo in the same folder reuses whatever is there; each stage continues by itself.
+Puts photographs with captions and small models into a folder, then runs the commands encode, bucket, train, export and
+sample there, each in its process, as a user would. So every command can be repeated by hand. The price: Python starts
+five times. A second demo in the same folder reuses its content; each stage continues.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from pipeline.models import tiny
 from pipeline.processes import command, shown
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
-from pipeline.sources.source import FolderSource, Item, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Item, Unreadable
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
@@ -34,22 +33,22 @@ MODELS = "tiny"
 VAE_STEPS, QUICK_VAE_STEPS = 400, 20
 QUICK_TRAIN_STEPS = 20
 MAX_PICTURES = 256
-"""At most this many pictures are used to fit the small VAE (more would make the demonstration slow)."""
+"""Limit on pictures that the small VAE is fitted to; more would make the demonstration slow."""
 
 
 def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     """Run the demonstration.
 
     Args:
-        out: its folder; made if it is not there.
+        out: its folder; created if it does not exist.
         data: a folder of pictures with captions; None: a dozen photographs of the scikit-image wheel.
-        quick: a few steps only, to see that every stage runs.
+        quick: a few steps only, to show that every stage runs.
 
     Returns:
         0, or the exit code of the command that failed.
 
     Raises:
-        UserError: `out` is another demonstration's, or there are no usable pictures.
+        UserError: `out` belongs to another demonstration, or there are no usable pictures.
     """
     began = time.monotonic()
     out = Path(out)
@@ -79,27 +78,30 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
 
 
 def _claim(out: Path, data: Path | None, quick: bool) -> None:
-    """Mark the folder as this demonstration's, or refuse it as another's."""
-    ours = {"data": None if data is None else str(Path(data).resolve()), "quick": quick}
+    """Mark the folder with this demonstration's options; refuse a folder of other content or options."""
+    options = {"data": None if data is None else str(Path(data).resolve()), "quick": quick}
     mark = out / MARK
     try:
-        found = json.loads(mark.read_text(encoding="utf-8"))
+        marked = json.loads(mark.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
         out.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(ours) + "\n", encoding="utf-8")
+        mark.write_text(json.dumps(options) + "\n", encoding="utf-8")
         return
     except (OSError, ValueError) as error:
         raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
-    if found != ours:
+    if marked != options:
         raise UserError(
-            f"{out} holds a demonstration with other options", expected=ours, found=found, fix="give another --out"
+            f"{out} holds a demonstration with other options",
+            expected=options,
+            found=marked,
+            fix="give another --out",
         )
 
 
 def _configuration(out: Path) -> Config:
-    """The demonstration's configuration, as a file of the folder that a person may change afterwards."""
+    """The demonstration's configuration, as a file in its folder that a user may edit afterwards."""
     path = out / LOCAL_NAME
     if not path.exists():
         temporary = path.with_suffix(".tmp")
@@ -120,7 +122,7 @@ def _photographs(out: Path, data: Path | None) -> None:
 
 def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
     if (out / MODELS).is_dir():
-        print(f"small models in {out / MODELS} are there already", flush=True)
+        print(f"small models in {out / MODELS} are reused", flush=True)
         return
     pictures, captions = _read(config, data)
     sizes = config.data.buckets
@@ -130,7 +132,7 @@ def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
     print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
     work = out / f".{MODELS}.partial"
     shutil.rmtree(work, ignore_errors=True)
-    made = tiny.make_all(
+    summary = tiny.make_all(
         work,
         pictures,
         captions,
@@ -140,7 +142,7 @@ def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
         flow_shift=config.train.flow.shift,
     )
     os.rename(work, out / MODELS)
-    vae, text = made["vae"], made["text"]
+    vae, text = summary["vae"], summary["text"]
     print(
         f"  VAE: {vae['parameters'] / 1e6:.1f} M parameters, scaling factor {vae['scaling_factor']:.4f}, "
         f"reconstruction {vae['psnr']:.1f} dB; text encoder: {text['parameters'] / 1e6:.1f} M parameters  "
@@ -150,7 +152,8 @@ def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
 
 
 def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
-    """Pictures (uint8, at most four times the resolution wide) and captions; unusable files are encode's business."""
+    """Pictures (H, W, 3) uint8, their shorter side at most four times the resolution, and captions. Unusable files are
+    skipped; `encode` reports them."""
     source = FolderSource(data, CaptionRule.of(config.data))
     items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
     captions = [text for item in items for text, _ in item.captions]

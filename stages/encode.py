@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,13 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
-from pipeline.cache.store import Cache, Plan, Unit, check_source_name
+from pipeline.cache.store import Cache, Plan, check_source_name
 from pipeline.config import Config
-from pipeline.encoding import estimate, worker
+from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
@@ -39,8 +40,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
-from pipeline.work import engine as engines
-from pipeline.work.disk_space import Room
+from pipeline.work.engine import Work, Worker, make_units, missing_units
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import Stop, Stopped
 
@@ -62,23 +62,23 @@ def run(
     Args:
         data: a folder, tars, tables or a listing; see `pipeline.sources.detect`.
         source_name: the source's name in the cache; default: the folder's name.
-        format: what `data` is; default: seen from what is there.
+        format: what `data` is; default: detected.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
-        engine: `local`, or `ray`: this process hands the units out on a cluster.
-        as_json: what is returned is printed as one JSON object, and everything else goes to stderr.
-        reassign: a list (`item,height,width`) of pictures to encode for other buckets than their own, too.
+        engine: `local`, or `ray` (this process hands the units to a cluster).
+        as_json: print the result as one JSON object; everything else goes to stderr.
+        reassign: a list (`item,height,width`) of pictures to encode for other buckets, in addition to their own.
 
     Returns:
         Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
-        had in hand, or that wait for another source), `items`; `speed`: for `captions` and `images` what
+        were making, or that wait for another source), `items`; `speed`: for `captions` and `images` what
         `Progress.figures` says. `{"stopped": NAME}` if a signal ended the run.
 
     Raises:
         UserError: see the messages.
     """
     stop = Stop(config.encode.grace_s)
-    with _people_on_stderr(as_json):
+    with _text_on_stderr(as_json):
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
@@ -104,11 +104,11 @@ def dry_run(
     probe: bool = True,
     as_json: bool = False,
 ) -> int:
-    """Say what `run` would do, and write nothing.
+    """Print what `run` would do; nothing is written.
 
     Args:
         probe: encode a few batches for an estimate of the time.
-        as_json: print one JSON object, and everything else on stderr.
+        as_json: print the estimate as one JSON object; everything else goes to stderr.
 
     Returns:
         0, `RejectRateError.exit_code` if nothing is usable, or `NoSpaceError.exit_code` if the space does not suffice.
@@ -116,7 +116,7 @@ def dry_run(
     Raises:
         UserError: see the messages; no cache can be made there, a source or a model cannot be read.
     """
-    with _people_on_stderr(as_json):
+    with _text_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
         source = _opened(config, data, source_name, format)
         latent, text = _recipes(config)
@@ -130,18 +130,18 @@ def dry_run(
         sizes = estimate.sizes(work, config, latent, text, count)
         times = None
         if probe:
-            speed = estimate.probe(work, config, source, latent, engines.device(config))
+            speed = estimate.probe(work, config, source, latent, unit_encoder.device(config))
             times = estimate.times(work, sizes, speed, config, tasks)
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
-        told = estimate.report(source.name, work, sizes, free, reserve, times)
-        for line in estimate.lines(told, config.cache):
+        report = estimate.report(source.name, work, sizes, free, reserve, times)
+        for line in estimate.lines(report, config.cache):
             click.echo(line)
     if as_json:
-        click.echo(json.dumps(told))
-    if told["items"] and not told["usable"]:
+        click.echo(json.dumps(report))
+    if report["items"] and not report["usable"]:
         return RejectRateError.exit_code
-    return 0 if told["enough_space"] else NoSpaceError.exit_code
+    return 0 if report["enough_space"] else NoSpaceError.exit_code
 
 
 def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
@@ -150,7 +150,7 @@ def _opened(config: Config, data: str, name: str | None, format: str | None) -> 
     return source
 
 
-def _people_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
+def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
     return redirect_stdout(sys.stderr) if wanted else nullcontext()
 
 
@@ -163,7 +163,7 @@ def _scan(
     look: scanning.Look,
     fragments: Fragments | None = None,
 ) -> tuple[pa.Table, int]:
-    """The scan, and how many pictures of the last one are gone."""
+    """The scan's table, and how many usable pictures of the last scan are missing."""
     with Progress("scan", None) as bar:
         scan = scanning.scan(
             source,
@@ -183,16 +183,34 @@ def _scan(
     return scan, scanning.gone(cache, source.name, scan, config.encode.max_shrink) if cache is not None else 0
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What every step of a run needs. table: the target resolutions (height, width) of the buckets."""
+
+    config: Config
+    source: Source
+    cache: Cache
+    latent: layout.LatentRecipe
+    text: layout.TextRecipe
+    table: list[buckets.Shape]
+    worker: Worker
+    engine: str
+
+
+@dataclass(frozen=True)
+class _Scanned:
+    """A published scan. gone: usable pictures of the last scan that are missing now; faults: rejects that no setting
+    asked for."""
+
+    table: pa.Table
+    gone: int
+    rejects: list[Reject]
+    faults: int
+
+
 def _run(
-    config: Config,
-    source: Source,
-    rehash: bool,
-    share: tuple[int, int],
-    engine: str,
-    stop: Stop,
-    reassign: str | None,
+    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop, reassign: str | None
 ) -> dict[str, Any]:
-    name = source.name
     latent, text = _recipes(config)
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
@@ -202,85 +220,122 @@ def _run(
     cache.files.sweep()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
+    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
+    run = _Run(config, source, cache, latent, text, table, worker, engine)
 
-    fragments = Fragments(cache, name, claims.Claims(cache.files, config.encode.claim_timeout_s), share, stop)
-    with stop.polite():
-        scan, gone = _scan(config, source, cache, table, rehash, scanning.from_bytes, fragments)
-    out = scan.filter(pc.is_valid(scan.column("reject"))).select(["item", "width", "reject"])
-    rejected = [Reject("", row["item"], row["reject"]) for row in out.to_pylist()]
-    faults = out.column("width").null_count  # a row that has a width was left out by a setting
-    _check_rejects(config, cache, name, scan.num_rows, rejected, faults)
-    cache.add_scan(
-        name,
-        {
-            "source": name,
-            "root": source.location,
-            "table": cache.put_table(scan),
-            "latent": latent.name,
-            "text": text.name,
-            "buckets": [list(b) for b in table],
-            **({"source_format": source.format} if source.format != "folder" else {}),
-        },
-    )
-    images = planning.image_work(scan, name, latent, table, targets)
-    texts = planning.caption_work(scan, text)
-    (new_images, old_images), (new_texts, old_texts) = (
-        planning.counted(cache, recipe, work) for recipe, work in ((latent, images), (text, texts))
-    )
-    text_plans = planning.plan_captions(cache, text, texts, config.encode)
-    nothing_new = not new_images + new_texts
-    image_plans = planning.plan_images(cache, latent, images, config.encode) if nothing_new else []
-    idle = nothing_new and not worker.missing_units(cache, [*text_plans, *image_plans])
-    told = [
-        f"source {name!r}: {scan.num_rows} items, {len(rejected)} rejected by the scan",
-        f"pictures: {new_images} new, {old_images} reused, {gone} gone",
-        f"captions: {new_texts} new, {old_texts} reused",
-    ]
-    if idle:
-        click.echo("; ".join([*told, "nothing to do"]))
-    else:
-        click.echo("\n".join(told))
-        if source.ignored:
-            click.echo(f"{source.ignored} files, members or captions of it are of no use here and were passed over")
-
-    def missing(plans: list[Plan]) -> list[tuple[Plan, Unit]]:
-        return [] if idle else worker.missing_units(cache, plans)
-
-    with _workers(config, cache, source, stop)[engine](share) as encode:
-        made_text, left_text, text_speed = encode(missing(text_plans), "captions")
-        claims.sweep(cache, text_plans)
-        missing(text_plans)
-
-        if not idle:
-            image_plans = planning.plan_images(cache, latent, images, config.encode)
-        todo = missing(image_plans)
-        ready = _readable(cache, todo, name)
-        made_images, left_images, image_speed = encode(ready, "images")
-        left_images += len(todo) - len(ready)
-        claims.sweep(cache, image_plans)
-        missing(image_plans)
-
+    fragments = Fragments(cache, source.name, worker)
+    scanned = _scan_and_publish(run, rehash, fragments)
+    images = planning.image_work(scanned.table, source.name, latent, table, targets)
+    texts = planning.caption_work(scanned.table, text)
+    counts = {"images": planning.counted(cache, latent, images), "captions": planning.counted(cache, text, texts)}
+    new = any(missing for missing, _ in counts.values())
+    made, idle = _encode(run, images, texts, new, _summary(run, scanned, counts))
     fragments.finish()
+
     failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
-    rejected += failed
-    _report_rejects(cache, name, rejected)
+    rejects = scanned.rejects + failed
+    _report_rejects(cache, source.name, rejects)
     for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
         size = amount(sum(index.bytes))
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
-    if left_text + left_images:
-        click.echo(f"{left_text + left_images} units were in other workers' hands when this one ended")
-    _check_rejects(config, cache, name, scan.num_rows, rejected, faults + len(failed))
+    left = sum(part.left for part in made.values())
+    if left:
+        click.echo(f"{left} units were in other workers' hands when this one ended")
+    _check_rejects(config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
     return {
-        "images": made_images,
-        "captions": made_text,
-        "rejects": len(rejected),
-        "left": left_text + left_images,
-        "items": scan.num_rows,
-        "new": {"images": new_images, "captions": new_texts},
-        "reused": {"images": old_images, "captions": old_texts},
-        "gone": gone,
-        "speed": {"captions": text_speed, "images": image_speed},
+        **{noun: part.records for noun, part in made.items()},
+        "rejects": len(rejects),
+        "left": left,
+        "items": scanned.table.num_rows,
+        "new": {noun: missing for noun, (missing, _) in counts.items()},
+        "reused": {noun: reused for noun, (_, reused) in counts.items()},
+        "gone": scanned.gone,
+        "speed": {noun: part.speed for noun, part in made.items()},
     }
+
+
+def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned:
+    config, cache, source = run.config, run.cache, run.source
+    with run.worker.stop.polite():
+        table, gone = _scan(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
+    left_out = table.filter(pc.is_valid(table.column("reject"))).select(["item", "width", "reject"])
+    rejects = [Reject("", row["item"], row["reject"]) for row in left_out.to_pylist()]
+    faults = left_out.column("width").null_count  # a row that has a width was left out by a setting
+    _check_rejects(config, cache, source.name, table.num_rows, rejects, faults)
+    cache.add_scan(
+        source.name,
+        {
+            "source": source.name,
+            "root": source.location,
+            "table": cache.put_table(table),
+            "latent": run.latent.name,
+            "text": run.text.name,
+            "buckets": [list(shape) for shape in run.table],
+            **({"source_format": source.format} if source.format != "folder" else {}),
+        },
+    )
+    return _Scanned(table, gone, rejects, faults)
+
+
+def _summary(run: _Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
+    """What the source has, for people. counts: new and reused records of each kind."""
+    (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
+    return [
+        f"source {run.source.name!r}: {scanned.table.num_rows} items, {len(scanned.rejects)} rejected by the scan",
+        f"pictures: {new_images} new, {old_images} reused, {scanned.gone} gone",
+        f"captions: {new_texts} new, {old_texts} reused",
+    ]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Records of one kind that this run made, units left to others, and the figures of the progress line."""
+
+    records: int
+    left: int
+    speed: dict[str, Any]
+
+
+def _encode(
+    run: _Run, images: pa.Table, texts: pa.Table, new: bool, summary: list[str]
+) -> tuple[dict[str, _Made], bool]:
+    """Plan and encode captions, then pictures.
+
+    Args:
+        images, texts: the work lists of the source.
+        new: whether the cache lacks a record of them.
+        summary: printed first.
+
+    Returns:
+        What was made, and whether there was nothing to do; then pictures were planned only once.
+    """
+    cache, config = run.cache, run.config.encode
+    text_plans = planning.plan_captions(cache, run.text, texts, config)
+    image_plans = [] if new else planning.plan_images(cache, run.latent, images, config)
+    idle = not new and not missing_units(cache, [*text_plans, *image_plans])
+    if idle:
+        click.echo("; ".join([*summary, "nothing to do"]))
+    else:
+        click.echo("\n".join(summary))
+        if run.source.ignored:
+            click.echo(f"{run.source.ignored} files, members or captions of it are of no use here and were passed over")
+
+    def missing(plans: list[Plan]) -> Work:
+        return [] if idle else missing_units(cache, plans)
+
+    with _ENGINES[run.engine](run) as make:
+        captions = make(missing(text_plans), "captions")
+        claims.sweep(cache, text_plans)
+        missing(text_plans)  # writes the segments of finished plans
+        if not idle:
+            image_plans = planning.plan_images(cache, run.latent, images, config)
+        todo = missing(image_plans)
+        ready = _readable(cache, todo, run.source.name)
+        pictures = make(ready, "images")
+        claims.sweep(cache, image_plans)
+        missing(image_plans)
+    pictures = replace(pictures, left=pictures.left + len(todo) - len(ready))
+    return {"images": pictures, "captions": captions}, idle
 
 
 def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:
@@ -316,75 +371,71 @@ def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
 def _known(
     cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
 ) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder with which it has been
-    encoded so far goes before the faster one.
+    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder of the cache's records
+    goes before the faster one.
 
     Raises:
-        UserError: it cannot be used here; encoding everything again has to be asked for.
+        UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
     if config.data.decoder == "auto":
-        there = [one for one in cache.recipes("latent") if isinstance(one, layout.LatentRecipe)]
-        decoders = [one.decoder for one in there if replace(one, decoder=latent.decoder).same_values(latent)]
+        recipes = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, layout.LatentRecipe)]
+        decoders = [recipe.decoder for recipe in recipes if replace(recipe, decoder=latent.decoder).same_values(latent)]
         if decoders and latent.decoder not in decoders:
             decoding.require(decoders[0])
-            click.echo(f"pictures are decoded by {decoders[0]}, as those that are in the cache; see data.decoder")
+            click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
             latent = replace(latent, decoder=decoders[0])
     return cache.known(latent), cache.known(text)
 
 
-Encode = Callable[[list[tuple[Plan, Unit]], str], tuple[int, int, dict[str, Any]]]
-"""Encodes units (the noun is for the progress line); returns records made, units left to others, and the figures of
-the progress line."""
+Make = Callable[[Work, str], _Made]
+"""Makes units; the noun is for the progress line."""
 
 
-def _workers(
-    config: Config, cache: Cache, source: Source, stop: Stop
-) -> dict[str, Callable[[tuple[int, int]], AbstractContextManager[Encode]]]:
-    """The engines by name."""
+@contextmanager
+def _local(run: _Run) -> Iterator[Make]:
+    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, {run.source.name: run.source})
+    space = encoder.disk_space(worker.stop.sleep)
 
-    @contextmanager
-    def local(share: tuple[int, int]) -> Iterator[Encode]:
-        runner = engines.Runner(config, cache, {source.name: source})
-        own = claims.Claims(cache.files, config.encode.claim_timeout_s)
+    def make(todo: Work, noun: str) -> _Made:
+        with Progress(noun, 0, encoder.meter) as bar:
+            records, left = make_units(encoder, todo, worker, bar, space)
+        if worker.tasks > 1:
+            click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
+        if noun == "captions":
+            _report_captions(encoder.meter)
+        return _Made(records, left, bar.figures())
 
-        room = Room(cache, config.encode, stop.sleep)
-
-        def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int, dict[str, Any]]:
-            with Progress(noun, 0, runner.meter) as bar:
-                made, left = engines.run_here(runner, todo, *share, own, stop, bar, room)
-            if share[1] > 1:
-                click.echo(f"worker {share[0] + 1} of {share[1]}: {made} {noun} encoded here")
-            if noun == "captions":
-                _tell_captions(runner.unshared, runner.truncated)
-            return made, left, bar.figures()
-
-        yield encode
-
-    @contextmanager
-    def ray(share: tuple[int, int]) -> Iterator[Encode]:
-        opened = partial(engines.reopened, config, source.name)
-        with ray_engine.Cluster(config, {source.name: opened}, stop) as cluster:
-
-            def encode(todo: list[tuple[Plan, Unit]], noun: str) -> tuple[int, int, dict[str, Any]]:
-                with Progress(noun, 0, Meter(wall_s=0.0)) as bar:
-                    done = cluster.run(todo, bar)
-                _tell_captions(done.unshared, done.truncated)
-                return done.records, 0, bar.figures()
-
-            yield encode
-
-    return {"local": local, "ray": ray}
+    yield make
 
 
-def _tell_captions(unshared: int, truncated: int) -> None:
-    if unshared:
-        click.echo(f"{unshared} captions changed the instruction's own tokens and were encoded in full")
-    if truncated:
-        click.echo(f"{truncated} captions had more tokens than text.max_length keeps and were cut at the end")
+@contextmanager
+def _ray(run: _Run) -> Iterator[Make]:
+    key = run.config.model_dump_json()
+    build = partial(unit_encoder.build, key, (run.source.name,))
+    with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster:
+
+        def make(todo: Work, noun: str) -> _Made:
+            meter = Meter(wall_s=0.0)
+            with Progress(noun, 0, meter) as bar:
+                records = cluster.run(todo, bar)
+            _report_captions(meter)
+            return _Made(records, 0, bar.figures())
+
+        yield make
 
 
-def _readable(cache: Cache, todo: list[tuple[Plan, Unit]], name: str) -> list[tuple[Plan, Unit]]:
-    """The units whose pictures are all of source `name`; of the others it says which source they wait for."""
+_ENGINES: dict[str, Callable[[_Run], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
+
+
+def _report_captions(meter: Meter) -> None:
+    if meter.unshared:
+        click.echo(f"{meter.unshared} captions changed the instruction's own tokens and were encoded in full")
+    if meter.truncated:
+        click.echo(f"{meter.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
+
+
+def _readable(cache: Cache, todo: Work, name: str) -> Work:
+    """The units whose pictures are all of source `name`; prints which source each of the others waits for."""
     ready = []
     for plan, unit in todo:
         rows = cache.table(plan.table).slice(unit.start, unit.count)
@@ -399,7 +450,7 @@ def _readable(cache: Cache, todo: list[tuple[Plan, Unit]], name: str) -> list[tu
 
 
 def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[Reject]:
-    """Rejects of this source's work that no later unit made good."""
+    """Rejects of this source's work whose record no later unit has made."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
     wanted = work.column("key").filter(planning.among(work, latest))
@@ -420,7 +471,7 @@ def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
 
 
 def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: list[Reject], faults: int) -> None:
-    """Raises a RejectRateError if there are too many rejects, or nothing else.
+    """RejectRateError if there are too many rejects, or nothing but rejects.
 
     Args:
         faults: rejects that no setting asked for.

@@ -1,14 +1,14 @@
 """`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files of NVlabs.
 
-What: the transformer in diffusers' channel order (fp32 unless asked, so nothing is rounded), the scheduler's settings,
-the VAE, text encoder and tokenizer copied file by file, `model_index.json`, and a README that states the call this
-model needs. `--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
-Paths of this machine stay here: the folder is made to be given away.
-Why copied: the folder then stands alone, and a model is exported with the encoders whose records it was trained on.
+What: the transformer in diffusers' channel order (fp32 by default, so nothing is rounded), the scheduler's settings,
+copies of VAE, text encoder and tokenizer, `model_index.json`, and a README with the call that this model needs.
+`--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
+The folder contains no paths of this machine, so that it can be published.
+Why copies: the folder is self-contained, and has the encoders whose records the model was trained on.
 Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
-those of the checkpoint, not of whatever configuration is at hand.
+those of the checkpoint, not of the current configuration.
 Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename. The weights pass
-through memory one parameter at a time, whatever the processes that wrote the checkpoint.
+through memory one parameter at a time, for any number of processes that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training import runs
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
-"""Says that a folder is an export, of what (so that a later export of the same run may take its place), and the sha256
-of every other file."""
+"""Marks a folder as an export: of which run (a later export of the same run may replace it), with the sha256 of every
+other file."""
 
 BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
 """sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
@@ -59,7 +58,7 @@ _TEXT_WIDTH = 2304
 
 @dataclass(frozen=True)
 class Parts:
-    """The local folders that the encoders are copied from, and what the pipeline will see of them."""
+    """The local folders that the encoders are copied from, and the VAE's compression."""
 
     vae: Path
     text: Path
@@ -82,7 +81,7 @@ def run(
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, or be empty.
-        ema: the running average of the weights instead of the last ones.
+        ema: export the EMA instead of the last weights.
         overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline) or `nvlabs` (the transformer).
@@ -92,11 +91,11 @@ def run(
 
     Raises:
         UserError: no checkpoint, another configuration than the checkpoint's, `out` holds something else, encoders
-            that do not fit the model, a precision that the weights cannot bear or whose range they leave.
+            that do not fit the model, a precision that breaks the weights or whose range they exceed.
     """
     out = Path(out).absolute()
     _check_dtype(config, dtype)
-    folder = runs.find(config, checkpoint)
+    folder = checkpoints.find(config, checkpoint)
     document = checkpoints.read_document(folder)
     state = {"run": _run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)
@@ -138,7 +137,7 @@ def run(
 
 
 def _run_of(checkpoint: Path) -> str:
-    """Names a run directory without telling where it is."""
+    """Identifies a run directory without its path."""
     return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
 
 
@@ -146,19 +145,19 @@ def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     mark = out / MARK
-    before = hub.read_json(mark).get("state") if mark.is_file() else None
-    if not isinstance(before, dict):
+    exported = hub.read_json(mark).get("state") if mark.is_file() else None
+    if not isinstance(exported, dict):
         raise UserError(
             f"{out} exists and is not an export of sana-pipe",
             expected="a folder that is new or empty",
             fix="give another --out",
         )
-    same = {name: value for name, value in before.items() if name != "step"} == {
+    same = {name: value for name, value in exported.items() if name != "step"} == {
         name: value for name, value in state.items() if name != "step"
     }
-    older = same and before["step"] <= state["step"]
+    older = same and exported["step"] <= state["step"]
     if not (older and overwrite):
-        what = f"after step {before.get('step')} of {'this' if same else 'another'} run"
+        what = f"after step {exported.get('step')} of {'this' if same else 'another'} run"
         raise UserError(
             f"{out} holds an export {what}",
             expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",
@@ -179,7 +178,7 @@ def _check_dtype(config: Config, dtype: str) -> None:
 
 def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration whose values differ from those that the checkpoint was trained with."""
-    ours = config.model_dump(mode="json")
+    current = config.model_dump(mode="json")
     names = [
         "train.flow.shift",
         "data.resolution",
@@ -189,21 +188,21 @@ def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
         "text.max_length",
     ]
     places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
-    wrong = [
-        f"{name}: the checkpoint has {_at(trained, name)!r}, the configuration {_at(ours, name)!r}"
+    differences = [
+        f"{name}: the checkpoint has {_at(trained, name)!r}, the configuration {_at(current, name)!r}"
         for name in names
-        if _at(trained, name) != _at(ours, name)
+        if _at(trained, name) != _at(current, name)
     ]
-    if wrong:
+    if differences:
         raise ConfigError(
-            f"{folder} was trained with another configuration\n  " + "\n  ".join(wrong),
+            f"{folder} was trained with another configuration\n  " + "\n  ".join(differences),
             fix="--config with the config.yaml of its run directory",
         )
     for name in places:
-        if _at(trained, name) != _at(ours, name):
+        if _at(trained, name) != _at(current, name):
             print(
-                f"note: {name} was {_at(trained, name)!r} in training and is {_at(ours, name)!r} now: the export takes "
-                "what is there now",
+                f"note: {name} was {_at(trained, name)!r} in training and is {_at(current, name)!r} now: the export "
+                "takes the current one",
                 flush=True,
             )
 
@@ -225,13 +224,13 @@ def _parts(config: Config) -> Parts:
 def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
     channels = hub.read_json(parts.vae / "config.json").get("latent_channels", _VAE_DEFAULTS["latent_channels"])
     width = hub.read_json(parts.text / "config.json").get("hidden_size", _TEXT_WIDTH)
-    for what, found, name, ours in (
+    for what, of_encoder, name, of_model in (
         (f"the VAE {config.vae.id} gives channels:", channels, "in_channels", architecture.in_channels),
         (f"the text encoder {config.text.id} gives width", width, "caption_channels", architecture.caption_channels),
     ):
-        if found != ours:
+        if of_encoder != of_model:
             raise ConfigError(
-                f"{what} {found}, the model's {name} is {ours}",
+                f"{what} {of_encoder}, the model's {name} is {of_model}",
                 fix="give the encoders that the model was trained with",
             )
 
@@ -241,7 +240,7 @@ def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
 
 def _write(config: Config, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
-    from pipeline.models.sampler import scheduler  # the one thing here that loads diffusers
+    from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
     _copy_model(parts.vae, work / "vae", config.vae)
@@ -268,7 +267,7 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
 
 
 def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
-    """Say of what the folder is an export, and the digests of its files."""
+    """Write `MARK`."""
     files = {
         path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(work.rglob("*"))
@@ -278,14 +277,14 @@ def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
 
 
 def _shown(config: Config) -> dict[str, Any]:
-    """The options that an export depends on, by name, without places on this machine."""
+    """The options that an export depends on, by name, without paths of this machine."""
     tree = written(config)
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
     return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 
 def _name(weights: Weights) -> str:
-    """A hub id; of a folder that it is one."""
+    """A hub id; a local folder stays unnamed."""
     return "a local folder" if Path(weights.id).expanduser().exists() else weights.id
 
 
@@ -295,7 +294,7 @@ def _sha256(path: Path) -> str:
 
 
 def _copy_settings(source: Path, target: Path) -> None:
-    """Copy a JSON object without the folder that it was once loaded from, which libraries write into it."""
+    """Copy a JSON object without the local paths that libraries write into it."""
     values = hub.read_json(source)
     places = [
         name
@@ -309,7 +308,7 @@ def _copy_settings(source: Path, target: Path) -> None:
 
 
 def _copy_model(source: Path, target: Path, weights: Weights) -> None:
-    """Copy a model's configuration and weights; a variant loses its name, since the copy has no other."""
+    """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
         _copy_settings(path, target / path.name)
@@ -382,9 +381,9 @@ def readme(
     """The README of an export: the code that loads and calls it, and why each argument is there."""
     arguments = call_arguments(config, architecture, compression)
     used, weights = instruction(config.text), config.model.weights
-    own = "complex_human_instruction" in arguments and bool(used)
+    custom = "complex_human_instruction" in arguments and bool(used)
     lines = ["import torch", "from diffusers import SanaPipeline"]
-    if own:
+    if custom:
         quoted = json.dumps(json.dumps(used.split("\n")))
         comment = "# the lines that stood before every caption in training"
         lines = ["import json", *lines, "", comment, f"INSTRUCTION = {quoted}"]

@@ -1,4 +1,4 @@
-"""`sana-pipe forget`: a source that no new snapshot is to use, or a snapshot's name. `gc` then removes the rest."""
+"""`sana-pipe forget`: exclude a source from new snapshots, or remove a snapshot's name. `gc` then removes the files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipeline.errors import IntegrityError
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None) -> int:
-    """Forget one or the other, and say what `gc` may remove now.
+    """Forget a source or a name, and print how much `gc` may remove now.
 
     Args:
-        source: the name of a source. Its records stay: other sources and snapshots may share them.
+        source: its records stay, because other sources and snapshots may share them.
         snapshot: a name of a snapshot.
 
     Returns:
@@ -32,17 +32,17 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None) 
             "encoded again; snapshots that hold it stay as they are"
         )
     if snapshot is not None:
-        pointed = cache.forget_name(snapshot)
-        left = cache.names_of(pointed)
+        snapshot_id = cache.forget_name(snapshot)
+        names = cache.names_of(snapshot_id)
         click.echo(
-            f"{snapshot!r} no longer names snapshot {pointed[:12]}, which "
-            + (f"{', '.join(left)} still names" if left else "has no other name")
+            f"{snapshot!r} no longer names snapshot {snapshot_id[:12]}, which "
+            + (f"{', '.join(names)} still names" if names else "has no other name")
         )
     try:
-        now = list(unneeded(cache, older_than_s=0))
+        entries = list(unneeded(cache, older_than_s=0))
     except IntegrityError as error:
         click.echo(f"gc removes nothing yet: {error.what} ({error.fix})")
         return 0
-    size = sum(entry[1] for entry in now)
-    click.echo(f"sana-pipe gc --yes may remove {len(now)} files, {amount(size)}, once they are old enough")
+    size = sum(entry[1] for entry in entries)
+    click.echo(f"sana-pipe gc --yes may remove {len(entries)} files, {amount(size)}, once they are old enough")
     return 0

@@ -17,27 +17,27 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
 
     Args:
         yes: remove; otherwise only list.
-        older_than_hours: younger files are spared, since a running encoder may be about to commit them.
+        older_than_hours: younger files stay, because a running encoder may be about to commit them.
 
     Returns:
         0.
 
     Raises:
-        IntegrityError: documents and shards contradict one another, so that nobody knows what is needed.
+        IntegrityError: documents and shards contradict one another, so it is unknown what is needed.
     """
     cache = Cache.of(config)
     age, now = older_than_hours * 3600, cache.files.now()
     listed = list(unneeded(cache, age, now))
-    found = remove(cache, listed, age, now) if yes else listed
-    size = sum(entry[1] for entry in found)
+    entries = remove(cache, listed, age, now) if yes else listed
+    size = sum(entry[1] for entry in entries)
     if as_json:
-        entries = [{"path": path, "bytes": count, "why": why} for path, count, why in found]
-        click.echo(json.dumps({"removed": yes, "bytes": size, "files": entries}))
+        rows = [{"path": path, "bytes": count, "why": why} for path, count, why in entries]
+        click.echo(json.dumps({"removed": yes, "bytes": size, "files": rows}))
         return 0
-    for path, count, why in found:
+    for path, count, why in entries:
         click.echo(f"{count:12d}  {path}  ({why})")
-    if len(found) < len(listed):
-        click.echo(f"{len(listed) - len(found)} files were used again or removed by others meanwhile")
+    if len(entries) < len(listed):
+        click.echo(f"{len(listed) - len(entries)} files were used again or removed by others meanwhile")
     verb = "removed" if yes else "could be removed (--yes)"
-    click.echo(f"{len(found)} files, {amount(size)} {verb}")
+    click.echo(f"{len(entries)} files, {amount(size)} {verb}")
     return 0

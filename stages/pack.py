@@ -96,6 +96,6 @@ def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int
         packer.restore(shards[at])
     done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
-    process_claims = claims.Claims(files, config.encode.claim_timeout_s)
+    worker = engine.Worker(claims.Claims(files, config.encode.claim_timeout_s), stop, *launch.share_of_work())
     with stop.signals(), Progress("samples", 0) as bar:
-        return engine.run_here(packer, todo, *launch.share_of_work(), process_claims, stop, bar)
+        return engine.make_units(packer, todo, worker, bar)

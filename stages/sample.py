@@ -1,9 +1,9 @@
 """`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot.
 
-What: reads text rows and latents from the cache, draws latents with the transformer, then decodes them in a process
-of its own, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
-Why another process for decoding: the transformer and the VAE never share memory, and what drawing needs is what
-training needs, so this process imports no encoder either.
+What: reads text rows and latents from the cache, draws latents with the transformer, decodes them in a separate
+process, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
+Why a separate process for decoding: the transformer and the VAE never share memory, and this process imports no
+encoder, like training.
 Price: one more start of Python, and the latents go through a file.
 
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
@@ -35,7 +35,6 @@ from pipeline.reporting import drawing
 from pipeline.reporting.drawing import Drawn
 from pipeline.sources.source import Source, Unreadable
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training import runs
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
@@ -43,14 +42,14 @@ TITLES = ("photo", "reconstruction", "drawn")
 
 
 class DecodeError(UserError):
-    """The process that decodes ended with an error, which it has told itself."""
+    """The decoding process failed; it has printed its error."""
 
     exit_code = 8
 
 
 @dataclass(frozen=True)
 class Result:
-    """`nearest`: drawn latents whose nearest cached latent is their own picture's, out of `count`."""
+    """nearest: number of drawn latents, out of `count`, whose nearest cached latent is that of the same sample."""
 
     sheet: Path
     count: int
@@ -66,14 +65,14 @@ def run(
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         snapshot: a name or an id; None is the newest.
         out: folder of the pictures; files of an earlier call are replaced.
-        count: how many captions, spread evenly over the snapshot (None: `sample.count`).
-        ema: with the running average of the weights instead of the last ones.
+        count: number of captions, taken evenly from the snapshot (None: `sample.count`).
+        ema: use the EMA instead of the last weights.
 
     Raises:
-        UserError: no checkpoint, no snapshot, a snapshot of other encoders; see the messages.
+        UserError: no checkpoint, no snapshot, or a snapshot of other encoders.
     """
     out = Path(out)
-    folder = runs.find(config, checkpoint)
+    folder = checkpoints.find(config, checkpoint)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     architecture, weights = checkpoints.load_model_state(folder, ema=ema)
@@ -92,7 +91,7 @@ def run(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-            _decode_apart(config, drawn, Path(work))
+            decode_in_subprocess(config, drawn, Path(work))
             sheet = _publish(config, cache, drawn, hits, Path(work), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
@@ -130,20 +129,20 @@ def _check_fit(architecture: SanaConfig, snapshot: Snapshot, folder: Path) -> No
         ("in_channels", architecture.in_channels, "latents", snapshot.latent_recipe.channels),
         ("caption_channels", architecture.caption_channels, "text rows", snapshot.text_recipe.width),
     )
-    for name, ours, what, theirs in pairs:
-        if ours != theirs:
+    for name, of_model, what, of_snapshot in pairs:
+        if of_model != of_snapshot:
             raise ConfigError(
-                f"{folder} and snapshot {snapshot.id[:12]} do not fit: the model's {name} is {ours}, the {what} have "
-                f"{theirs}",
+                f"{folder} and snapshot {snapshot.id[:12]} do not fit: the model's {name} is {of_model}, the {what} "
+                f"have {of_snapshot}",
                 fix="--snapshot with one that was made with this model's encoders",
             )
 
 
-def _decode_apart(config: Config, drawn: list[Drawn], work: Path) -> None:
+def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:
     tensors = {}
-    for i, one in enumerate(drawn):
-        tensors[f"{i:04d}"] = one.latent.contiguous()
-        tensors[f"{i:04d}-reconstruction"] = one.cached.contiguous()
+    for i, sample in enumerate(drawn):
+        tensors[f"{i:04d}"] = sample.latent.contiguous()
+        tensors[f"{i:04d}-reconstruction"] = sample.cached.contiguous()
     save_file(tensors, work / "latents.safetensors")
     (work / "config.yaml").write_text(dump(config), encoding="utf-8")
     arguments = ["--config", str(work / "config.yaml"), "--latents", str(work / "latents.safetensors")]
@@ -163,23 +162,23 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     from pipeline.reporting.sheet import Card, contact_sheet
 
     cards, lines = [], []
-    photos = _Photos(config, cache)
-    for i, (one, hit) in enumerate(zip(drawn, hits, strict=True)):
-        pictures: list[Image.Image | None] = [photos.of(one)]
+    photos = Photos(config, cache)
+    for i, (sample, hit) in enumerate(zip(drawn, hits, strict=True)):
+        pictures: list[Image.Image | None] = [photos.of(sample)]
         for name in (f"{i:04d}-reconstruction.png", f"{i:04d}.png"):
             os.replace(work / "pictures" / name, out / name)
             with Image.open(out / name) as picture:
                 pictures.append(picture.convert("RGB"))
-        cards.append(Card(one.caption, tuple(pictures)))
+        cards.append(Card(sample.caption, tuple(pictures)))
         lines.append(
             {
                 "file": f"{i:04d}.png",
-                "caption": one.caption,
-                "source": one.source,
-                "item": one.item,
-                "sample_id": one.sample_id,
-                "height": one.bucket[0],
-                "width": one.bucket[1],
+                "caption": sample.caption,
+                "source": sample.source,
+                "item": sample.item,
+                "sample_id": sample.sample_id,
+                "height": sample.bucket[0],
+                "width": sample.bucket[1],
                 "nearest_is_own": hit,
             }
         )
@@ -190,40 +189,40 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     return out / SHEET
 
 
-class _Photos:
-    """The pictures that samples were made of, where their sources are still there."""
+class Photos:
+    """The original pictures of samples, where their sources still exist."""
 
     def __init__(self, config: Config, cache: Cache):
         self.config, self.cache = config, cache
         self.sources: dict[str, Source | None] = {}
 
-    def of(self, one: Drawn) -> Any:
+    def of(self, sample: Drawn) -> Any:
         from PIL import Image
 
-        if one.source not in self.sources:
-            self.sources[one.source] = self._open(one.source)
-        source = self.sources[one.source]
+        if sample.source not in self.sources:
+            self.sources[sample.source] = self._open(sample.source)
+        source = self.sources[sample.source]
         if source is None:
             return None
         try:
             pixels = decoding.load(
-                source.read(one.item),
-                one.bucket,
+                source.read(sample.item),
+                sample.bucket,
                 self.config.data.background,
                 self.config.data.max_pixels,
                 max_bytes=self.config.data.max_bytes,
             )
-        except (Unreadable, decoding.ImageReject):  # moved or changed since; the sheet says so
+        except (Unreadable, decoding.ImageReject):  # moved or changed since
             return None
-        except UserError:  # the source is away or refuses: its other pictures would be waited for in vain
-            self.sources[one.source] = None
+        except UserError:  # the source is unreachable: do not wait for each of its pictures
+            self.sources[sample.source] = None
             return None
         return Image.fromarray(pixels)
 
     def _open(self, name: str) -> Source | None:
         try:
             return reopen(self.cache, name, self.config.data)
-        except UserError:  # not there any more, or out of reach
+        except UserError:  # removed or unreachable
             return None
 
 

@@ -1,4 +1,4 @@
-"""`sana-pipe status`: what a cache holds and what is missing, from the cache alone, while or after it is filled."""
+"""`sana-pipe status`: what a cache holds and what is missing, while or after it is filled. Reads only the cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import audit
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
@@ -23,15 +23,15 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    told = audit.status(Cache.of(config))
+    report = status(Cache.of(config))
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(report))
     else:
-        for name, source in told["sources"].items():
+        for name, source in report["sources"].items():
             click.echo(
                 f"source {name!r}: {source['items']} items, {source['rejected']} rejected, from {source['root']}"
             )
-        for name, store in told["stores"].items():
+        for name, store in report["stores"].items():
             line = (
                 f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
                 f"{amount(store['bytes'])}, {store['rejects']} rejected"
@@ -41,12 +41,12 @@ def run(config: Config, as_json: bool = False) -> int:
                 if store["rate"]:
                     line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
             click.echo(line)
-        for name, snapshot in told["snapshots"].items():
-            click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in told["packed"] else ""))
-        for name, damage in told["damaged"].items():
+        for name, snapshot in report["snapshots"].items():
+            click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in report["packed"] else ""))
+        for name, damage in report["damaged"].items():
             click.echo(f"damaged: {name}: {damage['problem']}")
-        for fix in sorted({damage["fix"] for damage in told["damaged"].values()}):
+        for fix in sorted({damage["fix"] for damage in report["damaged"].values()}):
             click.echo(f"fix: {fix}")
-        free = "" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free; "
-        click.echo(free + ("complete" if told["complete"] else "not complete"))
-    return IntegrityError.exit_code if told["damaged"] else 0 if told["complete"] else 1
+        free = "" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free; "
+        click.echo(free + ("complete" if report["complete"] else "not complete"))
+    return IntegrityError.exit_code if report["damaged"] else 0 if report["complete"] else 1

@@ -1,7 +1,7 @@
 """Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
 
-What: opens the snapshot, says what it holds, makes the loader and hands both to the trainer.
-Why apart from the trainer: the trainer knows no cache; this file knows no optimizer. No encoder is imported here.
+What: opens the snapshot, prints its size, and hands the trainer a `Task` that makes the loader.
+Why apart from the trainer: the trainer knows no cache, this file no optimizer. No encoder is imported here.
 Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 """
 
@@ -17,9 +17,11 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import compile_shapes, shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, State
-from pipeline.parallel.mesh import check_sizes
+from pipeline.parallel.mesh import Layout
 from pipeline.retrying import TIMEOUT_S
-from pipeline.training.trainer import Report, Task, fit, snapshot_of
+from pipeline.training.checkpoint import snapshot_of
+from pipeline.training.task import Report, Task
+from pipeline.training.trainer import fit
 
 
 def run(
@@ -32,14 +34,14 @@ def run(
     """Train on a snapshot.
 
     Args:
-        snapshot: a name, an id or its beginning; None is the newest, or for a resumed run the one it began with.
+        snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the one it began with.
         resume: None, `auto` or a checkpoint folder.
-        quarantine: a file for the records that cannot be read; other samples then take their places.
+        quarantine: file that lists unreadable records; other samples then substitute for theirs.
         say: prints one line (default: print, flushed); called on the first process only.
 
     Raises:
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
-            use, and others by name.
+            use, and whatever `pipeline.training.checks` refuses.
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
@@ -61,19 +63,22 @@ def run(
 
 
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:
-    """What the trainer needs to know of a snapshot."""
+    """The data of a run on `snapshot`."""
     train = config.train
-    layout = check_sizes(train.parallel, launch.world)
-    if quarantine is not None and layout.copies > 1:
-        raise ConfigError(
-            f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes that share a "
-            "batch read it each for itself; one that alone finds a record unreadable would go on with other samples",
-            fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify --repair)",
-        )
-    if train.compile == "block":
-        compile_shapes.check(snapshot, train, layout.data_world)
 
-    def loader(start: int, stop: int) -> Loader:
+    def check(layout: Layout) -> None:
+        if quarantine is not None and layout.model_parallel_size > 1:
+            raise ConfigError(
+                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes that "
+                "share a batch each read it themselves; if only one of them finds a record unreadable, they go on with "
+                "different samples",
+                fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify "
+                "--repair)",
+            )
+        if train.compile == "block":
+            compile_shapes.check(snapshot, train, layout.data_world)
+
+    def loader(layout: Layout, start: int, stop: int) -> Loader:
         return Loader(
             snapshot,
             LoaderSettings(
@@ -92,7 +97,7 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
                 text=train.text,
                 length_window=train.length_window,
                 pin=resolve_device(train.device, launch).type == "cuda",
-                timeout_s=config.patience_s + 2 * TIMEOUT_S,  # who waits for a store gives up first, and knows why
+                timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first
                 quarantine=quarantine,
             ),
         )
@@ -106,4 +111,5 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
         loader=loader,
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
+        check=check,
     )

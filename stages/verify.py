@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable
-from functools import cache as remembered
-from functools import partial
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -13,178 +11,192 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout
-from pipeline.cache.index import Commit, RecordIndex
+from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, recipe_names
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.encoding import rebuild, repair, worker
-from pipeline.encoding.scan import reopen
+from pipeline.encoding import rebuild, repair
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.snapshots import packing
-from pipeline.sources.source import Source
-from pipeline.work.engine import Runner
 from pipeline.work.progress import Progress
 
 
 def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
-    """Verify, and repair if asked. Each finding is printed when it is found, what became of it when that is known.
+    """Verify, and repair if asked. Prints each finding as it appears, and its outcome as soon as that is known.
 
     Args:
         mend: put documents right, encode damaged records again and restore their shards.
-        data: folders of the sources, where they are no longer where they were scanned (`NAME=DIR`).
+        data: locations of the sources that have moved since the scan (`NAME=DIR`).
 
     Returns:
         0 if everything is right (or was restored), else the exit code of an integrity error.
 
     Raises:
         CacheError: there is no cache.
-        UserError: a repair needs a source or a model that is not there; all else is mended first.
+        UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
     cache = Cache.of(config)
-    findings: list[audit.Finding] = []
-    outcomes: dict[str, str] = {}
-    size = 0
-
+    repairs = repair.Repairs(config, cache, dict(_pair(text) for text in data)) if mend else None
     with Progress("files", None) as bar:
-
-        def count(of_file: int) -> None:
-            nonlocal size
-            size += of_file
-            bar.add(1)
-
-        def shown(found: Iterable[audit.Finding]) -> list[audit.Finding]:
-            new = []
-            for finding in found:
-                new.append(finding)
-                if not as_json:
-                    _show(cache, finding)
-            findings.extend(new)
-            return new
-
-        def became(path: str, outcome: str) -> None:
-            outcomes[path] = outcome
-            if not as_json:
-                click.echo(f"{cache.files.where(path)}: {outcome}")
-
-        documents = shown(audit.verify_documents(cache, count))
-        if mend:
-            _documents_again(cache, documents, became)
-        again: dict[str, set[bytes]] = {}
-        contents = shown(audit.verify_contents(cache, count, again))
-        late: list[audit.Finding] = []
-        error: UserError | None = None
-        if mend:
-            error = _contents_again(Repairs(config, cache, data), contents, again, became)
-            late = _snapshots_again(cache, contents, again, became)
-            shown(finding for finding in late if finding not in contents)
-    later = {finding.path for finding in late}
-    left = [f for f in findings if f.path not in later and outcomes.get(f.path) not in ("restored", "replaced")] + late
+        report = _Report(cache, bar, log=not as_json)
+        documents = report.add(audit.verify_documents(cache, report.count))
+        if repairs is not None:
+            _repair_documents(cache, documents, report)
+        replaced: Replaced = {}
+        contents = report.add(audit.verify_contents(cache, report.count, replaced))
+        error = None
+        if repairs is not None:
+            error = _repair_contents(repairs, contents, replaced, report)
+            report.late = _check_snapshots(cache, contents, replaced, report)
+            report.add(finding for finding in report.late if finding not in contents)
+    left = report.left()
     if as_json:
-        told: dict[str, Any] = {
-            "files": bar.done,
-            "bytes": size,
-            "ok": not left,
-            "findings": [
-                {**vars(f), "outcome": f"failed: {f.fix}" if f in late else outcomes.get(f.path)} for f in findings
-            ],
-        }
-        click.echo(json.dumps(told))
+        click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
     else:
-        click.echo(f"{bar.done} files, {amount(size)} read: " + (f"{len(left)} damaged" if left else "all is right"))
-        for fix in sorted({f.fix for f in left if not (mend and f.fix == layout.REPAIR)}):
+        result = f"{len(left)} damaged" if left else "all is right"
+        click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
+        for fix in sorted({finding.fix for finding in left if not (mend and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
     if error is not None:
         raise error
     return IntegrityError.exit_code if left else 0
 
 
-def _show(cache: Cache, finding: audit.Finding) -> None:
-    where = cache.files.where(finding.path)
-    click.echo(finding.problem if finding.problem.startswith(where) else f"{where}: {finding.problem}")
-    for key in finding.records[:20]:
-        click.echo(f"  record {key}")
-    if len(finding.records) > 20:
-        click.echo(f"  and {len(finding.records) - 20} more records")
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not equals:
+        raise UserError(f"--data {text!r} is not of the form NAME=DIR")
+    return name, folder
 
 
-Became = Callable[[str, str], None]
-"""Told of what became of a damaged path."""
+class _Report:
+    """Findings and their outcomes.
+
+    Attributes:
+        bytes: read so far.
+        late: what is wrong with snapshots after the repairs; replaces earlier findings of the same paths.
+    """
+
+    def __init__(self, cache: Cache, bar: Progress, log: bool):
+        self.cache, self.bar, self.log = cache, bar, log
+        self.bytes = 0
+        self.late: list[Finding] = []
+        self._findings: list[Finding] = []
+        self._outcomes: dict[str, str] = {}
+
+    def count(self, size: int) -> None:
+        """A file of so many bytes was read."""
+        self.bytes += size
+        self.bar.add(1)
+
+    def add(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Print and collect findings as they come."""
+        added = []
+        for finding in findings:
+            added.append(finding)
+            if self.log:
+                self._print(finding)
+        self._findings.extend(added)
+        return added
+
+    def outcome(self, path: str, outcome: str) -> None:
+        self._outcomes[path] = outcome
+        if self.log:
+            click.echo(f"{self.cache.files.where(path)}: {outcome}")
+
+    def left(self) -> list[Finding]:
+        """What is still wrong."""
+        late = {finding.path for finding in self.late}
+        repaired = {path for path, outcome in self._outcomes.items() if outcome in ("restored", "replaced")}
+        return [finding for finding in self._findings if finding.path not in late | repaired] + self.late
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The findings as JSON values."""
+        return [
+            {
+                **vars(finding),
+                "outcome": f"failed: {finding.fix}" if finding in self.late else self._outcomes.get(finding.path),
+            }
+            for finding in self._findings
+        ]
+
+    def _print(self, finding: Finding) -> None:
+        where = self.cache.files.where(finding.path)
+        click.echo(finding.problem if finding.problem.startswith(where) else f"{where}: {finding.problem}")
+        for key in finding.records[:20]:
+            click.echo(f"  record {key}")
+        if len(finding.records) > 20:
+            click.echo(f"  and {len(finding.records) - 20} more records")
 
 
-def _documents_again(cache: Cache, findings: list[audit.Finding], became: Became) -> None:
-    """Those that are damaged, and always those that have no copy yet."""
-    rebuild.rebuilt(cache)
+def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
+    """Repair damaged documents; also write the copies that are missing, whatever was found."""
+    rebuild.rebuild_documents(cache)
     still = {finding.path: finding for finding in audit.verify_documents(cache)} if findings else {}
     for finding in findings:
         if finding.path in still:
-            became(finding.path, f"failed: {still[finding.path].fix}")
-        elif cache.files.holds(finding.path):
-            became(finding.path, "restored")
+            report.outcome(finding.path, f"failed: {still[finding.path].fix}")
+        elif cache.files.has_file(finding.path):
+            report.outcome(finding.path, "restored")
         else:
-            became(finding.path, f"moved to damaged/; to make again what it was for: {audit.maker(finding.path)}")
+            maker = audit.maker(finding.path)
+            report.outcome(finding.path, f"moved to damaged/; to make again what it was for: {maker}")
 
 
-def _contents_again(
-    repairs: Repairs, findings: list[audit.Finding], again: dict[str, set[bytes]], became: Became
+def _repair_contents(
+    repairs: repair.Repairs, findings: list[Finding], replaced: Replaced, report: _Report
 ) -> UserError | None:
-    """Tables first: repairing a shard reads them. Returns the first error that is not of the cache's bytes: other
-    findings need another source or model.
+    """Repair tables and shards, one after the other.
+
+    Tables come first, because repairing a shard reads them; then shards by recipe, so that each encoder is loaded once.
 
     Args:
-        again: damaged records that other shards have; kept true.
+        replaced: updated.
+
+    Returns:
+        The first error that does not concern the cache's bytes: a source or a model is missing. Other findings may need
+        other ones, so they are repaired first.
 
     Raises:
-        AwayError, NoSpaceError: no other finding would fare better.
+        AwayError, NoSpaceError: every other repair would fail, too.
     """
     first: UserError | None = None
-    for finding in sorted(findings, key=lambda finding: not _of_records(finding.path)):
+    for finding in sorted(findings, key=lambda finding: (not _is_record_table(finding.path), finding.recipe)):
         try:
-            outcome = _content_again(repairs, finding, again)
+            outcome = _repair_content(repairs, finding, replaced)
         except (AwayError, NoSpaceError):
             raise
         except IntegrityError as error:
             outcome = f"failed: {error.what} (once that is mended, repair again)"
         except UserError as error:
-            first, outcome = first or error, f"failed: {error.what}"
+            outcome = f"failed: {error.what}"
+            # Frames of the traceback would keep the encoder in memory.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            first = first or error
         if outcome:
-            became(finding.path, outcome)
+            report.outcome(finding.path, outcome)
     return first
 
 
-def _of_records(path: str) -> bool:
+def _is_record_table(path: str) -> bool:
     return path.startswith("tables/") and path.endswith(".arrow")
 
 
-def _content_again(repairs: Repairs, finding: audit.Finding, again: dict[str, set[bytes]]) -> str | None:
-    """What became of a finding; None for snapshots, which come last."""
-    if _of_records(finding.path):
-        return _table_again(repairs.cache, finding)
+def _repair_content(repairs: repair.Repairs, finding: Finding, replaced: Replaced) -> str | None:
+    """The outcome of a finding; None for snapshots, which come last."""
+    if _is_record_table(finding.path):
+        return _repair_table(repairs.cache, finding)
     if finding.unit:
-        return repairs.unit(finding, again)
+        return repairs.unit(finding, replaced)
     if finding.path.startswith(f"shards/{layout.PACKED}"):
-        return _packed_again(repairs.cache, finding.path)
+        return _repair_packed(repairs.cache, finding.path)
     return None if finding.path.startswith("snapshots/") else f"failed: {finding.fix}"
 
 
-def _snapshots_again(
-    cache: Cache, findings: list[audit.Finding], again: dict[str, set[bytes]], became: Became
-) -> list[audit.Finding]:
-    """What is wrong now with named snapshots, and with those of the findings."""
-    pointed = audit.named_snapshots(cache)
-    damaged = {finding.path for finding in findings if finding.path.startswith("snapshots/")}
-    left = []
-    for name in sorted(damaged | set(map(Paths.snapshot, pointed))):
-        still = list(audit.verify_snapshot(cache, name, again, pointed))
-        left += still
-        if name in damaged:
-            became(name, f"failed: {still[0].fix}" if still else "restored")
-    return left
-
-
-def _table_again(cache: Cache, finding: audit.Finding) -> str:
+def _repair_table(cache: Cache, finding: Finding) -> str:
     digest = PurePosixPath(finding.path).stem
-    problem = audit.BACKUP if finding.fix == layout.REPAIR else finding.fix
-    for recipe in audit.recipe_names(cache):
+    problem = BACKUP if finding.fix == layout.REPAIR else finding.fix
+    for recipe in recipe_names(cache):
         try:
             for plan in cache.plans(recipe):
                 if repair.repair_table(cache, recipe, plan.number, digest):
@@ -196,7 +208,7 @@ def _table_again(cache: Cache, finding: audit.Finding) -> str:
     return f"failed: {problem}"
 
 
-def _packed_again(cache: Cache, path: str) -> str:
+def _repair_packed(cache: Cache, path: str) -> str:
     try:
         return "restored" if packing.restored(cache, path) else "failed: sana-pipe bucket --pack"
     except (AwayError, NoSpaceError):
@@ -205,43 +217,14 @@ def _packed_again(cache: Cache, path: str) -> str:
         return f"failed: the snapshot that it was packed from cannot be read: {error}"
 
 
-class Repairs:
-    """Makes damaged records again, with the encoder of their recipe; one encoder at a time is loaded."""
-
-    def __init__(self, config: Config, cache: Cache, data: tuple[str, ...]):
-        self.config, self.cache = config, cache
-        self.given = dict(_pair(text) for text in data)
-        self.runner = Runner(config, cache, {}, check=True)
-        self._records: dict[str, Callable[[], RecordIndex]] = {}
-
-    def unit(self, finding: audit.Finding, again: dict[str, set[bytes]]) -> str:
-        """Restore the shard of a finding; see `repair.repair_unit`."""
-        recipe = finding.recipe
-        records = self._records.get(recipe) or remembered(partial(self.cache.index, recipe))
-        self._records = {}
-        outcome = repair.repair_unit(self.cache, self.cache.recipe(recipe), finding, self._encode, again, records)
-        if outcome == "restored":  # else there may be a new plan
-            self._records = {recipe: records}
-        return outcome
-
-    def _encode(self, plan: Plan, unit: Unit, commit: Commit, bad: Container[bytes]) -> Iterable[worker.Made]:
-        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-        if "source" in rows.column_names:
-            for name in set(rows.column("source").to_pylist()) - set(self.runner.sources):
-                self.runner.sources[name] = self._source(name)
-        return self.runner.again(plan, unit, commit, bad)
-
-    def _source(self, name: str) -> Source:
-        try:
-            return reopen(self.cache, name, self.config.data, self.given.get(name))
-        except UserError as error:
-            raise UserError(
-                f"damaged latents need source {name!r}: {error.what}", fix=f"--data {name}=DIR, where it is now"
-            ) from None
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, folder = text.partition("=")
-    if not equals:
-        raise UserError(f"--data {text!r} is not of the form NAME=DIR")
-    return name, folder
+def _check_snapshots(cache: Cache, findings: list[Finding], replaced: Replaced, report: _Report) -> list[Finding]:
+    """What is wrong now with named snapshots, and with those of the findings."""
+    named = named_snapshots(cache)
+    damaged = {finding.path for finding in findings if finding.path.startswith("snapshots/")}
+    left = []
+    for name in sorted(damaged | set(map(Paths.snapshot, named))):
+        still = list(audit.verify_snapshot(cache, name, replaced, named))
+        left += still
+        if name in damaged:
+            report.outcome(name, f"failed: {still[0].fix}" if still else "restored")
+    return left

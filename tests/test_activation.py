@@ -17,9 +17,13 @@ from pipeline.config import TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
-from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing, compressible
+from pipeline.parallel.activation_checkpoint import (
+    ManagedActivations,
+    apply_activation_checkpointing,
+    compressible_modules,
+)
 from pipeline.parallel.compression import BLOCK, quantise, restore
-from pipeline.parallel.saved_tensors import SMALLEST, Keeper
+from pipeline.parallel.saved_tensors import SMALLEST, Offloader
 from tests.support.workers import tiny_run
 
 SHAPE = SanaConfig(
@@ -60,16 +64,16 @@ def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict
     """Bytes kept on the device, bytes kept in host memory, gradients."""
     given = inputs(dtype)
     total, out = saved_bytes(lambda: module(*given), [*module.parameters(), *given])
-    host = sum(keeper.host_bytes() for keeper in keepers(module))
+    host = sum(offloader.host_bytes() for offloader in offloaders(module))
     out.float().square().mean().backward()
     return total - host, host, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def keepers(module: nn.Module) -> set[Keeper]:
-    found = {m.kept.keeper for m in module.modules() if isinstance(m, activation_checkpoint.Kept)}
-    return {
-        k for k in found | {m.keeper for m in module.modules() if isinstance(m, activation_checkpoint.Compressed)} if k
-    }
+def offloaders(module: nn.Module) -> set[Offloader]:
+    managed = [m for m in module.modules() if isinstance(m, ManagedActivations)]
+    compressed = [m for m in module.modules() if isinstance(m, activation_checkpoint.CompressedActivations)]
+    every = {m.activation_policy.offloader for m in managed} | {m.offloader for m in compressed}
+    return {offloader for offloader in every if offloader is not None}
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +106,17 @@ def test_fewer_bytes_are_kept_and_the_gradients_are_the_same(
     way, fp32, bf16, exact = WAYS[name]
     without, _, expected = plain[precision]
     module = model(PRECISIONS[precision], *way)
-    kept, host, found = measure(module, PRECISIONS[precision])
+    kept, host, actual = measure(module, PRECISIONS[precision])
     assert without / kept >= (fp32 if precision == "fp32" else bf16), f"{without / kept:.2f} times fewer"
     assert (host > 0) == ("offload" in name)
     if exact:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[n], expected[n]) for n in expected)
     else:
-        assert tiny_run.distance(found, expected) <= (1e-2 if "int8" in name else 4e-2)
-        assert tiny_run.distance(found, expected) > 0
+        assert tiny_run.distance(actual, expected) <= (1e-2 if "int8" in name else 4e-2)
+        assert tiny_run.distance(actual, expected) > 0
     gc.collect()
-    assert all(keeper.host_bytes() == 0 for keeper in keepers(module)), "nothing stays after the backward pass"
+    assert all(offloader.host_bytes() == 0 for offloader in offloaders(module)), "nothing stays after the backward pass"
 
 
 # ------------------------------------------------------------------------------------------- what is kept, and how
@@ -133,10 +137,10 @@ class _Saves(torch.autograd.Function):
         return gradient, None, None
 
 
-def through(keeper: Keeper, *tensors: Tensor, module: nn.Module | None = None, **options: Any) -> list[Tensor]:
+def through(offloader: Offloader, *tensors: Tensor, module: nn.Module | None = None, **options: Any) -> list[Tensor]:
     """The tensors as the backward pass gets them."""
     x, back = torch.zeros(1, requires_grad=True), list[Tensor]()
-    with keeper.around(module or nn.Identity(), **options):
+    with offloader.hooks(module or nn.Identity(), **options):
         for tensor in tensors:
             x = _Saves.apply(x, tensor, back)  # type: ignore[no-untyped-call]
     x.backward()
@@ -163,8 +167,8 @@ def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
 def test_size_strides_and_type_come_back(compress: Any, offload: bool, precision: str) -> None:
     if compress is None and not offload:
         return
-    keeper, given = Keeper(compress, offload), layouts(PRECISIONS[precision])
-    for (name, tensor), back in zip(given.items(), through(keeper, *given.values()), strict=True):
+    offloader, given = Offloader(compress, offload), layouts(PRECISIONS[precision])
+    for (name, tensor), back in zip(given.items(), through(offloader, *given.values()), strict=True):
         assert back is not tensor, name
         assert (back.shape, back.stride(), back.dtype) == (tensor.shape, tensor.stride(), tensor.dtype), name
         if compress is None:
@@ -172,7 +176,7 @@ def test_size_strides_and_type_come_back(compress: Any, offload: bool, precision
         else:
             worst = tensor.float().abs().max() * (1 / 254 if compress == "int8" else 1 / 16) + 1e-2
             assert (back.float() - tensor.float()).abs().max() <= worst, name
-    assert keeper.packed == len(given)
+    assert offloader.stored == len(given)
 
 
 def test_what_must_not_be_touched_is_not() -> None:
@@ -185,28 +189,28 @@ def test_what_must_not_be_touched_is_not() -> None:
         torch.randn(1).expand(5000),
         torch.randn(4000).as_strided((3000, 2), (1, 1)),
     ]
-    for keeper in (Keeper("int8"), Keeper(None, True), Keeper("int8", True)):
-        back = through(keeper, *untouched, module=linear)
+    for offloader in (Offloader("int8"), Offloader(None, True), Offloader("int8", True)):
+        back = through(offloader, *untouched, module=linear)
         assert all(b.data_ptr() == t.data_ptr() for b, t in zip(back, untouched, strict=True))
-        assert keeper.packed == 0
+        assert offloader.stored == 0
     counted = [torch.arange(5000), torch.ones(5000, dtype=torch.bool)]
-    assert all(b is t for b, t in zip(through(Keeper("int8"), *counted), counted, strict=True))
-    assert all(torch.equal(b, t) for b, t in zip(through(Keeper("int8", True), *counted), counted, strict=True))
+    assert all(b is t for b, t in zip(through(Offloader("int8"), *counted), counted, strict=True))
+    assert all(torch.equal(b, t) for b, t in zip(through(Offloader("int8", True), *counted), counted, strict=True))
     other = torch.randn(64, 64)
-    back = through(Keeper("int8"), whole, other, whole.t(), only=whole)
+    back = through(Offloader("int8"), whole, other, whole.t(), only=whole)
     assert [torch.equal(b, t) for b, t in zip(back, (whole, other, whole.t()), strict=True)] == [False, True, False]
-    back = through(Keeper("int8", True), whole, compress=False)
+    back = through(Offloader("int8", True), whole, compress=False)
     assert torch.equal(back[0], whole) and back[0] is not whole
 
 
 def test_equal_tensors_are_kept_once_and_changed_ones_again() -> None:
-    keeper, x = Keeper("int8"), torch.randn(2048)
-    through(keeper, x, x.view(2048), x.detach())
-    assert keeper.packed == 1
-    through(keeper, x, x.view(32, 64))
-    assert keeper.packed == 3
+    offloader, x = Offloader("int8"), torch.randn(2048)
+    through(offloader, x, x.view(2048), x.detach())
+    assert offloader.stored == 1
+    through(offloader, x, x.view(32, 64))
+    assert offloader.stored == 3
     start, back = torch.zeros(1, requires_grad=True), list[Tensor]()
-    with Keeper(None, True).around(nn.Identity()):
+    with Offloader(None, True).hooks(nn.Identity()):
         first = _Saves.apply(start, x.detach(), back)  # type: ignore[no-untyped-call]
         x.neg_()
         second = _Saves.apply(first, x.detach(), back)  # type: ignore[no-untyped-call]
@@ -216,13 +220,13 @@ def test_equal_tensors_are_kept_once_and_changed_ones_again() -> None:
 
 def test_memory_that_is_used_again_is_another_tensor() -> None:
     """The allocator gives the same addresses to later tensors; what was kept of the earlier ones stays theirs."""
-    keeper, x, back = Keeper(None, True), torch.zeros(1, requires_grad=True), list[Tensor]()
-    with keeper.around(nn.Identity()):
+    offloader, x, back = Offloader(None, True), torch.zeros(1, requires_grad=True), list[Tensor]()
+    with offloader.hooks(nn.Identity()):
         for number in range(50):
             x = _Saves.apply(x, torch.full((4096,), float(number)), back)  # type: ignore[no-untyped-call]
     x.backward()
     assert [float(tensor[0]) for tensor in back[::-1]] == list(range(50))
-    assert keeper.packed == 50
+    assert offloader.stored == 50
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -234,9 +238,9 @@ def test_one_scale_for_128_values(kind: Any) -> None:
     assert codes.element_size() == 1 and codes.numel() == 1024 and scales.shape == (8,)
     back = restore(codes, scales, 1000, torch.float32)
     for start in range(0, 1000, BLOCK):
-        block, found = values[start : start + BLOCK], back[start : start + BLOCK]
+        block, actual = values[start : start + BLOCK], back[start : start + BLOCK]
         bound = block.abs().max() / 254 if kind == "int8" else block.abs() / 16 + block.abs().max() / 448 / 512
-        assert ((found - block).abs() <= bound * 1.001).all()
+        assert ((actual - block).abs() <= bound * 1.001).all()
     values[300] = float("inf")
     values[700] = float("nan")
     back = restore(*quantise(values, kind), 1000, torch.float32)
@@ -246,7 +250,7 @@ def test_one_scale_for_128_values(kind: Any) -> None:
 def test_the_parts_that_are_compressed() -> None:
     block = model(torch.float32).blocks[0]
     names = {id(module): name for name, module in block.named_modules()}
-    assert {names[id(part)] for part in compressible(block)} == {
+    assert {names[id(part)] for part in compressible_modules(block)} == {
         *(f"{attn}.{part}" for attn in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")),
         "ff",
     }
@@ -260,29 +264,31 @@ def test_names_copies_and_second_calls(way: tuple[Any, ...]) -> None:
     apply_activation_checkpointing(module.blocks, settings(*way))
     assert [type(m) for m in module.modules()] == classes
     twin = copy.deepcopy(module)
-    assert len(keepers(twin)) == len(keepers(module)) and not keepers(twin) & keepers(module)
+    assert len(offloaders(twin)) == len(offloaders(module)) and not offloaders(twin) & offloaders(module)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     _, _, expected = measure(plain, torch.float32)
-    _, _, found = measure(twin, torch.float32)
-    assert tiny_run.distance(found, expected) <= 1e-2, "a copy recomputes itself, not the model it was copied from"
+    _, _, actual = measure(twin, torch.float32)
+    assert tiny_run.distance(actual, expected) <= 1e-2, "a copy recomputes itself, not the model it was copied from"
 
 
 def test_without_gradients_nothing_is_kept() -> None:
     module = model(torch.float32, "none", "int8", True)
     with torch.no_grad():
         module(*inputs(torch.float32))
-    assert all(keeper.packed == 0 for keeper in keepers(module))
+    assert all(offloader.stored == 0 for offloader in offloaders(module))
 
 
 def test_every_third_block() -> None:
     module = model(torch.float32, "every-3", layers=7)
-    assert [isinstance(block, activation_checkpoint.Kept) for block in module.blocks] == [False, False, True] * 2 + [
-        False
-    ]
+    assert [isinstance(block, ManagedActivations) for block in module.blocks] == [
+        False,
+        False,
+        True,
+    ] * 2 + [False]
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
@@ -301,8 +307,8 @@ def test_every_third_block() -> None:
         ({"optim": {"in_backward": True, "clip": None}, "parallel": {"pp_size": 2}}, r"parallel.pp_size: 1"),
     ],
 )
-def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], printed: str) -> None:
+    with pytest.raises(ValidationError, match=printed):
         TrainConfig.model_validate(train)
 
 

@@ -26,6 +26,7 @@ from pipeline.cache.index import as_keys, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Part, Snapshot
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.cli import cli
 from pipeline.config import Config, load
@@ -398,7 +399,7 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
     assert told["samples"] == 36
     [left] = told["left_out"]
     assert left["samples"] == 4
-    assert "bucket.small=carry" in left["reason"]
+    assert "bucket.remainder=carry" in left["reason"]
     notes = {(b["height"], b["width"]): b["note"] for b in told["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")
@@ -666,7 +667,7 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     assert compare.difference(found, everything) == compare.Difference([], [], [])
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
-    assert audit.status(Cache(here))["complete"]
+    assert status(Cache(here))["complete"]
     assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
     assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
     assert Cache(here).sources() == ["one"]
@@ -769,7 +770,7 @@ def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytes
         assert attempt(root, at) == at
         assert stages.bucket.run(config(root, f"bucket.caches=[{there}]")) == expected
         assert list(audit.verify(Cache(root))) == []
-        assert audit.status(Cache(root))["complete"]
+        assert status(Cache(root))["complete"]
         shutil.rmtree(root)
 
 

@@ -21,6 +21,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item, Reject, Source
 from pipeline.work.claims import Claims
+from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop
 from tests.test_sources import make_tar
 
@@ -193,7 +194,7 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
 
     for _ in range(2):  # the second finds what the first, which was killed before it published the scan, has read
         source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))
-        fragments = Fragments(cache, "f", Claims(cache.files, 60), (0, 1), Stop(0))
+        fragments = Fragments(cache, "f", Worker(Claims(cache.files, 60), Stop(0)))
         table = scanning.scan(
             source,
             "f",

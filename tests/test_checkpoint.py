@@ -24,8 +24,9 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_start import Drawn, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import checkpoint, metrics, optimizers, trainer
-from pipeline.training.trainer import Report, fit, generator_seed
+from pipeline.training import build, checkpoint, metrics, optimizers
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit, generator_seed
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,8 +72,8 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
     monkeypatch.setattr(dcp, "save", held)
     train(tiny_run.config(tmp_path / "aside", steps=7, save_every=3), touch=touch)
     assert threading.main_thread() not in writers
-    found, expected = (tmp_path / name / "checkpoints/step-00000003" for name in ("aside", "waited"))
-    assert files(found) == files(expected)
+    actual, expected = (tmp_path / name / "checkpoints/step-00000003" for name in ("aside", "waited"))
+    assert files(actual) == files(expected)
     assert names(tmp_path / "aside") == ["step-00000003", "step-00000006", "step-00000007"], "the last is waited for"
 
 
@@ -149,9 +150,9 @@ def test_a_save_in_flight_is_published_when_another_error_ends_the_run(tmp_path:
 
 def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
     settings = tiny_run.config(precision="bf16")
-    with mesh.started(Launch(), ParallelConfig(), CPU) as found:
+    with mesh.open_mesh(Launch(), ParallelConfig(), CPU) as device_mesh:
         model = tiny_run.model(settings)
-        data_parallel.shard(model, model.blocks, found, settings.train)
+        data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         optimizer = optimizers.build(model, settings.train.optim, CPU)
         before = checkpoint._tensors(model, optimizer, None)
         copy = checkpoint.host_copy(before)
@@ -198,14 +199,14 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(
 # ----------------------------------------------------------------------------------------------------- first values
 
 
-def test_the_model_has_no_memory_until_it_is_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spread, seen = trainer.spread, []
+def test_the_model_has_no_memory_until_it_is_parallelized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallelize, seen = build.parallelize, []
 
     def watched(model: torch.nn.Module, *rest: Any) -> Any:
         seen.append({parameter.device.type for parameter in model.parameters()})
-        return spread(model, *rest)  # type: ignore[arg-type]
+        return parallelize(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer, "spread", watched)
+    monkeypatch.setattr(build, "parallelize", watched)
     train(tiny_run.config(tmp_path / "run", steps=1))
     train(tiny_run.config(tmp_path / "run", steps=2), resume="auto")
     assert seen == [{"meta"}, {"meta"}]

@@ -1,6 +1,6 @@
 """Start values, saves and resumed runs on several processes.
 
-One process (`tests/support/workers/checkpoints.py`) forks all the launches; the tests below judge what they found.
+One process (`tests/support/workers/checkpoints.py`) forks all the launches; the tests below judge what they results.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ def read(folder: Path, name: str) -> Any:
 
 
 def test_resumed_under_other_strategies_is_uninterrupted(folder: Path) -> None:
-    found = read(folder, "chain")
-    assert found["legs"] == [""] * len(checkpoints.CHAIN)
-    assert found["processes"] == [world for _, world, _ in checkpoints.CHAIN]
-    assert len(found["losses"]) == 2 * len(checkpoints.CHAIN)
-    assert max(found["losses"]) <= 1e-5
-    assert len(found["weights"]) == len(checkpoints.CHAIN)
-    assert max(found["weights"]) <= 1e-5
-    assert max(found["averages"]) <= 1e-5
-    assert found["averages from weights"] > 1e-4
+    results = read(folder, "chain")
+    assert results["legs"] == [""] * len(checkpoints.CHAIN)
+    assert results["processes"] == [world for _, world, _ in checkpoints.CHAIN]
+    assert len(results["losses"]) == 2 * len(checkpoints.CHAIN)
+    assert max(results["losses"]) <= 1e-5
+    assert len(results["weights"]) == len(checkpoints.CHAIN)
+    assert max(results["weights"]) <= 1e-5
+    assert max(results["averages"]) <= 1e-5
+    assert results["averages from weights"] > 1e-4
 
 
 @pytest.mark.parametrize("name", checkpoints.LAYOUTS)
 def test_start_values_in_slices_are_those_of_one_process(folder: Path, name: str) -> None:
-    found = read(folder, f"filled {name}")
-    assert found["drawn"]
-    assert found["stored"]
-    assert found["stored, dtypes"] == ["torch.float32"], "the files are bf16"
+    results = read(folder, f"filled {name}")
+    assert results["drawn"]
+    assert results["stored"]
+    assert results["stored, dtypes"] == ["torch.float32"], "the files are bf16"
 
 
 def test_each_of_two_processes_reads_and_holds_half(folder: Path) -> None:
-    found = read(folder, "memory")
-    for own in found["processes"]:
-        assert 0.4 < own["drawn"]["grown"] / found["model"] < 0.7
-        assert own["stored"]["grown"] / found["model"] < 0.7
-        assert 0.45 < own["stored"]["read"] / found["file"] < 0.55
+    results = read(folder, "memory")
+    for own in results["processes"]:
+        assert 0.4 < own["drawn"]["grown"] / results["model"] < 0.7
+        assert own["stored"]["grown"] / results["model"] < 0.7
+        assert 0.45 < own["stored"]["read"] / results["file"] < 0.55
 
 
 def test_a_late_thread_does_not_meet_the_training(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it passes on, what it says of mistakes, and how it ends."""
+"""The command line: what it passes to the stages, error messages, exit codes, help and completion."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import pipeline
 from pipeline import processes
 from pipeline.cli import INTERRUPTED, cli, main
+from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from tests.support.command_lines import dry_run, words_of
 from tests.test_layering import _imports, _module
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -82,6 +85,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
         "bucket",
         "check",
+        "config",
         "demo",
         "encode",
         "export",
@@ -100,6 +104,62 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert end(command, "--help") == 0
     assert "Usage: sana-pipe " + command in capsys.readouterr().out
+
+
+def _commands() -> dict[str, click.Command]:
+    """Every command that help lists, with the words that call it."""
+    subcommands = cli.commands["snapshots"].commands  # type: ignore[attr-defined]
+    return {"": cli, **{name: c for name, c in cli.commands.items() if not c.hidden}} | {
+        f"snapshots {name}": command for name, command in subcommands.items()
+    }
+
+
+@pytest.mark.parametrize("words", _commands())
+def test_help_ends_with_examples_that_are_accepted(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert end(*words.split(), "--help") == 0
+    examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
+    assert examples and all(f"sana-pipe {words}".strip() in line for line in examples)
+    for line in examples:
+        code, calls = dry_run(monkeypatch, words_of(line))
+        assert code == 0, capsys.readouterr().err
+        assert calls or "config" in words
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["tra"], {"train"}),
+        (["snapshots", "di"], {"diff"}),
+        (["train", "--quar"], {"--quarantine"}),
+        (["train", "--config", "sana_6"], {"sana_600m_512"}),
+        (["train", "--set", "train.optim.b"], {"train.optim.betas="}),
+        (["config", "train.opt"], {"train.optim", *(f"train.optim.{name}" for name in OptimConfig.model_fields)}),
+    ],
+)
+def test_the_shell_completes(
+    typed: list[str], offered: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SANA_PIPE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["sana-pipe", *typed]))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed)))
+    end()
+    answers = [line.split(",", 1) for line in capsys.readouterr().out.splitlines()]
+    assert {value for kind, value in answers if kind == "plain"} == offered
+
+
+def test_the_documented_line_sets_completion_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = 'eval "$(_SANA_PIPE_COMPLETE=bash_source sana-pipe)"'
+    root = Path(pipeline.__file__).parent.parent
+    assert line in (root / "README.md").read_text(encoding="utf-8")
+    for shell in ("bash", "zsh", "fish"):
+        monkeypatch.setenv("_SANA_PIPE_COMPLETE", f"{shell}_source")
+        assert end() == 0
+        assert f"_SANA_PIPE_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
@@ -226,9 +286,9 @@ def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -
 )
 def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert end(*arguments) == 2
-    said = capsys.readouterr()
-    assert "Usage: sana-pipe" in said.err
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert "Usage: sana-pipe" in printed.err
+    assert printed.out == ""
 
 
 def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
@@ -243,7 +303,7 @@ def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (UserError("wrong", expected=1, found=2, fix="mend it"), 2),
+        (UserError("wrong", expected=1, found=2, fix="repair it"), 2),
         (CacheError("no cache"), 3),
         (IntegrityError("damaged"), 4),
     ],
@@ -253,9 +313,9 @@ def test_a_users_mistake_has_a_message_and_its_own_code(
 ) -> None:
     stage("bucket", result=error)
     assert end("bucket") == code
-    said = capsys.readouterr()
-    assert said.err == f"sana-pipe: {error}\n"
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert printed.err == f"sana-pipe: {error}\n"
+    assert printed.out == ""
 
 
 def test_a_mistake_in_the_configuration(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +346,7 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
         ("encode", "--data", ".", "--set", "vae.id=LONG"),
     ],
 )
-def test_a_path_that_may_not_be_used_is_no_defect(
+def test_an_unusable_path_is_no_defect(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -295,7 +355,7 @@ def test_a_path_that_may_not_be_used_is_no_defect(
     assert "too long" in capsys.readouterr().err
 
 
-def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_system_is_ours(
+def test_a_forbidden_folder_is_the_users_error_and_other_system_errors_are_defects(
     stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stage("bucket", result=PermissionError(errno.EACCES, "Permission denied", "/shut/cache"))
@@ -320,13 +380,13 @@ def test_a_folder_that_may_not_be_entered_is_said_and_any_other_error_of_the_sys
 
 @pytest.mark.parametrize(("stopped_by", "code"), [("SIGINT", 130), ("SIGTERM", 0), (None, 0)])
 def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stopped_by: str | None, code: int) -> None:
-    """It saved; but `train && export` must not go on. A scheduler's signal is what its job was told to expect."""
+    """It saved, but `train && export` must not continue. A scheduler's signal is expected and ends with 0."""
     stage("train", result=types.SimpleNamespace(stopped_by=stopped_by))
     assert end("train") == code
 
 
 @pytest.mark.parametrize(
-    ("rank", "everywhere", "said"),
+    ("rank", "everywhere", "printed"),
     [
         (0, True, "sana-pipe: lost\n"),
         (0, False, "sana-pipe: lost\n"),
@@ -334,15 +394,15 @@ def test_an_interrupted_training_is_no_success(stage: Callable[..., Calls], stop
         (1, False, "sana-pipe: process 1: lost\n"),
     ],
 )
-def test_a_launch_says_an_error_once(
+def test_a_launch_prints_an_error_once(
     stage: Callable[..., Calls],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
     everywhere: bool,
-    said: str,
+    printed: str,
 ) -> None:
-    """What all processes agreed on is said by the first one; what one of them finds alone, by that one."""
+    """Rank 0 prints an error of all processes; another rank prints an error of its own."""
     from pipeline import cli
 
     waits: list[float] = []
@@ -353,8 +413,10 @@ def test_a_launch_says_an_error_once(
     error.everywhere = everywhere
     stage("bucket", result=error)
     assert end("bucket") == 3
-    assert capsys.readouterr().err == said
-    assert waits == ([cli.FIRST_S] if rank and not everywhere else []), "the launcher may end it before it speaks"
+    assert capsys.readouterr().err == printed
+    assert waits == ([cli.OTHER_RANK_DELAY_S] if rank and not everywhere else []), (
+        "the launcher may end it before it speaks"
+    )
 
 
 def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
@@ -367,17 +429,17 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if module.name != "pipeline.work.ray_engine":  # ray need not be installed
                 importlib.import_module(module.name)
-    found: dict[int, set[type[UserError]]] = {}
+    kinds_by_code: dict[int, set[type[UserError]]] = {}
     todo: list[type[UserError]] = [UserError]
     while todo:
         kind = todo.pop()
         todo += kind.__subclasses__()
         if kind.__module__.startswith(("pipeline", "stages")):
-            found.setdefault(kind.exit_code, set()).add(kind)
-    for code, kinds in found.items():
+            kinds_by_code.setdefault(kind.exit_code, set()).add(kind)
+    for code, kinds in kinds_by_code.items():
         roots = [kind for kind in kinds if not any(base in kinds for base in kind.__mro__[1:])]
         assert len(roots) == 1, f"exit code {code} means several things: {roots}"
-    assert set(found) | {0, 1, processes.OUTPUT_LOST, INTERRUPTED} == set(EXIT_CODES)
+    assert set(kinds_by_code) | {0, 1, processes.OUTPUT_LOST, INTERRUPTED} == set(EXIT_CODES)
     known = {command.name for command in (*cli.commands.values(), *cli.commands["snapshots"].commands.values())}
     assert {name for _, names in EXIT_CODES.values() for name in names} <= known
 
@@ -399,24 +461,24 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     # export and sample read checkpoints with the module that also writes them, under the run's lock
     apart = {(10, "export"), (10, "sample")}
     for name in ("encode", "bucket", "snapshots", "diff", "train", "export", "sample", "status", "verify", "gc"):
-        seen, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
+        reached, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
         while todo:
             module = todo.pop()
-            if module in modules and module not in seen:
-                seen.add(module)
+            if module in modules and module not in reached:
+                reached.add(module)
                 for _, target in _imports(modules[module], root):
                     todo += [target, target.rpartition(".")[0]]
         able = {
             code
             for code, (module, kind) in raisers.items()
-            if module in seen and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
+            if module in reached and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
         }
-        if "pipeline.training.feeding" in seen:  # which keeps a RejectRateError until the run has saved
+        if "pipeline.training.feeding" in reached:  # raises a RejectRateError after the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
         assert end(*(["snapshots"] if name == "diff" else []), name, "--help") == 0
-        said = capsys.readouterr().out.partition("Exit codes:")[2]
-        shown = {int(line.split()[0]) for line in said.splitlines() if line[:3].strip()[:1].isdigit()}
+        printed = capsys.readouterr().out.partition("Exit codes:")[2]
+        shown = {int(line.split()[0]) for line in printed.splitlines() if line[:3].strip()[:1].isdigit()}
         assert shown == {code for code, (_, names) in EXIT_CODES.items() if not names or name in names}, name
 
 
@@ -436,7 +498,7 @@ def test_a_real_process_reports_a_mistake_without_a_traceback(tmp_path: Path) ->
 
 
 def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
-    """SIGINT while a command works: here the configuration is a pipe that nobody writes to."""
+    """SIGINT while a command works: here the configuration is a pipe without a writer."""
     os.mkfifo(tmp_path / "never.yaml")
     ready = tmp_path / "ready"
     code = (
@@ -453,12 +515,12 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=100)
+        _, printed = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
 
 
 def test_a_command_may_open_as_many_files_as_the_system_allows() -> None:

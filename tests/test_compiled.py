@@ -19,7 +19,7 @@ from pipeline.loader import compile_shapes
 from pipeline.parallel import mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
 from pipeline.parallel.compile import compile_blocks
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel.parallelize import parallelize
 from tests.support import tiny_cache
 from tests.support.workers import tiny_run
 
@@ -48,7 +48,7 @@ def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 def test_gradients_are_those_without_compilation(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     found = {}
-    with mesh.started(Launch(), tiny_run.config().train.parallel, torch.device("cpu")):
+    with mesh.open_mesh(Launch(), tiny_run.config().train.parallel, torch.device("cpu")):
         for compiled in (False, True):
             model = tiny_run.model(tiny_run.config())
             names = list(model.state_dict())
@@ -75,9 +75,9 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for how, frames in (("none", 0), ("block", 1)):
         settings = tiny_run.config(compile=how, compile_backend="aot_eager")
-        with mesh.started(Launch(), settings.train.parallel, torch.device("cpu")) as found:
-            held = spread(tiny_run.model(settings), found, settings.train)
-            tiny_run.gradients(held.module, settings, [tiny_run.global_batch(0)])
+        with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            tiny_run.gradients(parallel_model.module, settings, [tiny_run.global_batch(0)])
         assert counter.frame_count == frames
 
 

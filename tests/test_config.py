@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, shipped
+from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, shipped
 from pipeline.errors import ConfigError
 from pipeline.training.optimizers import peak_learning_rate
 
@@ -101,11 +103,11 @@ def test_wrong_type_or_range_names_key_and_file(tmp_path: Path, text: str, key: 
     message = refusal(tmp_path, yaml.safe_dump(base) + text)
     assert str(tmp_path / "mine.yaml") in message
     assert f"'{key}" in message
-    assert "literal[" not in message  # pydantic's own names are not ours
+    assert "literal[" not in message  # no names of pydantic
     assert "constrained-int" not in message
 
 
-def test_each_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     message = refusal(tmp_path, MINIMAL + "train: {stps: 1, seed: -1}\nbucket: {batch: x}")
     assert message.count("\n") == 2
     assert all(key in message for key in ("train.stps", "train.seed", "bucket.batch"))
@@ -149,7 +151,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ("{peak_tflops: 0}", "train.peak_tflops"),
     ],
 )
-def test_what_cannot_be_had_together_is_refused_with_what_can(tmp_path: Path, text: str, says: str) -> None:
+def test_incompatible_options_are_refused_with_values_that_work(tmp_path: Path, text: str, says: str) -> None:
     message = refusal(tmp_path, MINIMAL + "train: " + (text if text.startswith("{") else "{" + text + "}"))
     assert says in message
 
@@ -159,11 +161,11 @@ def test_compiled_blocks_go_with_every_other_strategy(tmp_path: Path) -> None:
         load(write(tmp_path, MINIMAL + f"train: {{compile: block, {more}}}"))
 
 
-NOT_OURS = ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"]
+NOT_A_CONFIGURATION = ["a: [1", "\t- x", "? [1, 2]\n: 3", "- 1\n- 2", "just text", "a: !!python/object:x {}"]
 
 
-@pytest.mark.parametrize("text", NOT_OURS)
-def test_what_is_not_yaml_of_ours_is_told_without_a_traceback(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", NOT_A_CONFIGURATION)
+def test_a_file_that_is_not_a_configuration_is_named_without_a_traceback(tmp_path: Path, text: str) -> None:
     assert "mine.yaml" in refusal(tmp_path, text)
 
 
@@ -285,7 +287,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 
-def test_a_precision_that_the_weights_cannot_bear_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_precision_in_which_the_weights_fail_is_refused_with_the_reason(tmp_path: Path) -> None:
     for name, precision in (
         ("sana_600m_512", "bf16"),
         ("sana_600m_512", "bf16_pure"),
@@ -326,8 +328,8 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     assert small is not None
     given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
-    own = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
-    config = load(name, [*overrides, *own])
+    run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    config = load(name, [*overrides, *run])
     report = stages.train.run(config, say=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
@@ -349,18 +351,113 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
-    found = [(prefix, model)]
+    sections = [(prefix, model)]
     for name, field in model.model_fields.items():
         for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                found += _sections(inner, f"{prefix}{name}.")
-    return found
+                sections += _sections(inner, f"{prefix}{name}.")
+    return sections
 
 
 def test_every_section_refuses_unknown_keys_and_coercion() -> None:
     for prefix, model in _sections(Config):
         assert model.model_config.get("extra") == "forbid", prefix
         assert model.model_config.get("strict") is True, prefix
+
+
+def test_every_option_and_section_is_documented() -> None:
+    for name, field in option_fields():
+        assert (field.description or "").strip().endswith((".", ")")), name
+        section = section_of(field)
+        assert section is None or (section.__doc__ or "").strip().endswith("."), name
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs/configuration.md"
+    assert page.read_text(encoding="utf-8") == stages.config.markdown() + "\n", (
+        "sana-pipe config --markdown > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "remainder"),
+    [
+        ("bucket: {small: drop}", [], "drop"),
+        ("bucket: {remainder: drop}", [], "drop"),
+        ("", ["bucket.small=drop"], "drop"),
+        ("", ["bucket={small: drop}"], "drop"),
+        ("bucket: {small: drop}", ["bucket.remainder=repeat"], "repeat"),
+        ("bucket: {remainder: drop}", ["bucket.small=repeat"], "repeat"),
+        ("bucket: {small: drop}", ["bucket.small=repeat", "bucket.batch=3"], "repeat"),
+    ],
+)
+def test_an_option_by_its_earlier_name(tmp_path: Path, text: str, overrides: list[str], remainder: str) -> None:
+    config = load(write(tmp_path, MINIMAL + text), overrides, "bucket")
+    assert config.bucket.remainder == remainder
+    assert "small" not in dump(config) and load(write(tmp_path, dump(config))) == config
+
+
+def test_an_option_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    for text, overrides in (
+        ("bucket: {small: drop, remainder: drop}", []),
+        ("", ["bucket.small=drop", "bucket.remainder=drop"]),
+        ("", ["bucket.remainder=drop", "bucket.small=drop"]),
+    ):
+        assert "bucket.remainder and bucket.small" in refusal(tmp_path, MINIMAL + text, *overrides)
+    assert "'bucket.remainder'" in refusal(tmp_path, MINIMAL + "bucket: {small: most}")
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_the_printed_configuration_loads_to_the_same(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["train.ema={every: 3}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
+    config, given = load_given(path, overrides)
+    assert stages.config.run(config, given) == 0
+    printed = capsys.readouterr().out
+    assert load(write(tmp_path, printed)) == config
+    comments = [line for line in printed.splitlines() if line.lstrip().startswith("#")]
+    assert max(map(len, comments)) <= 120
+
+
+def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
+    overrides = ["train.seed=3", "bucket.small=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
+    stages.config.run(*load_given(file, overrides), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in report["options"]}
+    assert report["file"] == str(file)
+    origins = {
+        "train.steps": str(file),
+        "train.optim.lr": str(file),
+        "encode.storage.text": str(file),
+        "train.optim.clip": "default",
+        "train.seed": "--set",
+        "bucket.remainder": "--set",
+        "bucket.sources": "--set",
+        "train.parallel.tp_size": "--set",
+        "model.arch": "default",
+    }
+    assert {name: rows[name]["from"] for name in origins} == origins
+    assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
+    assert rows["vae.id"]["default"] is None
+    assert load_given("tiny")[1].origin("train.steps") == "shipped tiny.yaml"
+    stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
+    assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
+
+
+def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny"), "train.optim")
+    tree = yaml.load(capsys.readouterr().out, Loader=module._Loader)
+    assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
+    assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
+    with pytest.raises(ConfigError, match=r"train\.optim"):
+        stages.config.run(*load_given("tiny"), "train.optin")
+
+
+def test_secrets_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.config.run(*load_given("tiny", ["cache='s3://user:secret@host/x'"]))
+    assert "secret" not in capsys.readouterr().out
 
 
 KEYS = st.sampled_from(["id", "train", "optim", "lr", "buckets", "data", "model", "arch", "vae", "x"])
@@ -374,8 +471,8 @@ TREES = st.recursive(
 def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
-        found = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
-        assert found is not None and (found.id, found.subfolder, found.variant) == (str(weights), subfolder, None)
+        start = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
+        assert start is not None and (start.id, start.subfolder, start.variant) == (str(weights), subfolder, None)
     with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
         load("tiny", ["model.weights=OWNER/NAME"])
     assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None

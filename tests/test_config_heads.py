@@ -40,7 +40,7 @@ NAMES = (
     r"SANA-1\.5|Sana 1\.0|\d\.\dB|DC-AE 1\.\d \(1\.0\)|DC-AE 1\.1|Gemma-2-2b|HF_HUB_OFFLINE=1|`sana-pipe check[^`]*`|"
     r"fp32|bf16|fp16|\d+ px"
 )
-"""What has digits and is a name."""
+"""Names with digits."""
 SOURCED = {
     "sana_1600m_1024": [
         "1e-4 for new concepts",
@@ -49,21 +49,21 @@ SOURCED = {
     ],
     "sana_600m_512": [
         "1e-4 for new concepts",
-        "about 0.8 from the first steps, and it hardly moves (reported by people",
+        "about 0.8 from the first steps, with little change (reported by people",
         "(NVlabs/Sana #47, #109)",
     ],
     "sana15_1600m_1024": ["1e-4 for new concepts", "that of Sana 1.0 (1.0), with the same encoder, as its authors say"],
     "sana15_4800m_1024": ["1e-4 for new concepts"],
 }
-"""Numbers that are somebody's: the words beside them say whose."""
+"""Quoted numbers, with the words that name their source."""
 
 
 def head(name: str) -> str:
     """Without the commands, in one line."""
     path = next(path for path in shipped() if path.stem == name)
     lines = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    kept = [line for line in lines if not re.match(r"#   (sana-pipe|torchrun)", line)]
-    return re.sub(r"\s+", " ", " ".join(line.removeprefix("#") for line in kept))
+    prose = [line for line in lines if not re.match(r"#   (sana-pipe|torchrun)", line)]
+    return re.sub(r"\s+", " ", " ".join(line.removeprefix("#") for line in prose))
 
 
 def rate(value: float) -> str:
@@ -82,11 +82,11 @@ def derived(name: str) -> list[str]:
     state = 16 * parameters / 1e9
     inputs = shape.num_layers * side * side * shape.inner_dim * 4 / 1e9
     assert (train.optim.lr, train.optim.warmup_steps) == (lr, warmup)
-    theirs, by_rule = (
+    rate_on_gpus, rate_at_batch = (
         optimizers.peak_learning_rate(train.optim.model_copy(update={"scale_lr": "sqrt"}), size)
         for size in (GPUS * each, batch)
     )
-    found = [
+    fragments = [
         f"{latent // 1024} KiB a picture for the latent (32 x {side} x {side} bf16; arithmetic): "
         f"{latent * 1000 / 2**20 + 0.01:.0f} MiB for 1000 pictures",
         f"{row / 1024:g} KiB a caption token ({shape.caption_channels} bf16; arithmetic)",
@@ -95,34 +95,35 @@ def derived(name: str) -> list[str]:
         f"keeps {shape.num_layers} block inputs, {inputs:.2f} GB a sample of "
         f"{config.data.resolution} x {config.data.resolution}",
         "lr x sqrt(batch / 256)",
-        f"Their configuration ({source}) has lr {rate(lr)} and a batch of {each} a GPU: {rate(theirs)} on {GPUS} GPUs, "
-        f"{rate(by_rule)} at our batch of {batch}",
+        f"Their configuration ({source}) has lr {rate(lr)} and a batch of {each} a GPU: {rate(rate_on_gpus)} on {GPUS} "
+        f"GPUs, {rate(rate_at_batch)} at our batch of {batch}",
         f"come slowly below {rate(optimizers.NEW_CONCEPTS)}",
         f"About {train.steps:,} steps are needed before a first concept shows (reported by people who fine-tune Sana): "
-        f"{train.steps * batch:,} pictures are seen by then",
-        f"a run of at least {2 * warmup:,} steps: 4,000 pictures x 4 epochs / {batch} are {16000 // batch} steps",
-        f"--set train.optim.warmup_steps={16000 // batch // 10} then",
+        f"{train.steps * batch:,} pictures. The",
+        f"a run of at least {2 * warmup:,} steps",
+        f"A run of 4,000 pictures x 4 epochs / {batch} = {16000 // batch} steps",
+        f"--set train.optim.warmup_steps={16000 // batch // 10}",
     ]
     assert config.model.weights is not None
     sets = hub_layouts.RELEASED[config.model.weights.id]["transformer"]
-    each_byte = max(one.dtype.itemsize for one in sets)
+    each_byte = max(weights.dtype.itemsize for weights in sets)
     sizes = [count / 1e9 for count in (parameters * each_byte, *_encoders())]
-    found.append(
-        f"Fetched are {sum(sizes):.1f} GB: {sizes[0]:.1f} of the transformer ({'fp32' if each_byte == 4 else 'bf16'}), "
+    fragments.append(
+        f"{sum(sizes):.1f} GB are fetched: {sizes[0]:.1f} of the transformer ({'fp32' if each_byte == 4 else 'bf16'}), "
         f"{sizes[1]:.1f} of Gemma-2-2b (bf16), {sizes[2]:.1f} of the VAE (fp32) (parameters times bytes)"
     )
     if train.optim.scale_lr == "none":
-        times = lr / by_rule
-        found.append(f"Ours is {rate(lr)}, {'twice' if round(times, 2) == 2 else f'{times:.2f} times'} their rule")
+        times = lr / rate_at_batch
+        fragments.append(f"Ours is {rate(lr)}, {'twice' if round(times, 2) == 2 else f'{times:.2f} times'} their rule")
     for gpus in (4, 8):
         text = f"{state / gpus:.1f} GB on each of {gpus}"
-        found += [text] if text in head(name) else []
-    both = (
+        fragments += [text] if text in head(name) else []
+    inputs_of_batch = (
         f"GB a sample of 1024 x 1024, {inputs * train.microbatch:.1f} GB at microbatch {train.microbatch} (arithmetic)"
     )
-    found += [both] if "at microbatch" in head(name) else []
-    found += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
-    return found
+    fragments += [inputs_of_batch] if "at microbatch" in head(name) else []
+    fragments += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
+    return fragments
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The demonstration's own part: what it prepares, what it reuses, and what it says when a command fails."""
+"""The demonstration: what it prepares and reuses, and what it prints when a command fails."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_the_demonstration_runs_the_commands_in_its_folder(
     assert len(list((out / "photos").glob("*.txt"))) == 12
     assert len(made[0]["pictures"]) == 12
     assert made[0]["sizes"] == load("tiny").data.buckets
-    said = capsys.readouterr().out
-    assert said.count("$ cd ") == 5
-    assert said.splitlines()[-1] == f"contact sheet: {out / 'samples' / 'contact_sheet.png'}"
+    printed = capsys.readouterr().out
+    assert printed.count("$ cd ") == 5
+    assert printed.splitlines()[-1] == f"contact sheet: {out / 'samples' / 'contact_sheet.png'}"
 
     before = {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()}
     assert demo.run(out) == 0  # again: everything is reused, and every command is run again
@@ -90,7 +90,7 @@ def test_an_interrupted_preparation_is_done_again(
     assert list((tmp_path / "demo" / "tiny").iterdir()) == []
 
 
-def test_own_pictures(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
+def test_pictures_of_the_user(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
     data = tmp_path / "mine"
     data.mkdir()
     for name, size in (("a", (900, 600)), ("b", (40, 60))):

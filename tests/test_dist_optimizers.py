@@ -1,7 +1,7 @@
 """Optimizers and precisions on four processes: CAME for any sharding, copies that stay equal, one verdict on overflow,
 states and averages through a chain of strategies.
 
-One launch (`tests/support/workers/optimizers.py`) runs all of it; the tests below judge what it found.
+One launch (`tests/support/workers/optimizers.py`) runs all of it; the tests below judge what it results.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
+def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.parametrize("place", optimizers.PLACES)
-def test_came_on_shards_is_came(found: dict[str, Any], place: str) -> None:
+def test_came_on_shards_is_came(results: dict[str, Any], place: str) -> None:
     """Parameters and every mean, whole."""
-    assert found["came"][place] <= 1e-5
+    assert results["came"][place] <= 1e-5
 
 
 @pytest.mark.parametrize("name", optimizers.MODELS)
-def test_came_on_a_spread_model_is_came_in_one_process(found: dict[str, Any], name: str) -> None:
-    assert found["models"][name] <= 1e-6
+def test_came_on_a_spread_model_is_came_in_one_process(results: dict[str, Any], name: str) -> None:
+    assert results["models"][name] <= 1e-6
 
 
-def test_came_sums_few_times(found: dict[str, Any]) -> None:
-    assert found["calls"] == {"FSDP2": 3, "HSDP": 3, "DDP": 0, "FSDP2 x TP": found["calls"]["FSDP2 x TP"]}
-    assert found["calls"]["FSDP2 x TP"] <= 14
+def test_came_sums_few_times(results: dict[str, Any]) -> None:
+    assert results["calls"] == {"FSDP2": 3, "HSDP": 3, "DDP": 0, "FSDP2 x TP": results["calls"]["FSDP2 x TP"]}
+    assert results["calls"]["FSDP2 x TP"] <= 14
 
 
-def test_copies_of_bf16_weights_stay_equal(found: dict[str, Any]) -> None:
+def test_copies_of_bf16_weights_stay_equal(results: dict[str, Any]) -> None:
     for optimizer in ("adamw", "came"):
-        a, b, c, d = found["copies"][f"HSDP, {optimizer}"]
+        a, b, c, d = results["copies"][f"HSDP, {optimizer}"]
         assert (a, b) == (c, d)
         assert a != b
-        assert len(set(found["copies"][f"DDP, {optimizer}"])) == 1
-        a, b, c, d = found["copies"][f"FSDP2 x TP, {optimizer}"]
+        assert len(set(results["copies"][f"DDP, {optimizer}"])) == 1
+        a, b, c, d = results["copies"][f"FSDP2 x TP, {optimizer}"]
         assert (a, c) == (b, d)
         assert a != c
 
 
-def test_an_overflow_on_one_process_is_left_out_on_all(found: dict[str, Any]) -> None:
-    assert found["overflow"] == [[True, 2.0**7, True]] * 4
+def test_an_overflow_on_one_process_is_left_out_on_all(results: dict[str, Any]) -> None:
+    assert results["overflow"] == [[True, 2.0**7, True]] * 4
 
 
 @pytest.mark.parametrize("name", ["came", "adamw8bit"])

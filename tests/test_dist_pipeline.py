@@ -1,6 +1,6 @@
 """Pipelines give what one plain process gives, through every schedule and product, and do not hang.
 
-One launch (`tests/support/workers/pipelines.py`) runs all of it; the tests below judge what it found.
+One launch (`tests/support/workers/pipelines.py`) runs all of it; the tests below judge what it results.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[int, dict[str, Any]]:
+def results(folder: Path) -> dict[int, dict[str, Any]]:
     return {world: json.loads((folder / f"found-{world}.json").read_text()) for world in (1, *pipelines.CASES)}
 
 
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
+def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     """Of two steps of different shapes, one after the other, and of the losses of a run that changes shapes."""
-    row = found[world]["parity"][name]
+    row = results[world]["parity"][name]
     if "bf16" in name:
         for gradient, plain in zip(row["gradient"], row["plain bf16"], strict=True):
             assert gradient <= 1.25 * plain
@@ -63,10 +63,10 @@ def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None
 
 
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
+def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     settings = pipelines.settings_of(pipelines.CASES[world][name])
     train, parallel, arch = settings.train, settings.train.parallel, settings.model.arch
-    layout, there = mesh.check_sizes(parallel, world), found[world]["parity"][name]["wrapping"]
+    layout, there = mesh.check_sizes(parallel, world), results[world]["parity"][name]["wrapping"]
     assert arch is not None and len(there) == world
     copies = layout.data_world * layout.tp
     names = sorted(name for part in there for name in part["names"])
@@ -90,25 +90,25 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
 
 
 @pytest.mark.parametrize("chain", ["pp, then one", "one, then pp", "pp x fsdp2, then one", "one, then pp x fsdp2"])
-def test_a_run_changes_its_stages(found: dict[int, dict[str, Any]], chain: str) -> None:
-    row = found[1][chain]
+def test_a_run_changes_its_stages(results: dict[int, dict[str, Any]], chain: str) -> None:
+    row = results[1][chain]
     assert row["losses"] <= 1e-5
     assert row["weights"] <= 1e-5
     assert row["averages"] <= 1e-5
     assert row["files"] == {"one, then pp": 2, "one, then pp x fsdp2": 4}.get(chain, 1), "all processes wrote"
 
 
-def test_a_bad_number_is_reported_by_every_process(found: dict[int, dict[str, Any]]) -> None:
+def test_a_bad_number_is_reported_by_every_process(results: dict[int, dict[str, Any]]) -> None:
     """Only the last stage computes losses."""
-    first, second = found[2]["said"]
+    first, second = results[2]["said"]
     assert first == second
     assert "NonFiniteError: step 2" in first
     assert f"such a loss: {1006:016x}\n" in first, "named once"
 
 
-def test_nobody_waits_longer_than_the_timeout(found: dict[int, dict[str, Any]]) -> None:
+def test_nobody_waits_longer_than_the_timeout(results: dict[int, dict[str, Any]]) -> None:
     """In a pipeline that is not all processes of the launch, and so has groups of its own."""
-    assert pipelines.STALL - 1 <= found[4]["gave up after"] <= 3 * pipelines.STALL
+    assert pipelines.STALL - 1 <= results[4]["gave up after"] <= 3 * pipelines.STALL
 
 
 def test_one_schedule_for_two_shapes_would_be_noticed(folder: Path) -> None:

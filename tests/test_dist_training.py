@@ -38,7 +38,7 @@ def torchrun(*arguments: object, processes: int = 2) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
     process = torchrun("tests.support.workers.two_processes", folder)
     output, _ = process.communicate(timeout=400)
@@ -46,78 +46,78 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_the_launch_is_recognised(found: dict[str, Any]) -> None:
-    assert found["launch"] == {"kind": "torchrun", "size": 2, "backend": "gloo"}
+def test_the_launch_is_recognised(results: dict[str, Any]) -> None:
+    assert results["launch"] == {"kind": "torchrun", "size": 2, "backend": "gloo"}
 
 
-def test_the_model_is_really_sharded(found: dict[str, Any]) -> None:
-    sharded = found["wrapped"]
+def test_the_model_is_really_sharded(results: dict[str, Any]) -> None:
+    sharded = results["wrapped"]
     assert sharded["wrapped"] == sharded["blocks"] + 1
     assert sharded["share"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_gradients_are_reduced_with_the_last_microbatch_only(found: dict[str, Any]) -> None:
-    assert found["wrapped"]["microbatches"] == 4
-    assert found["wrapped"]["reductions"] == found["wrapped"]["blocks"] + 1
+def test_gradients_are_reduced_with_the_last_microbatch_only(results: dict[str, Any]) -> None:
+    assert results["wrapped"]["microbatches"] == 4
+    assert results["wrapped"]["reductions"] == results["wrapped"]["blocks"] + 1
 
 
 @pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)", "microbatch 1, recomputed", "no reshard"])
-def test_fp32_first_step(found: dict[str, Any], split: str) -> None:
-    assert found["fp32"]["gradient"][split] <= 2e-6
-    assert found["fp32"]["loss"][split] <= 2e-6
-    assert found["fp32"]["norm"][split] <= 2e-6
+def test_fp32_first_step(results: dict[str, Any], split: str) -> None:
+    assert results["fp32"]["gradient"][split] <= 2e-6
+    assert results["fp32"]["loss"][split] <= 2e-6
+    assert results["fp32"]["norm"][split] <= 2e-6
 
 
 @pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)"])
-def test_fp32_twenty_steps(found: dict[str, Any], split: str) -> None:
-    assert found["fp32"]["losses"][split] <= 1e-5
+def test_fp32_twenty_steps(results: dict[str, Any], split: str) -> None:
+    assert results["fp32"]["losses"][split] <= 1e-5
 
 
-def test_bf16_two_processes_are_one(found: dict[str, Any]) -> None:
-    assert found["bf16"]["gradient of two from one"] <= 1e-5
-    assert found["bf16"]["losses"] <= 1e-4
+def test_bf16_two_processes_are_one(results: dict[str, Any]) -> None:
+    assert results["bf16"]["gradient of two from one"] <= 1e-5
+    assert results["bf16"]["losses"] <= 1e-4
 
 
-def test_bf16_is_the_bf16_model(found: dict[str, Any]) -> None:
-    assert found["bf16"]["one from plain"] <= 3e-4
-    assert found["bf16"]["two from plain"] <= 3e-4
+def test_bf16_is_the_bf16_model(results: dict[str, Any]) -> None:
+    assert results["bf16"]["one from plain"] <= 3e-4
+    assert results["bf16"]["two from plain"] <= 3e-4
 
 
-def test_a_timestep_in_bf16_would_be_noticed(found: dict[str, Any]) -> None:
+def test_a_timestep_in_bf16_would_be_noticed(results: dict[str, Any]) -> None:
     """The same comparison with FSDP2's default, which casts every input of the root."""
-    assert found["bf16"]["sabotaged two from plain"] > 1e-3
-    assert found["bf16"]["sabotaged gradient from fp32"] > found["bf16"]["gradient from fp32"]
+    assert results["bf16"]["sabotaged two from plain"] > 1e-3
+    assert results["bf16"]["sabotaged gradient from fp32"] > results["bf16"]["gradient from fp32"]
 
 
-def test_a_bad_number_on_one_process_stops_all_in_the_same_words(found: dict[str, Any]) -> None:
-    first, second = found["bad_number"]["said"]
+def test_a_bad_number_on_one_process_stops_all_in_the_same_words(results: dict[str, Any]) -> None:
+    first, second = results["bad_number"]["said"]
     assert first == second
     assert "NonFiniteError: step 2" in first
     assert "48x80" in first
     assert f"such a loss: {1006:016x}\n" in first
 
 
-def test_processes_that_start_from_other_weights_are_refused(found: dict[str, Any]) -> None:
-    first, second = found["other_weights"]["said"]
+def test_processes_that_start_from_other_weights_are_refused(results: dict[str, Any]) -> None:
+    first, second = results["other_weights"]["said"]
     assert first == second
     assert "different weights" in first
     assert "processes [1]" in first
 
 
-def test_resumed_on_the_same_number_of_processes_is_bitwise_equal(found: dict[str, Any]) -> None:
-    assert found["resumed"]["bitwise"]["same"]
-    assert found["resumed"]["losses"]["same"] == 0
+def test_resumed_on_the_same_number_of_processes_is_bitwise_equal(results: dict[str, Any]) -> None:
+    assert results["resumed"]["bitwise"]["same"]
+    assert results["resumed"]["losses"]["same"] == 0
 
 
 @pytest.mark.parametrize("chain", ["one, then two", "two, then one", "one"])
-def test_resumed_on_another_number_of_processes(found: dict[str, Any], chain: str) -> None:
-    assert found["resumed"]["losses"][chain] <= 1e-5
-    assert found["resumed"]["weights"][chain] <= 1e-5
+def test_resumed_on_another_number_of_processes(results: dict[str, Any], chain: str) -> None:
+    assert results["resumed"]["losses"][chain] <= 1e-5
+    assert results["resumed"]["weights"][chain] <= 1e-5
 
 
-def test_a_run_resumed_at_the_wrong_step_would_be_noticed(found: dict[str, Any]) -> None:
-    assert found["resumed"]["losses"]["shifted"] > 1e-3
-    assert found["resumed"]["weights"]["shifted"] > 1e-4
+def test_a_run_resumed_at_the_wrong_step_would_be_noticed(results: dict[str, Any]) -> None:
+    assert results["resumed"]["losses"]["shifted"] > 1e-3
+    assert results["resumed"]["weights"]["shifted"] > 1e-4
 
 
 def test_a_mistake_is_said_once(tmp_path: Path) -> None:

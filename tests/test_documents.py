@@ -20,10 +20,13 @@ import stages.snapshots
 import stages.status
 import stages.verify
 from pipeline.cache import audit, codec, index, layout
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
-from pipeline.encoding import rebuild, worker
+from pipeline.encoding import rebuild, unit_records
 from pipeline.errors import IntegrityError
 from pipeline.models import encoders
 from tests.support import tiny_cache
@@ -98,13 +101,13 @@ def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Units that are encoded from now on."""
     units: list[str] = []
-    real = worker.encode
+    real = unit_records.write_unit
 
     def encode(cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, *rest: Any) -> index.Commit:
         units.append(unit.unit)
         return real(cache, recipe, plan, unit, *rest)
 
-    monkeypatch.setattr(worker, "encode", encode)
+    monkeypatch.setattr(unit_records, "write_unit", encode)
     return units
 
 
@@ -114,18 +117,18 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("how", HARM)
 def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: Config, how: str) -> None:
     root = Path(config.cache)
-    whole, answer = content(root), audit.status(Cache.of(config))
+    whole, answer = content(root), status(Cache.of(config))
     names = documents(root)
     assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"scales", "units"}
     for name in names:
         HARM[how](root / name)
         damaged = stages.status.run(config)
-        found = audit.status(Cache.of(config))
+        found = status(Cache.of(config))
         assert damaged == (4 if found["damaged"] else 0) and {**found, "damaged": {}, "complete": True} == {
             **answer,
             "free_bytes": found["free_bytes"],
         }
-        assert not list(audit.contradictions(Cache.of(config))), "a copy is as good"
+        assert not list(contradictions(Cache.of(config))), "a copy is as good"
         assert stages.gc.run(config, older_than_hours=0) == 0
         assert [finding.path for finding in audit.verify_documents(Cache.of(config))] == [name]
         assert stages.verify.run(config, mend=True) == 0
@@ -237,7 +240,7 @@ def test_a_table_that_is_lost_is_made_again(
     assert stages.verify.run(config, as_json=True) == 4
     found = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
     scan = of.startswith("sources")
-    assert found[table] == (audit.ENCODE if scan else layout.REPAIR)
+    assert found[table] == (ENCODE if scan else layout.REPAIR)
     assert stages.verify.run(config, mend=True) == (4 if scan else 0)
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
@@ -257,17 +260,17 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     encoded: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, real, tried = make_config(tmp_path), worker.image.load, list[bytes]()
+    config, real, tried = make_config(tmp_path), unit_records.decoding.load, list[bytes]()
     refused: list[bytes] = []
 
     def load(data: bytes, *rest: Any) -> Any:
         tried.append(data)
         if not refused:
             refused.append(data)
-            raise worker.image.ImageReject("for this once")
+            raise unit_records.decoding.ImageReject("for this once")
         return real(data, *rest)
 
-    monkeypatch.setattr(worker.image, "load", load)
+    monkeypatch.setattr(unit_records.decoding, "load", load)
     stages.encode.run(config, data=str(photos))
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*.json")
@@ -277,7 +280,7 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     stages.encode.run(config, data=str(photos))
     assert (len(encoded) - before, len(tried)) == (1, 1), "the one record alone"
     cache = Cache.of(config)
-    assert audit.status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
+    assert status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
 
 
 def test_lost_channel_scales_are_named_by_the_records(tmp_path: Path) -> None:
@@ -285,8 +288,8 @@ def test_lost_channel_scales_are_named_by_the_records(tmp_path: Path) -> None:
     name = Paths.scale(cache.recipes("text")[0].name)
     table = cache.files.document(name)["table"]
     lose(cache.root, name)
-    assert [finding.path for finding in audit.contradictions(cache)] == [name]
-    rebuild.rebuilt(cache)
+    assert [finding.path for finding in contradictions(cache)] == [name]
+    rebuild.rebuild_documents(cache)
     assert cache.files.document(name)["table"] == table and not list(audit.verify(cache))
 
 
@@ -320,7 +323,7 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert [(e["id"], "damaged" in e) for e in last(capsys)["snapshots"]] == [(first, True), (second, False)]
     assert stages.verify.run(config, as_json=True) == 4
     assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
-    assert [finding.path for finding in audit.contradictions(Cache.of(config))] == [name]
+    assert [finding.path for finding in contradictions(Cache.of(config))] == [name]
     assert len(Cache.of(config).open_snapshot()) == 12
     stages.bucket.run(config)  # it has another parent now, and says the same
     assert (root / name).read_bytes() == good == (root / Paths.copy(name)).read_bytes()
@@ -378,7 +381,7 @@ def test_what_verify_has_found_is_printed_before_it_ends(
     [*_, lost] = sorted(cache.root.glob("shards/latent-*/*/*.tar"))
     lost.unlink()
 
-    def stopped(*arguments: object) -> Iterator[audit.Finding]:
+    def stopped(*arguments: object) -> Iterator[Finding]:
         assert lost.name in capsys.readouterr().out
         raise KeyboardInterrupt
         yield
@@ -404,16 +407,16 @@ def test_what_verify_has_found_is_printed_before_it_ends(
     ],
 )
 def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) -> None:
-    assert not list(audit.contradictions(tiny))
+    assert not list(contradictions(tiny))
     lose(tiny.root, pattern)
-    assert list(audit.contradictions(tiny))
+    assert list(contradictions(tiny))
 
 
 def test_lost_scales_contradict_the_records_that_were_made_with_them(tmp_path: Path) -> None:
     cache = lossy(tmp_path)
-    assert not list(audit.contradictions(cache))
+    assert not list(contradictions(cache))
     lose(cache.root, "scales/latent-*.json")
-    [finding] = audit.contradictions(cache)
+    [finding] = contradictions(cache)
     assert finding.path.startswith("scales/latent-")
 
 
@@ -425,9 +428,9 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     left.parent.mkdir(exist_ok=True)
     for data in (first.read_bytes(), b"never committed", b""):
         left.write_bytes(data)
-        assert not list(audit.contradictions(tiny))
+        assert not list(contradictions(tiny))
     unit = b'"unit":"' + b"0" * 31
     assert unit in first.read_bytes()
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))
-    [finding] = audit.contradictions(tiny)
+    [finding] = contradictions(tiny)
     assert finding.path == Paths.shard(recipe, "0" * 32)

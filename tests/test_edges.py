@@ -23,16 +23,18 @@ from pipeline.cache.snapshot import Part
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, _Scan
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, unjudged, usable
-from pipeline.sources import source
-from pipeline.sources.caption_columns import SEEN, Candidate, CaptionRule
+from pipeline.sources import sidecars
+from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
+from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
+from pipeline.work import engine
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
 
@@ -43,7 +45,7 @@ RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 
 
 def drawn(*scored: tuple[str, float | None], rule: CaptionRule = RULE) -> dict[str, float]:
-    return dict(rule.settle([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
+    return dict(rule.weigh([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
 
 
 def test_a_score_at_the_threshold_passes_it() -> None:
@@ -58,7 +60,7 @@ def test_scores_of_zero_and_below_and_equal_texts() -> None:
     assert rule.read({"text": ["a"], "score": [-3]}).candidates == [Candidate("a", 1.0, 0.0)]
     plain = CaptionRule()
     for weights in ((1.0, 3.0), (3.0, 1.0)):
-        assert plain.settle([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
+        assert plain.weigh([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
 
 
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
@@ -92,15 +94,15 @@ def test_a_table_wants_no_column_where_text_files_alone_are_listed() -> None:
 
 def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absent() -> None:
     listed = {"fields": (("long", 1.0),), "listed": True}
-    CaptionRule(**listed, seen={str(n) for n in range(SEEN)}).check_seen()
+    CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS)}).check_seen()
     with pytest.raises(UserError, match="which no item has"):
-        CaptionRule(**listed, seen={str(n) for n in range(SEEN - 1)}).check_seen()
+        CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS - 1)}).check_seen()
 
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_CAPTION_BYTES", 5)
-    assert source.sidecar("a.txt", b"12345") == "12345"
-    assert isinstance(source.sidecar("a.txt", b"123456"), source.Reject)
+    monkeypatch.setattr(sidecars, "MAX_CAPTION_BYTES", 5)
+    assert sidecars.read_sidecar("a.txt", b"12345") == "12345"
+    assert isinstance(sidecars.read_sidecar("a.txt", b"123456"), sidecars.Reject)
 
 
 def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:
@@ -377,7 +379,7 @@ def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:
 
 
 def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
-    worker.provenance()
+    unit_records.provenance()
     calls: list[int] = []
 
     def encode(inputs: list[int]) -> list[np.ndarray]:
@@ -386,20 +388,20 @@ def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
             raise MemoryError
         return [np.array([one]) for one in inputs]
 
-    assert [int(a[0]) for a in worker._finite(list(range(7)), encode) if a is not None] == list(range(7))
+    assert [int(a[0]) for a in unit_records._finite(list(range(7)), encode) if a is not None] == list(range(7))
     assert calls == [7, 4, 2, 2, 3], "the first half is the larger one"
-    assert worker.provenance()["halved_batches"] == 2
-    assert "halved_batches" not in worker.provenance(), "counted once"
+    assert unit_records.provenance()["halved_batches"] == 2
+    assert "halved_batches" not in unit_records.provenance(), "counted once"
     calls.clear()
-    worker._finite(list(range(3)), encode)
-    assert calls == [3] and "halved_batches" not in worker.provenance()
+    unit_records._finite(list(range(3)), encode)
+    assert calls == [3] and "halved_batches" not in unit_records.provenance()
 
 
 def test_every_unit_is_some_tasks_and_stays_it() -> None:
     todo = [(Plan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
-    shares = [worker.share(todo, task, 3) for task in range(3)]
+    shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]
     assert sorted(unit.unit for part in shares for _, unit in part) == sorted(unit.unit for _, unit in todo)
-    assert all(set(worker.share(todo[25:], task, 3)) <= set(shares[task]) for task in range(3))
+    assert [sum(engine.in_share(unit.unit, task, 3) for task in range(3)) for _, unit in todo] == [1] * 50
 
 
 def test_a_shard_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,11 +651,11 @@ def test_which_causes_may_pass(tmp_path: Path) -> None:
     rows = work([1, 2, 3]).to_pylist()
     for row, item, data in zip(rows, ("changed", "broken", "gone"), (b"one", b"no picture", b"x"), strict=True):
         row.update(item=item, digest=layout.digest(data))
-    made = worker.image_records(
+    made = unit_records.image_records(
         LATENT,
         Unit("aa", 0, 3, 3),
         pa.Table.from_pylist(rows, schema=planning.IMAGES),
-        {"s": source.FolderSource(tmp_path, "text")},
+        {"s": FolderSource(tmp_path, "text")},
         None,
         max_pixels=100,
         workers=1,  # type: ignore[arg-type]

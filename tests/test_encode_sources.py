@@ -19,7 +19,7 @@ from pipeline.cache import layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import worker
+from pipeline.encoding import unit_records
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.sources.tars import TarSource
@@ -147,7 +147,7 @@ def test_a_scan_of_an_earlier_version_is_read(
     cache.add_scan("folder", {**kept, "table": cache.put_table(old)})
     assert list(scanning.places(old)) == []
     reads: list[str] = []
-    from pipeline.sources.source import FolderSource
+    from pipeline.sources.folder import FolderSource
 
     monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key))
     assert stages.encode.run(config, data=str(pictures / "folder"))["images"] == 0
@@ -222,7 +222,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
         source = scanning.reopen(cache, "tars", config.data)
         here.ranges.clear()
         rows = cache.table(plan.table).slice(unit.start, unit.count)
-        for records, rejects in worker.image_records(
+        for records, rejects in unit_records.image_records(
             recipe, unit, rows, {"tars": source}, Flat(), max_pixels=10**7, workers=2
         ):
             assert not rejects

@@ -53,7 +53,7 @@ class Runner:
         self.cache, self.hook = cache, hook
         self.done: list[str] = []
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         self.hook(unit, progress)
         commit = index.Commit(unit.unit, None, 0, 0, None, (), {})
         if index.publish_commit(self.cache.files, plan.recipe, plan.number, commit):
@@ -77,8 +77,8 @@ def todo(cache: Cache) -> engine.Work:
 def here(
     runner: Any, todo: engine.Work, task: int = 0, tasks: int = 1, stale_s: float = 60, stop: Stop | None = None
 ) -> tuple[int, int]:
-    own = Claims(runner.cache.files, stale_s)
-    return engine.run_here(runner, todo, task, tasks, own, stop or Stop(0), Progress("units", 0))
+    worker = engine.Worker(Claims(runner.cache.files, stale_s), stop or Stop(0), task, tasks)
+    return engine.make_units(runner, todo, worker, Progress("units", 0))
 
 
 def other_machine(cache: Cache) -> Claims:

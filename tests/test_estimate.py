@@ -22,7 +22,7 @@ from pipeline.errors import CacheError, NoSpaceError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 
 MakeConfig = Callable[..., Config]
 

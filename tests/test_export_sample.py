@@ -441,7 +441,7 @@ def test_a_missing_source_leaves_a_gap_on_the_sheet(
                 (work / "pictures").mkdir(exist_ok=True)
                 Image.new("RGB", (80, 48), (9, 9, 9)).save(work / "pictures" / f"{name}.png")
 
-    monkeypatch.setattr(sample, "_decode_apart", here)
+    monkeypatch.setattr(sample, "decode_in_subprocess", here)
     hidden = trained.root / "photos-away"
     (trained.root / "photos").rename(hidden)
     try:
@@ -468,7 +468,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
     monkeypatch.setattr(sample, "reopen", lambda *_: source)
-    photos = sample._Photos(trained.config, Mock())
+    photos = sample.Photos(trained.config, Mock())
     one = Mock(source="photos", item="a.png", bucket=(48, 80))
     assert [photos.of(one), photos.of(one)] == [None, None]
     assert source.read.call_count == asked

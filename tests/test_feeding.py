@@ -25,10 +25,10 @@ from tests.support.workers import tiny_run
 
 
 def fitted(run: Path, touch: Any = None, resume: str | None = None, **train: Any) -> list[str]:
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(run, **{"steps": 6, **train})
-    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=said.append)
-    return said
+    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=printed.append)
+    return printed
 
 
 @pytest.mark.parametrize("every", [1000, 3], ids=["between saves", "just saved"])
@@ -65,12 +65,12 @@ def test_a_signal_while_a_store_is_waited_for_saves(tmp_path: Path, monkeypatch:
     def waits(step: int) -> None:
         if step == at:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            retrying.tried(lambda: (_ for _ in ()).throw(ConnectionError("away")), "s3://away", 60.0)
+            retrying.retry(lambda: (_ for _ in ()).throw(ConnectionError("away")), "s3://away", 60.0)
 
     began = time.monotonic()
-    said = fitted(tmp_path / "run", waits)
+    printed = fitted(tmp_path / "run", waits)
     assert time.monotonic() - began < 30
-    assert any(line.startswith(f"stopped by SIGTERM after step {at}") for line in said)
+    assert any(line.startswith(f"stopped by SIGTERM after step {at}") for line in printed)
     newest = checkpoint.newest(tmp_path / "run/checkpoints")
     assert (newest is None) if at == 0 else newest == checkpoint.folder_of(tmp_path / "run/checkpoints", at)
 
@@ -86,11 +86,11 @@ def test_a_run_whose_launcher_is_gone_saves_and_ends(tmp_path: Path, monkeypatch
     for kind, end in (("torchrun", 3), ("single", 6)):  # without a launcher the shell may go: nohup
         parent[0] = 4711
         settings = tiny_run.config(tmp_path / kind, steps=6)
-        said: list[str] = []
-        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), say=said.append)  # type: ignore[arg-type]
+        printed: list[str] = []
+        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), say=printed.append)  # type: ignore[arg-type]
         assert report.step == end
         assert checkpoint.newest(tmp_path / kind / "checkpoints") is not None
-        assert any("stopped by the end of the launcher" in line for line in said) == (kind == "torchrun")
+        assert any("stopped by the end of the launcher" in line for line in printed) == (kind == "torchrun")
 
 
 # ----------------------------------------------------------------------------------------------------- quarantine
@@ -124,9 +124,9 @@ def test_a_run_on_a_few_samples_ends(
         "train.save_every=1000",
         "train.max_quarantine_rate=0.1",
     )
-    said: list[str] = []
+    printed: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
-        stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=said.append)
+        stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=printed.append)
     assert caught.value.exit_code == 5 and "max_quarantine_rate" in str(caught.value)
     rows = metrics.read(Path(config.train.output) / "metrics.jsonl")
     assert 1 <= len(rows) < 10
@@ -136,24 +136,24 @@ def test_a_run_on_a_few_samples_ends(
     assert mend[:2] == ["verify", "--repair"]
     given = cli.cli.commands["verify"].make_context("verify", mend[1:]).params
     assert given["repair"] and load(given["config_path"]).cache == str(small_cache_copy)
-    assert [line for line in said if line.startswith("warning:") and "max_quarantine_rate" in line]
+    assert [line for line in printed if line.startswith("warning:") and "max_quarantine_rate" in line]
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_quarantine_rate": 1.0, "output": str(tmp_path / "b")})}
     )
-    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=said.append).step == 10
+    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=printed.append).step == 10
 
 
 def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int | None]:
     """(step of the warning, step that ends the run or None) for the stand-ins of each step."""
     settings = tiny_run.config(max_quarantine_rate=rate)
-    said: list[str] = []
+    printed: list[str] = []
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
-    feed = feeding.Feed(iter(()), lambda: 0, settings, said.append)
+    feed = feeding.Feed(iter(()), lambda: 0, settings, printed.append)
     total, warned = 0, 0
     for step, new in enumerate(bad, start=1):
         total += new
-        fine = feed._bearable(batch, total)
-        warned = warned or step * bool(said)
+        fine = feed._within_limit(batch, total)
+        warned = warned or step * bool(printed)
         if not fine:
             return warned, step
     return warned, None

@@ -96,6 +96,6 @@ def test_torchs_own_reader_is_used_nowhere() -> None:
     for folder in ("pipeline", "stages"):
         for path in (tiny_run.ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            assert path.name == "reading.py" or not any(
+            assert path.name == "metadata_reader.py" or not any(
                 word in text for word in ("FileSystemReader", "pickle.load", ".Unpickler", "checkpoint_id=str(folder)")
             ), path

@@ -24,7 +24,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.models.sana_config import read_config
 from pipeline.sources import filesystem
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from pipeline.training.checkpoint import CheckpointError, read_document
 from pipeline.work import claims
 from tests.test_sources import listed, make_tar, opened
@@ -142,11 +142,11 @@ def test_a_header_that_is_not_utf8_costs_its_file(tmp_path: Path) -> None:
 def test_reading_allocates_no_more_than_the_file_has(tmp_path: Path) -> None:
     """Sizes in headers are anybody's: an extended header of a tar may say that it has 8 GiB."""
     (tmp_path / "a").write_bytes(b"few")
-    with filesystem.Disk(tmp_path).open("a") as stream:
+    with filesystem.LocalFilesystem(tmp_path).open("a") as stream:
         assert isinstance(stream, filesystem.BoundedReader)
         assert stream.read(1 << 62) == b"few", "would be a MemoryError"
         assert stream.read(1 << 62) == b""
-    assert filesystem.Disk(tmp_path).read("a", 1 << 62) == b"few"
+    assert filesystem.LocalFilesystem(tmp_path).read("a", 1 << 62) == b"few"
     path = make_tar(
         tmp_path / "t" / "a.tar", [("0.png", b"picture"), ("0.txt", b"said"), ("n" * 200, b"x")], tarfile.PAX_FORMAT
     )

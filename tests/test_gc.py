@@ -26,8 +26,11 @@ import stages.snapshots
 import stages.train
 import stages.verify
 from pipeline.cache import adopt, audit, garbage, index, layout, objects, process_identity, shard
-from pipeline.cache.files import STALE_TMP_S, Files
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import STALE_TMP_S
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
@@ -478,7 +481,7 @@ def test_a_name_is_forgotten_and_may_be_given_again(
     cache.forget_name(name)
     age(cache.files)
     assert Paths.snapshot(other) in collect(cache)
-    assert not list(audit.verify(cache)) and not list(audit.contradictions(cache))
+    assert not list(audit.verify(cache)) and not list(contradictions(cache))
 
 
 def test_a_forgotten_source_is_in_no_new_snapshot(
@@ -493,7 +496,7 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
         stages.forget.run(config, source="photos")
     with pytest.raises(CacheError, match="no source"):
         stages.bucket.run(config)
-    assert "photos" not in audit.status(cache)["sources"]
+    assert "photos" not in status(cache)["sources"]
     table = cache.files.document("sources/photos/00000000.json")["table"]
     assert Paths.table(table, "parquet") not in [name for name, _, _ in garbage.unneeded(cache, 0)], "a snapshot's"
     cache.point("latest", before)
@@ -516,7 +519,7 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
     cache.forget_source("s")
     assert cache.last_scan("s") is None
     assert set(collect(cache)) == {Paths.table(table, "parquet") for table in tables}
-    assert not list(audit.verify(cache)) and not list(audit.contradictions(cache))
+    assert not list(audit.verify(cache)) and not list(contradictions(cache))
     cache.add_scan(
         "s",
         {
@@ -539,7 +542,7 @@ def test_a_source_is_forgotten_though_its_table_is_damaged(tmp_path: Path) -> No
     cache.files.path(Paths.table(table, "parquet")).write_bytes(b"PAR1")
     cache = Cache(tmp_path / "cache")
     cache.forget_source("s")
-    assert cache.last_scan("s") is None and "s" not in audit.status(cache)["sources"]
+    assert cache.last_scan("s") is None and "s" not in status(cache)["sources"]
 
 
 def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
@@ -611,12 +614,12 @@ def test_a_snapshot_without_a_name_is_not_trained_on_where_none_can_be_written(
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training ends where it would begin."""
-    from pipeline.training import trainer
+    from pipeline.training import build
 
     def begin(*_: object) -> None:
         raise UserError("it begins")
 
-    monkeypatch.setattr(trainer, "start_values", begin)
+    monkeypatch.setattr(build, "start_values", begin)
 
 
 def test_a_refused_start_names_nothing(
@@ -682,7 +685,7 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
     for mends in (False, True):
-        cache.files.mends = mends
+        cache.files.repairs = mends
         found = cache.index(recipe)
         assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
         assert cache.files.exists(Paths.table(names[0], "arrow")) == mends

@@ -15,7 +15,7 @@ import torch
 from benchmarks import gpu_train
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
 from tests.test_sana_model import TINY
 
@@ -70,12 +70,12 @@ def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
     found = {}
     for how in ("none", "block"):
         settings = tiny_run.config(compile=how, precision="bf16", activation_checkpointing=recompute, device="cuda")
-        with mesh.started(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
-            held = spread(tiny_run.model(settings), devices, settings.train)
+        with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
+            parallel_model = parallelize(tiny_run.model(settings), devices, settings.train)
             batch = tiny_run.global_batch(0)
             inputs = (batch.latents, batch.captions, batch.mask, batch.logit.abs() * 500)
-            out = held.module(*(x.cuda() for x in inputs))
+            out = parallel_model.module(*(x.cuda() for x in inputs))
             out.float().square().mean().backward()
-            whole = {n: p.grad.full_tensor() for n, p in held.module.named_parameters()}  # type: ignore[union-attr]
+            whole = {n: p.grad.full_tensor() for n, p in parallel_model.module.named_parameters()}  # type: ignore[union-attr]
             found[how] = {name: value.cpu() for name, value in whole.items()}
     assert tiny_run.distance(found["block"], found["none"]) <= 2e-2  # both are bf16, rounded at other places

@@ -1,4 +1,4 @@
-"""What launchers say about a process, what accelerate may not say, and which device it gets."""
+"""Variables of launchers, contradictions of accelerate, and the device of a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.launch import (
     resolve_device,
     share_of_work,
 )
-from pipeline.parallel import mesh
+from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
 from tests.support.workers import mortal_run, tiny_run
 
@@ -63,13 +63,13 @@ def test_accelerate_uses_the_same_variables() -> None:
 
 
 def test_slurm() -> None:
-    found = detect(SLURM)
-    assert (found.rank, found.world, found.local_rank, found.local_world, found.kind) == (5, 7, 1, 3, "slurm")
-    assert found.rendezvous is not None
-    assert found.rendezvous.startswith("tcp://gpu07:")
+    launch = detect(SLURM)
+    assert (launch.rank, launch.world, launch.local_rank, launch.local_world, launch.kind) == (5, 7, 1, 3, "slurm")
+    assert launch.rendezvous is not None
+    assert launch.rendezvous.startswith("tcp://gpu07:")
     others = detect({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    assert others.rendezvous == found.rendezvous, "the tasks of a step must meet at one place"
-    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != found.rendezvous
+    assert others.rendezvous == launch.rendezvous, "the tasks of a step must meet at one place"
+    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != launch.rendezvous
     assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).rendezvous == "tcp://x:9"
 
 
@@ -77,10 +77,10 @@ def test_torchrun_inside_a_slurm_step_wins() -> None:
     assert detect({**SLURM, **TORCHRUN}).kind == "torchrun"
 
 
-def test_slurm_batch_script_without_srun_is_alone_and_says_so() -> None:
-    found = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
-    assert found.world == 1
-    assert "srun" in found.advice[0]
+def test_a_slurm_batch_script_without_srun_is_one_process_with_advice() -> None:
+    launch = detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert launch.world == 1
+    assert "srun" in launch.advice[0]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_a_restart_on_a_shared_store_is_refused_at_once() -> None:
     check_restart({**environ, "TORCHELASTIC_RESTART_COUNT": "0"})
 
 
-def test_accelerate_on_the_cpu_starts_one_process_and_that_is_said() -> None:
-    found = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
-    assert found.world == 1
-    assert "torchrun --standalone" in found.advice[0]
+def test_accelerate_on_the_cpu_starts_one_process_with_advice() -> None:
+    launch = detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"})
+    assert launch.world == 1
+    assert "torchrun --standalone" in launch.advice[0]
     assert detect({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}).advice == ()
 
 
@@ -154,7 +154,7 @@ AGREEING = {
 }
 
 
-def test_accelerate_may_say_what_the_configuration_says() -> None:
+def test_settings_of_accelerate_that_agree_are_accepted() -> None:
     train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
     check_accelerate(train, Launch(), AGREEING)
     check_accelerate(train, Launch(), {})
@@ -182,7 +182,7 @@ def test_accelerate_may_say_what_the_configuration_says() -> None:
         ("FSDP_SOMETHING_NEW", "1"),
     ],
 )
-def test_accelerate_may_not_say_otherwise(name: str, value: str) -> None:
+def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str) -> None:
     train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
     with pytest.raises(UserError) as caught:
         check_accelerate(train, Launch(), {**AGREEING, name: value})
@@ -207,12 +207,12 @@ def test_accelerate_and_the_memory_techniques(train: dict[str, Any], name: str, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "theirs"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16_pure", "no")]
+    ("precision", "accelerate_name"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16_pure", "no")]
 )
-def test_a_precision_has_one_name_with_accelerate(precision: str, theirs: str) -> None:
+def test_a_precision_has_one_name_with_accelerate(precision: str, accelerate_name: str) -> None:
     train = tiny_run.config(precision=precision).train
-    check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": theirs})
-    for other in {"no", "bf16", "fp16", "fp8"} - {theirs}:
+    check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": accelerate_name})
+    for other in {"no", "bf16", "fp16", "fp8"} - {accelerate_name}:
         with pytest.raises(UserError, match=f"train.precision is {precision} "):
             check_accelerate(train, Launch(), {"ACCELERATE_MIXED_PRECISION": other})
 
@@ -271,20 +271,20 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
     with pytest.raises(
         ConfigError, match=f"(?s)dp_shard = {size}.*launch of {world} process.*{size} process.*dp_shard = -1"
     ):
-        with mesh.started(launch, parallel, torch.device("cpu")):
+        with mesh.open_mesh(launch, parallel, torch.device("cpu")):
             pass
     assert not dist.is_initialized()
 
 
 def test_one_process_needs_no_port() -> None:
-    with mesh.started(Launch(), ParallelConfig(), torch.device("cpu")) as found:
-        assert found.size() == 1
-        assert found.mesh_dim_names == mesh.DIMS
-        assert mesh.broadcast_from_rank_0(lambda: 3) == 3
-        assert mesh.gather("x") == ["x"]
+    with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")) as device_mesh:
+        assert device_mesh.size() == 1
+        assert device_mesh.mesh_dim_names == mesh.DIMS
+        assert collectives.broadcast_from_rank_0(lambda: 3) == 3
+        assert collectives.all_gather_objects("x") == ["x"]
         with pytest.raises(ConfigError, match="no"):
-            mesh.together(lambda: _fail())
-        with pytest.raises(UserError, match="already"), mesh.started(Launch(), ParallelConfig(), torch.device("cpu")):
+            collectives.run_on_all(lambda: _fail())
+        with pytest.raises(UserError, match="already"), mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
     assert not dist.is_initialized()
 
@@ -294,7 +294,7 @@ def _fail() -> None:
 
 
 @pytest.mark.dist
-def test_accelerate_launch_sets_what_is_read_here(tmp_path: Path) -> None:
+def test_accelerate_launch_sets_the_variables_that_are_read(tmp_path: Path) -> None:
     """The real `accelerate launch`, so that a rename of its variables is noticed."""
     script = tmp_path / "ask.py"
     script.write_text(
@@ -340,8 +340,8 @@ def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None
     assert "2 x cpu (2 dp_shard)" in runs["no"].stdout
     settings = tiny_run.config()
     expected = tiny_run.train_losses(tiny_run.model(settings), settings, mortal_run.STEPS)
-    found = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
-    assert found == pytest.approx(expected, abs=1e-5)
+    losses = [row["loss"] for row in metrics.read(tmp_path / "no" / "metrics.jsonl")]
+    assert losses == pytest.approx(expected, abs=1e-5)
     assert runs["bf16"].returncode != 0
     assert "ACCELERATE_MIXED_PRECISION=bf16, but train.precision is fp32" in runs["bf16"].stderr
     assert not (tmp_path / "bf16").exists()
@@ -350,8 +350,8 @@ def test_two_processes_of_accelerate_launch_train_as_one(tmp_path: Path) -> None
 # ---------------------------------------------------------------- shares of work
 
 
-def array(own: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
-    names = {"ID": own, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+def array(task: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    names = {"ID": task, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items()}
 
 
@@ -397,7 +397,7 @@ def test_the_share_of_work(environ: dict[str, str], expected: tuple[int, int]) -
 def test_the_shares_of_an_array_are_all_different_and_cover_it(kind: tuple[int, int, int]) -> None:
     first, last, step = kind
     ids = range(first, last + 1, step)
-    shares = [share_of_work(array(own, first, last, len(ids), step)) for own in ids]
+    shares = [share_of_work(array(task, first, last, len(ids), step)) for task in ids]
     assert shares == [(i, len(ids)) for i in range(len(ids))]
 
 

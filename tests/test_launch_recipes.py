@@ -21,14 +21,14 @@ RECIPES = tiny_run.ROOT / "configs" / "launch"
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
     """(recipe, words after the program) of every call of a launcher."""
-    found = []
+    calls = []
     for path in sorted(RECIPES.iterdir()):
         lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
         for line in "\n".join(lines).replace("\\\n", " ").splitlines():
             words = shlex.split(line.rstrip(" &"), comments=True)
             if program in words and words[0] in {program, "srun"}:
-                found.append((path.name, words[words.index(program) + 1 :]))
-    return found
+                calls.append((path.name, words[words.index(program) + 1 :]))
+    return calls
 
 
 TORCHRUN, ACCELERATE = commands("torchrun"), commands("accelerate")
@@ -64,8 +64,8 @@ def test_accelerate_understands_its_recipes(recipe: str, words: list[str]) -> No
     if "train" in parsed.training_script_args:
         world = parsed.num_processes
         train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
-        ours = {name: value for name, value in environ.items() if name not in os.environ}
-        check_accelerate(train, Launch(world=world, local_world=8), ours)
+        new = {name: value for name, value in environ.items() if name not in os.environ}
+        check_accelerate(train, Launch(world=world, local_world=8), new)
 
 
 def test_the_recipes_are_read() -> None:
@@ -133,13 +133,13 @@ def test_batch_scripts_requeue_after_the_signal_only(
     if signalled:
         script.send_signal(signal.SIGUSR1)
     script.communicate(timeout=30)
-    told = log.read_text()
-    assert script.returncode == code, told
-    assert ("signalled" in told) == signalled
-    assert ("scontrol requeue 77" in told) == requeued
-    assert "sana-pipe train" in told
+    lines = log.read_text()
+    assert script.returncode == code, lines
+    assert ("signalled" in lines) == signalled
+    assert ("scontrol requeue 77" in lines) == requeued
+    assert "sana-pipe train" in lines
     if "torchrun" in name:
-        assert re.search(r"--nnodes 1:2 .*--rdzv-endpoint node7:29500 --rdzv-id 77", told)
+        assert re.search(r"--nnodes 1:2 .*--rdzv-endpoint node7:29500 --rdzv-id 77", lines)
 
 
 @pytest.mark.parametrize("where", ["before the child", "as the child starts", "twice"])

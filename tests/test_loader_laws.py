@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cache import files, shard
+from pipeline.cache import local_files, shard
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.shard import Reader
 from pipeline.cache.store import Cache
@@ -619,7 +619,7 @@ def test_a_process_with_few_descriptors_reads_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_descriptors: Callable[[int], None], sized: bool
 ) -> None:
     """Readers open fewer shards where few descriptors are left; where those run out all the same, they let go."""
-    monkeypatch.setattr(files, "SPARE_DESCRIPTORS", 8)
+    monkeypatch.setattr(local_files, "SPARE_DESCRIPTORS", 8)
     cache = tiny_cache.build(tmp_path / "cache", per_shard=1)
     expected = sequence(loader(cache))
     few_descriptors(40)

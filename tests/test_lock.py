@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from pipeline.cache import files
+from pipeline.cache import local_files
 from pipeline.cache import process_identity as processes
 from pipeline.errors import UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,10 +89,10 @@ def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
     beats(path)
     with pytest.raises(lock.RunTaken) as caught:
         train(tmp_path / "run")
-    said = str(caught.value)
+    printed = str(caught.value)
     assert caught.value.exit_code == 10
-    assert f"process {owner.process} on {owner.host}, for 2 h" in said
-    assert "train.output" in said
+    assert f"process {owner.process} on {owner.host}, for 2 h" in printed
+    assert "train.output" in printed
     assert path.read_bytes() == before
     assert list((tmp_path / "run").iterdir()) == [path]
 
@@ -170,14 +171,14 @@ def test_a_torn_lock_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(files, "_sync_folder", synced.append)
+    monkeypatch.setattr(local_files, "sync_folder", synced.append)
     train(tmp_path / "runs" / "a")
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> float:
-        with files.explained(folder):
+        with local_files.cache_errors(folder):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(lock, "now_in", full)

@@ -10,7 +10,7 @@ import torch
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel.parallelize import parallelize
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
@@ -54,17 +54,17 @@ def test_parameters_in_host_memory(fused: bool) -> None:
             parallel={"offload": offload},
             optim={"clip": None if fused else 0.1, "in_backward": fused},
         )
-        with mesh.started(Launch(), settings.train.parallel, device) as found:
-            held = spread(tiny_run.model(settings), found, settings.train)
-            optimizer = optimizers.build(held.module, settings.train.optim, device)
+        with mesh.open_mesh(Launch(), settings.train.parallel, device) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            optimizer = optimizers.build(parallel_model.module, settings.train.optim, device)
             if fused:
-                in_backward.fuse(optimizer, held)
-            step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, device)
+                in_backward.fuse(optimizer, parallel_model)
+            step = Step(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, device)
             outcomes = [step([tiny_run.global_batch(number)], number + 1) for number in range(3)]
-            step.settle()
+            step.await_verdict()
             losses[offload] = [float(outcome.loss) for outcome in outcomes]
-            here = {p.to_local().device.type for p in held.module.parameters()}  # type: ignore[attr-defined]
-            pinned = all(p.to_local().is_pinned() for p in held.module.parameters())  # type: ignore[attr-defined]
+            here = {p.to_local().device.type for p in parallel_model.module.parameters()}  # type: ignore[attr-defined]
+            pinned = all(p.to_local().is_pinned() for p in parallel_model.module.parameters())  # type: ignore[attr-defined]
             assert here == {"cpu" if offload == "all" else "cuda"}
             assert pinned == (offload == "all")
     assert losses["all"] == pytest.approx(losses["none"], abs=1e-3)

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, metrics, optimizers
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import Step
@@ -33,7 +33,7 @@ def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, 
     settings = tiny_run.config(
         microbatch=8, optim={"name": name, "betas": None, "eps": None, "clip": None, "in_backward": fused}
     )
-    held = Spread(tiny_run.model(settings))
+    held = ParallelModel(tiny_run.model(settings))
     optimizer = optimizers.build(held.module, settings.train.optim, CPU)
     if fused:
         in_backward.fuse(optimizer, held)
@@ -122,7 +122,7 @@ def test_parameters_in_host_memory_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("memory")
     process = torchrun("tests.support.workers.memory_modes", folder)
     output, _ = process.communicate(timeout=500)
@@ -148,8 +148,8 @@ LEAST = {
     ("name", "precision"),
     [(name, precision) for precision in ("fp32", "bf16") for name in LEAST if precision == "fp32" or name in IN_BF16],
 )
-def test_each_technique_is_on_under_sharding(found: dict[str, Any], name: str, precision: str) -> None:
-    none, way = (found["sharded"][f"{precision} {n}"] for n in ("none", name))
+def test_each_technique_is_on_under_sharding(results: dict[str, Any], name: str, precision: str) -> None:
+    none, way = (results["sharded"][f"{precision} {n}"] for n in ("none", name))
     assert none["device"] >= LEAST[name][precision == "bf16"] * way["device"], none["device"] / way["device"]
     assert (way["host"] > 0) == ("offload" in name)
     if "int8" in name:
@@ -164,17 +164,19 @@ def test_each_technique_is_on_under_sharding(found: dict[str, Any], name: str, p
     ("name", "least", "worst"),
     [("selective", 4.5, 2e-6), ("int8", 1.6, 1e-2), ("full, int8", 60, 1e-2), ("offload", 60, 2e-6)],
 )
-def test_each_technique_is_on_in_tensor_parallel(found: dict[str, Any], name: str, least: float, worst: float) -> None:
-    none, way = (found["cut"][n] for n in ("none", name))
+def test_each_technique_is_on_in_tensor_parallel(
+    results: dict[str, Any], name: str, least: float, worst: float
+) -> None:
+    none, way = (results["cut"][n] for n in ("none", name))
     assert none["distance"] <= 2e-6
     assert none["device"] >= least * way["device"], none["device"] / way["device"]
     assert way["distance"] <= worst
 
 
 @dist
-def test_gathered_parameters_are_not_kept_alive(found: dict[str, Any]) -> None:
+def test_gathered_parameters_are_not_kept_alive(results: dict[str, Any]) -> None:
     """The count sees them if they are not recognised: a quarter of their bytes in 8 bits, all on the host."""
-    got = found["parameters_left_alone"]
+    got = results["parameters_left_alone"]
     (parameters,) = got["parameters"]
     assert got["int8, blind"][0] - got["int8, as it is"][0] >= 0.2 * parameters
     assert got["offload, blind"][1] - got["offload, as it is"][1] >= 0.9 * parameters
@@ -193,8 +195,8 @@ def test_gathered_parameters_are_not_kept_alive(found: dict[str, Any]) -> None:
         "came within",
     ],
 )
-def test_updates_under_sharding(found: dict[str, Any], name: str) -> None:
-    after, way = (found["updates"][n] for n in ("came after" if "came" in name else "after", name))
+def test_updates_under_sharding(results: dict[str, Any], name: str) -> None:
+    after, way = (results["updates"][n] for n in ("came after" if "came" in name else "after", name))
     assert way["losses"] == pytest.approx(after["losses"], abs=1e-5)
     assert way["norms"] == pytest.approx(after["norms"], rel=1e-5)
     assert way["distance"] <= 1e-5

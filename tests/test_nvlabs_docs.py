@@ -1,4 +1,4 @@
-"""docs/nvlabs.md says of our side what the code says, and leaves out no option of NVlabs' trainer."""
+"""docs/nvlabs.md agrees with the code on our side, and covers every option of NVlabs' trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from pipeline.config import TrainConfig, _Loader, load, shipped
 from pipeline.models import objective
 from pipeline.models.sana_config import DIFFUSERS
+from pipeline.training.build import numerics
 from pipeline.training.optimizers import came
-from pipeline.training.trainer import numerics
 
 TEXT = (Path(__file__).parent.parent / "docs/nvlabs.md").read_text(encoding="utf-8")
 ROWS = [
@@ -41,13 +41,13 @@ and `lr_schedule_args`, whose parts are rows, `vis_sampler` and `extra`."""
 
 def _statements() -> list[tuple[str | None, str, str]]:
     """(configuration, option, value) of every `option = value` in the third column."""
-    found = []
+    statements = []
     for row in ROWS:
         for text in re.findall(r"`([^`]+ = [^`]+)`", row[2]):
             name, _, statement = text.rpartition(": ")
             option, value = statement.split(" = ")
-            found.append((name or None, option, value))
-    return found
+            statements.append((name or None, option, value))
+    return statements
 
 
 def _ours(name: str | None, option: str) -> Any:
@@ -59,8 +59,8 @@ def _ours(name: str | None, option: str) -> Any:
 
 @pytest.mark.parametrize(("name", "option", "value"), _statements())
 def test_our_side_of_the_table_is_true(name: str | None, option: str, value: str) -> None:
-    ours, said = _ours(name, option), yaml.load(value, Loader=_Loader)
-    assert (list(ours) if isinstance(ours, tuple) else ours) == said
+    value_here, stated = _ours(name, option), yaml.load(value, Loader=_Loader)
+    assert (list(value_here) if isinstance(value_here, tuple) else value_here) == stated
 
 
 def test_no_option_of_theirs_is_left_out() -> None:
@@ -73,12 +73,12 @@ def test_no_option_of_theirs_is_left_out() -> None:
 
 
 def test_what_the_recipe_changes_is_what_the_table_says() -> None:
-    theirs = numerics(TrainConfig(recipe="nvlabs"))
+    nvlabs = numerics(TrainConfig(recipe="nvlabs"))
     marked = [row for row in ROWS if "*recipe*" in row[3]]
     assert len(marked) == 6
-    for said, value in (("*recipe* 1e-8", theirs.attention_eps), ("*recipe* 1e-6", theirs.cross_norm_eps)):
-        assert float(said.split()[1]) == value
-        assert any(said in row[3] for row in marked)
+    for stated, value in (("*recipe* 1e-8", nvlabs.attention_eps), ("*recipe* 1e-6", nvlabs.cross_norm_eps)):
+        assert float(stated.split()[1]) == value
+        assert any(stated in row[3] for row in marked)
 
 
 def test_the_options_that_train_as_they_do_are_options() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pipeline.config import ModelConfig, StartWeights
 from pipeline.launch import Launch
-from pipeline.models.sana import SanaTransformer, linear_attention
+from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import deinterleave, load_transformer, save_weights
+from pipeline.models.sana_layers import linear_attention
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs

@@ -69,13 +69,13 @@ def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: 
     files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
     name, copy, body = "names/a/00000000.json", "copies/names/a/00000000.json", {"name": "a", "snapshot": "one"}
     assert files.put(name, layout.seal(body)) and files.read(copy) == files.read(name)
-    assert files.put("claims/a.json", b"1") and not files.holds("copies/claims/a.json")
+    assert files.put("claims/a.json", b"1") and not files.has_file("copies/claims/a.json")
     files.replace(name, b"damaged")
     assert files.document(name) == body and list(files.damage) == [name] and files.read(name) == b"damaged"
-    files.mends = True
+    files.repairs = True
     assert list(files.documents([name, name])) == [body, body] and files.read(name) == layout.seal(body)
     files._remove(name)
-    assert files.exists(name) and not files.holds(name)
+    assert files.exists(name) and not files.has_file(name)
     assert files.names("names/a") == ["00000000.json"] and files.folders("names") == ["a"]
     assert files.numbers("names/a") == [0] and not files.put(name, layout.seal({**body, "snapshot": "two"}))
     copies.complete(files)
@@ -169,7 +169,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(objects: ObjectFiles, monkeypa
 
     monkeypatch.setattr(retrying, "PAUSE_S", 0.1)
     monkeypatch.setattr(retrying, "TIMEOUT_S", 0.0)  # however long an attempt takes here
-    objects.patience_s = 0.5
+    objects.connection.patience_s = 0.5
     real, parts = s3fs.S3FileSystem._call_s3, 0
 
     async def call(self: object, method: str, *args: object, **options: object) -> object:
@@ -209,7 +209,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert objects.read("a") == b"1"
     assert len(asked) == fine
     asked.clear()
-    fine, objects.patience_s = 10**9, 0.2
+    fine, objects.connection.patience_s = 10**9, 0.2
     with pytest.raises(AwayError, match="503 slow down"):
         objects.read("a")
     assert len(asked) > 3
@@ -293,7 +293,7 @@ def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
         left = [path.name for path in objects.mirror.root.glob("??/*")]
         assert len(left) == 3 and {Path(name).name for name in names[2:]} == set(left), f"turn {turn}"
     assert objects.mirror.room == (17_000 if honest else objects.mirror.limit)
-    objects.let_go()
+    objects.close_readers()
     disk.capacity, disk.fetches = 9_000, 0
     with pytest.raises(NoSpaceError, match="mirror's disk is full") as caught:
         objects.open(names[0])
@@ -423,7 +423,7 @@ def test_nothing_of_a_disk_is_reached_by_mistake(objects: ObjectFiles) -> None:
 
 
 def test_a_driver_that_looks_first_and_writes_then_is_refused(tmp_path: Path, mirror: MirrorConfig) -> None:
-    with pytest.raises(CacheError, match="looks first and writes then"):
+    with pytest.raises(CacheError, match="no conditional put"):
         Cache(f"local://{tmp_path}/cache", create=True, mirror=mirror)
 
 

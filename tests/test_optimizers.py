@@ -21,13 +21,14 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.training import checkpoint, loss_scale, metrics, optimizers, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
 from pipeline.training.step import NonFiniteError, Step
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,9 +121,9 @@ def test_joint_parameters_are_one_matrix() -> None:
 def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [[names[id(p)] for p in members] for members in optimizers.joint_weights(model.named_parameters())]
+    actual = [[names[id(p)] for p in members] for members in optimizers.joint_weights(model.named_parameters())]
     before = "transformer_blocks.0."
-    assert sorted(found) == [
+    assert sorted(actual) == [
         [f"{before}attn1.to_{part}.weight" for part in "qkv"],
         [f"{before}attn2.to_{part}.bias" for part in "kv"],
         [f"{before}attn2.to_{part}.weight" for part in "kv"],
@@ -167,17 +168,17 @@ def test_state_of_sana_1600m(
     monkeypatch.setattr(stochastic_rounding.Noise, "at", lambda *key: None)  # the meta device has no random numbers
     if name == "adamw8bit":
         pytest.importorskip("torchao")
-    found = _state_bytes(name, dtype)
-    print(f"{name}: {found:.3f} bytes of state per parameter")
-    assert low <= found <= high
+    actual = _state_bytes(name, dtype)
+    print(f"{name}: {actual:.3f} bytes of state per parameter")
+    assert low <= actual <= high
 
 
 # ----------------------------------------------------------------------------------------------- rounding by chance
 
 
-def _far(found: Tensor, value: float, gap: float) -> float:
+def _far(actual: Tensor, value: float, gap: float) -> float:
     """Distance of the mean from `value` in standard errors of a draw between two neighbours `gap` apart."""
-    return abs(float(found.double().mean()) - value) / (gap / 2 / math.sqrt(found.numel()))
+    return abs(float(actual.double().mean()) - value) / (gap / 2 / math.sqrt(actual.numel()))
 
 
 @pytest.mark.parametrize("value", [1.0 + 1 / 512, -1.0 - 1 / 2048, 3.14159, 1e-3 / 3, -2.0e20 / 3])
@@ -231,9 +232,9 @@ def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pyte
         assert optimizer.state[model.weight]["exp_avg"].dtype == (torch.float32 if name == "adamw8bit" else dtype)
         return float(model.weight.detach().double().mean()) - 1.0
 
-    exact, found = moved(torch.float32), moved(torch.bfloat16)
+    exact, actual = moved(torch.float32), moved(torch.bfloat16)
     assert exact < -1e-3
-    assert found == pytest.approx(exact, rel=0.1)
+    assert actual == pytest.approx(exact, rel=0.1)
     for module in (
         stochastic_rounding,
         came,
@@ -268,7 +269,7 @@ def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimi
     settings = tiny_run.config(layers=1, optim={"name": name})
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     for number in range(steps):
         step([tiny_run.global_batch(number)], number + 1)
     return model, optimizer
@@ -327,15 +328,15 @@ def test_adamw8bit_compiled_is_adamw8bit() -> None:
         return parameter.detach()
 
     run(lambda parameter: AdamWFp8([parameter], lr=1e-2))
-    found = [run(lambda parameter, on=on: AdamW8bit([parameter], lr=1e-2, compiled=on)) for on in (True, False)]  # type: ignore[misc]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    actual = [run(lambda parameter, on=on: AdamW8bit([parameter], lr=1e-2, compiled=on)) for on in (True, False)]  # type: ignore[misc]
+    torch.testing.assert_close(actual[0], actual[1], rtol=1e-4, atol=1e-5)
 
 
 def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pipeline.training.optimizers.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
-    monkeypatch.setattr(trainer, "started", lambda *arguments: pytest.fail("processes were started"))
+    monkeypatch.setattr(trainer, "open_mesh", lambda *arguments: pytest.fail("processes were started"))
     with pytest.raises(UserError, match=r"(?s)needs torchao.*pip install 'sana-pipe\[torchao\]'"):
         _fit(tiny_run.config(tmp_path / "run", optim={"name": "adamw8bit"}))
     assert not (tmp_path / "run").exists()
@@ -389,13 +390,15 @@ def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) 
 
 def _stepper(settings: Config, model: nn.Module | None = None) -> Step:
     module = model or tiny_run.model(settings)
-    return Step(Spread(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU)  # type: ignore[arg-type]
+    return Step(
+        ParallelModel(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU
+    )  # type: ignore[arg-type]
 
 
-def _in_fp16(run: Callable[[Spread], Any]) -> Any:
+def _in_fp16(run: Callable[[ParallelModel], Any]) -> Any:
     settings = tiny_run.config(precision="fp16")
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
-        return run(spread(tiny_run.model(settings), found, settings.train))
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        return run(parallelize(tiny_run.model(settings), device_mesh, settings.train))
 
 
 def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,15 +408,17 @@ def test_fp16_keeps_gradients_that_would_vanish(monkeypatch: pytest.MonkeyPatch)
     plain = FlowMatching.loss
     monkeypatch.setattr(FlowMatching, "loss", lambda self, output, target: plain(self, output, target) * 1e-4)
 
-    def found(held: Spread) -> tuple[float, float]:
-        _, length, gradients = tiny_run.gradients(held, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)])
+    def actual(parallel_model: ParallelModel) -> tuple[float, float]:
+        _, length, gradients = tiny_run.gradients(
+            parallel_model, tiny_run.config(precision="fp16"), [tiny_run.global_batch(0)]
+        )
         return length * 1e4, tiny_run.distance({n: g * 1e4 for n, g in gradients.items()}, exact)
 
-    length, distance = _in_fp16(found)
+    length, distance = _in_fp16(actual)
     assert length == pytest.approx(norm, rel=1e-2)
     assert distance < 1e-2
     monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
-    assert _in_fp16(found)[1] > 3 * distance
+    assert _in_fp16(actual)[1] > 3 * distance
 
 
 def test_fp16_gradients_are_clipped_as_they_are_without_the_scale() -> None:
@@ -440,7 +445,7 @@ def test_a_step_that_overflows_is_left_out(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="fp16")
     model = _overflowing(tiny_run.model(settings), 2)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     step.dtype = torch.float32  # computed in fp32: the overflow is made
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert [step([tiny_run.global_batch(i)], i + 1).skipped for i in range(2)] == [True, True]
@@ -476,11 +481,11 @@ def test_a_loss_that_is_no_number_stops_fp16_too() -> None:
 def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "PATIENCE", 3)
     scale = loss_scale.LossScale(dynamic=True)
-    found = []
+    actual = []
     for good in (True, True, False, True, True, True, True):
         scale.succeeded() if good else scale.overflowed()
-        found.append(math.log2(scale.value))
-    assert found == [16, 16, 15, 15, 15, 16, 16]
+        actual.append(math.log2(scale.value))
+    assert actual == [16, 16, 15, 15, 15, 16, 16]
     assert not loss_scale.LossScale(dynamic=False).overflowed()
 
 
@@ -489,14 +494,14 @@ def test_overflows_are_counted_in_the_metrics_and_the_checkpoint(
 ) -> None:
     """At a scale of 2^24 the first steps overflow; a resumed run goes on with the scale that was found."""
     monkeypatch.setattr(loss_scale, "INITIAL", 2.0**24)
-    said: list[str] = []
-    _fit(tiny_run.config(tmp_path / "run", steps=16, log_every=1, precision="fp16"), say=said.append)
+    printed: list[str] = []
+    _fit(tiny_run.config(tmp_path / "run", steps=16, log_every=1, precision="fp16"), say=printed.append)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     skipped = rows[-1]["skipped_steps"]
     assert 0 < skipped < 16
     assert [row["grad_norm"] is None for row in rows].count(True) == skipped
     assert rows[-1]["loss_scale"] == 2.0 ** (24 - skipped)
-    assert "grad overflow" in next(line for line in said if "step  1/16" in line)
+    assert "grad overflow" in next(line for line in printed if "step  1/16" in line)
     _fit(tiny_run.config(tmp_path / "run", steps=17, precision="fp16"), resume="auto")
     last = metrics.read(tmp_path / "run/metrics.jsonl")[-1]
     assert (last["step"], last["loss_scale"], last["skipped_steps"]) == (17, rows[-1]["loss_scale"], skipped)
@@ -539,9 +544,9 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
     with pytest.raises(checkpoint.CheckpointError, match="no running average"):
         checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)
     _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
-    said: list[str] = []
-    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", say=said.append)
-    assert any("no running average: it starts from the weights of step 2" in line for line in said)
+    printed: list[str] = []
+    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", say=printed.append)
+    assert any("no running average: it starts from the weights of step 2" in line for line in printed)
     _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
     _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
     share = 1 - 4 / 13  # step 3
@@ -582,18 +587,18 @@ def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatc
         _fit(tiny_run.config(tmp_path / name, steps=20, precision=name, optim={"lr": 1e-3}))
         return [row["loss"] for row in metrics.read(tmp_path / name / "metrics.jsonl")]
 
-    exact, found = losses("fp32"), losses(precision)
-    assert found == pytest.approx(exact, abs=3e-2)
-    assert found != exact
-    assert sum(found[-4:]) < sum(found[:4])
+    exact, actual = losses("fp32"), losses(precision)
+    assert actual == pytest.approx(exact, abs=3e-2)
+    assert actual != exact
+    assert sum(actual[-4:]) < sum(actual[:4])
 
 
 def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="bf16_pure")
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
-        held = spread(tiny_run.model(settings), found, settings.train)
-        _, norm, gradients = tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])
-        assert {p.dtype for p in held.module.parameters()} == {torch.bfloat16}
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+        _, norm, gradients = tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])
+        assert {p.dtype for p in parallel_model.module.parameters()} == {torch.bfloat16}
         assert {g.dtype for g in gradients.values()} == {torch.bfloat16}
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"

@@ -30,6 +30,7 @@ import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.snapshot import Packed, Part, Snapshot
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
@@ -384,7 +385,7 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     plan = packing.planned(copy, source, 1)
     packing.Packer(copy, source, plan).pack_unit(plan.units[0])
     assert not reasons(plan.recipe), "a pack that is not finished goes on"
-    assert audit.status(copy)["stores"][plan.recipe]["units_done"] == 1 and not audit.status(copy)["complete"]
+    assert status(copy)["stores"][plan.recipe]["units_done"] == 1 and not status(copy)["complete"]
 
 
 CHILD = """
@@ -440,7 +441,7 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
     victim.wait()
     assert cache.snapshot_of(label) is None, "no half of a pack is to be seen"
     folder = expected.head.folder
-    before = audit.status(cache)["stores"][folder]["units_done"]
+    before = status(cache)["stores"][folder]["units_done"]
     assert before >= 2
     helpers = [start(cache.root, 0.05) for _ in range(2)]
     outs = [helper.communicate(timeout=90)[0] for helper in helpers]

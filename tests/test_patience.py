@@ -29,14 +29,14 @@ from tests.support.consumed import loader, sequence
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No store is known yet, and pauses are short."""
-    monkeypatch.setattr(retrying, "_contacts", {})
+    monkeypatch.setattr(retrying, "_states", {})
     monkeypatch.setattr(retrying, "PAUSE_S", 0.05)
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(retrying, "say", lines.append)
+    monkeypatch.setattr(retrying, "log", lines.append)
     monkeypatch.setattr(retrying, "NOTICE_S", 0.3)
     return lines
 
@@ -232,14 +232,14 @@ def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monk
 
     for name in ("stat", "scandir"):
         monkeypatch.setattr(os, name, away(getattr(os, name)))
-    for look in (lambda: files.holds("a"), lambda: files.names(""), lambda: files.sizes(["a"])):
+    for look in (lambda: files.has_file("a"), lambda: files.names(""), lambda: files.sizes(["a"])):
         expected = look()
         gone.append(errno.ESTALE)
         assert look() == expected and not gone
     files.patience_s = 0
     gone += [errno.EIO] * 3
     with pytest.raises(CacheError):
-        files.holds("a")
+        files.has_file("a")
 
 
 def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -
 
 def test_a_store_that_is_merely_slow_is_named_less_and_less_often(said: list[str]) -> None:
     for _ in range(6):
-        retrying.tried(lambda: time.sleep(0.5), "s3://slow", 60)
+        retrying.retry(lambda: time.sleep(0.5), "s3://slow", 60)
     assert 2 <= len(said) <= 4
 
 

@@ -38,7 +38,7 @@ def config(**changes: Any) -> SanaConfig:
 
 
 def stages_of(model: SanaTransformer, count: int) -> list[SanaStage]:
-    return [model.stage(part.start, part.stop) for part in pipeline_parallel.slices(len(model.blocks), count)]  # type: ignore[misc]
+    return [model.stage(part.start, part.stop) for part in pipeline_parallel.stage_ranges(len(model.blocks), count)]  # type: ignore[misc]
 
 
 def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -57,7 +57,7 @@ def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 @pytest.mark.parametrize(("blocks", "stages"), [(20, 1), (20, 3), (7, 4), (5, 5), (60, 8)])
 def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
-    parts = pipeline_parallel.slices(blocks, stages)
+    parts = pipeline_parallel.stage_ranges(blocks, stages)
     assert [block for part in parts for block in part] == list(range(blocks))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
@@ -68,7 +68,7 @@ def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_stage_has_one_process(schedule: Any, size: int) -> None:
     parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)
-    numbers = [number for rank in range(size) for number in pipeline_parallel._numbers(rank, size, parallel)]
+    numbers = [number for rank in range(size) for number in pipeline_parallel.stage_numbers(rank, size, parallel)]
     assert sorted(numbers) == list(range(size * parallel.stages_per_rank))
 
 
@@ -95,9 +95,9 @@ def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.
     declared: Any
     for stage in stages:
         travelling = stage(*travelling, **shared)
-        found = (travelling,) if stage.is_last else travelling
-        declared = (stage.returned(given),) if stage.is_last else stage.received(given)
-        for tensor, stand_in in zip(found, declared, strict=True):
+        actual = (travelling,) if stage.is_last else travelling
+        declared = (stage.example_output(given),) if stage.is_last else stage.example_hidden(given)
+        for tensor, stand_in in zip(actual, declared, strict=True):
             assert (tensor.shape, tensor.dtype, tensor.stride()) == (stand_in.shape, stand_in.dtype, stand_in.stride())
             assert tensor.requires_grad
             assert not tensor._is_view(), "FSDP2 warns of views, and zero-bubble schedules cannot detach them"
@@ -122,7 +122,7 @@ def test_gradients_for_the_stage_before_are_contiguous() -> None:
             return torch.matmul(torch.eye(hidden.shape[-1]), hidden.transpose(1, 2)).transpose(1, 2)
 
     stage.transformer_blocks = nn.ModuleDict({"0": Turned()})  # type: ignore[assignment]
-    received = [torch.randn(t.shape, requires_grad=True) for t in stage.received(inputs())]
+    received = [torch.randn(t.shape, requires_grad=True) for t in stage.example_hidden(inputs())]
     _, shared = stage.split(inputs())
     (gradient,) = torch.autograd.grad(stage(*received, **shared).square().sum(), received[:1])
     assert gradient.is_contiguous()
@@ -146,20 +146,20 @@ def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
     first, _, third, last = stages_of(model, 4)
     for stage in (first, third, last):
         fully_shard(stage, mesh=alone)
-    parts = pipeline_parallel.joined([first, third, last])
+    parts = pipeline_parallel.join_stages([first, third, last])
     expected = by_name(first, third, last)
-    found = dict(parts.named_parameters())
-    assert found.keys() == expected.keys() and "scale_shift_table" in found
-    assert all(found[name] is expected[name] and isinstance(found[name], DTensor) for name in found)
+    actual = dict(parts.named_parameters())
+    assert actual.keys() == expected.keys() and "scale_shift_table" in actual
+    assert all(actual[name] is expected[name] and isinstance(actual[name], DTensor) for name in actual)
     parts.load_state_dict({name: torch.full_like(value, 3.0) for name, value in parts.state_dict().items()})
     assert all(bool((p.full_tensor() == 3).all()) for p in last.parameters())  # type: ignore[attr-defined]
 
 
 def test_an_exchange_of_parameters_reaches_the_stages() -> None:
     first, _, last = stages_of(SanaTransformer.on_meta(config()), 3)
-    parts = pipeline_parallel.joined([first, last]).to_empty(device="cpu")
-    found = dict(parts.named_parameters())
-    assert all(found[name] is value and not value.is_meta for name, value in by_name(first, last).items())
+    parts = pipeline_parallel.join_stages([first, last]).to_empty(device="cpu")
+    actual = dict(parts.named_parameters())
+    assert all(actual[name] is value and not value.is_meta for name, value in by_name(first, last).items())
 
 
 def by_name(*stages: nn.Module) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ def first_of_two(one_of_many: Any) -> pipeline_parallel.Pipeline:
 
 def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessGroup) -> bool:
     size, several = parallel.pp_size, parallel.stages_per_rank > 1
-    numbers = pipeline_parallel._numbers(0, size, parallel)
+    numbers = pipeline_parallel.stage_numbers(0, size, parallel)
     total = size * parallel.stages_per_rank
     stages = [PipelineStage(nn.Identity(), number, total, CPU, group=group) for number in numbers]
     kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[parallel.pp_schedule])
@@ -302,16 +302,16 @@ def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
     pipeline = first_of_two(one_of_many)
     parts = [(inputs(batch), inputs(batch)[0]) for batch in (2, 1)]
     with pytest.raises(ValueError, match="one shape"):
-        pipeline.forward_backward(parts, lambda found, target: found, 3)
+        pipeline.forward_backward(parts, lambda actual, target: actual, 3)
 
 
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:
     pipeline = first_of_two(one_of_many)
     shapes = [inputs(batch) for batch in (1, 2, 3)]
-    first = [pipeline._for(2, given) for given in shapes]
+    first = [pipeline._schedule_for(2, given) for given in shapes]
     assert len({id(schedule) for schedule in first}) == 3
-    assert [pipeline._for(2, given) for given in shapes] == first
-    assert pipeline._for(3, shapes[0]) not in first
+    assert [pipeline._schedule_for(2, given) for given in shapes] == first
+    assert pipeline._schedule_for(3, shapes[0]) not in first
     for batch in range(4, 40):
-        pipeline._for(2, inputs(batch))
+        pipeline._schedule_for(2, inputs(batch))
     assert len(pipeline._schedules) <= 4

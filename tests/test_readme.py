@@ -1,10 +1,9 @@
-"""The README is a contract: its commands run, its links lead somewhere, its tests exist."""
+"""The pages are a contract: their commands are accepted, their links lead somewhere, their tests and options exist."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,90 +11,179 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import config as configuration
+from pipeline.config import SHIPPED, load
+from tests.support.command_lines import dry_run, words_of
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
+}
+README = PAGES["README.md"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
 
 
-def test_links_lead_to_files() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert len(links) > 10
-    headings = re.findall(r"^#+ (.+)$", README, flags=re.MULTILINE)
-    anchors = {"#" + re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    missing = [link for link in links if link not in anchors and not (ROOT / link).exists()]
-    assert not missing
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_named_test_exists() -> None:
-    named = re.findall(r"`(test_[a-z0-9_]+)`", README)
-    assert len(named) > 8
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_readme_leads_to_every_page_and_fits_on_two_screens() -> None:
+    linked = re.findall(r"\]\(([^)#]+)", README)
+    assert set(PAGES) - set(linked) == {"README.md"}
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_named_test_exists(page: str) -> None:
     defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
-    missing = [name for name in named if f"def {name}(" not in defined]
-    assert not missing
+    named = re.findall(r"`(test_[a-z0-9_]+)`", PAGES[page])
+    assert [name for name in named if f"def {name}(" not in defined] == []
+    assert page != "docs/promises.md" or len(named) > 8
+
+
+def test_every_promise_names_a_test_file() -> None:
+    rows = [
+        line for line in PAGES["docs/promises.md"].splitlines() if line.startswith("| ") and "| tests |" not in line
+    ]
+    assert len(rows) > 45
+    assert [row for row in rows if "(../tests/test_" not in row.split(" | ")[-1]] == []
 
 
 def test_every_figure_has_a_command_that_exists() -> None:
-    commands = re.findall(r"`python -m (benchmarks\.[a-z_]+)", README)
-    assert commands
-    missing = [name for name in commands if not (ROOT / (name.replace(".", "/") + ".py")).exists()]
-    assert not missing
+    rows = [
+        line for line in PAGES["docs/figures.md"].splitlines() if line.startswith("| ") and "| command |" not in line
+    ]
+    assert len(rows) > 10
+    for row in rows:
+        assert re.search(r"`python -m benchmarks\.[a-z_]+` \|$", row), row
+    for text in PAGES.values():
+        for name in re.findall(r"python -m (benchmarks\.[a-z_]+)", text):
+            assert (ROOT / (name.replace(".", "/") + ".py")).exists(), name
 
 
-def test_the_commands_of_the_real_run_are_real() -> None:
-    """Each `sana-pipe` command of the walk-through is one that the command line accepts (its --help is asked)."""
-    from click.testing import CliRunner
+def command_lines() -> list[tuple[str, str]]:
+    """(page, line) of every `sana-pipe` command: in console blocks, indented, and inline."""
+    lines = []
+    for page, text in PAGES.items():
+        inline = re.findall(r"`((?:torchrun [^`]*)?sana-pipe [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        shown = "\n".join(blocks("console", page) + re.findall(r"^    (.*)$", text, flags=re.MULTILINE))
+        long = [line.removeprefix("$ ").strip() for line in shown.replace("\\\n", " ").splitlines()]
+        lines += [(page, line) for line in [*long, *inline] if re.match(r"(torchrun .*)?sana-pipe ", line)]
+    return list(dict.fromkeys(lines))
 
-    from pipeline.cli import cli
 
-    lines = [line.removeprefix("$ ").split("#")[0].strip() for line in "\n".join(blocks("console")).splitlines()]
-    commands = [line[line.index("sana-pipe ") :] for line in lines if "sana-pipe " in line]
-    assert {shlex.split(c)[1] for c in commands} == {
-        "check",
-        "encode",
-        "bucket",
-        "snapshots",
-        "train",
-        "sample",
-        "export",
+def test_the_commands_are_found() -> None:
+    assert {words_of(line)[0] for page, line in command_lines() if page == "README.md"} == {
+        *("check", "encode", "bucket", "train", "sample", "export", "config")
     }
-    for command in commands:
-        _, name, *arguments = shlex.split(command)
-        options = [argument for argument in arguments if argument.startswith("--")]
-        told = CliRunner().invoke(cli, [name, "--help"])
-        assert told.exit_code == 0, told.output
-        assert all(option in told.output for option in options), command
+    assert {words_of(line)[0] for _, line in command_lines()} >= {"snapshots", "status", "verify", "gc", "forget"}
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines())
+def test_every_command_is_accepted(
+    page: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parsed, its `--set` and `--config` loaded and read by that command; then its stage is called."""
+    monkeypatch.chdir(tmp_path)
+    words = words_of(line)
+    if words == ["encode"]:
+        words += ["--data", "pictures"]  # the stage by its name
+    code, calls = dry_run(monkeypatch, words)
+    assert code == 0, capsys.readouterr().err
+    assert calls or words[0] == "config"
+
+
+def test_a_wrong_command_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in ("sana-pipe train --resum auto", "sana-pipe train --set train.stepps=1", "sana-pipe export --set x=1"):
+        assert dry_run(monkeypatch, words_of(line))[0] == 2
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_named_option_exists(page: str) -> None:
+    options = {name for name, _ in configuration.option_fields()}
+    named = re.findall(
+        r"`(?:--set )?'?((?:data|encode|bucket|train|mirror|sample)\.[a-z_]+(?:\.[a-z_]+)*)", PAGES[page]
+    )
+    named = [name for name in named if not name.endswith((".py", ".md"))]
+    known = {f"{name}." for name in options}
+    assert [name for name in named if name not in options and not any(name.startswith(k) for k in known)] == []
+    for name, value in re.findall(r"`((?:bucket|train)\.[a-z_.]+)(?:: |=)([^`]+)`", PAGES[page]):
+        load("sana_1600m_1024", [f"{name}={value}", *NEEDED.get(name, [])])
+
+
+NEEDED = {"train.optim.in_backward": ["train.optim.clip=null"], "train.packed_attention": ["train.text=packed"]}
+"""Settings that an option needs; the pages say so in words."""
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for page, text in PAGES.items():
+        assert set(re.findall(r"(?:`|^\$ |^)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets, page
 
 
 def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
     """The example is valid as it stands, with the batches that its comments state."""
     import yaml
 
-    from pipeline.config import SHIPPED, load
     from pipeline.images import buckets
     from pipeline.snapshots.filters import Filter
 
-    [example] = [yaml.safe_load(block) for block in blocks("yaml")]
+    [example] = [yaml.safe_load(block) for block in blocks("yaml", "docs/snapshots.md")]
     whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text(encoding="utf-8"))
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**whole, **example}))
-    own = load(tmp_path / "own.yaml")
-    for text in (own.bucket.filter, own.bucket.sources["art"].filter):
+    (tmp_path / "example.yaml").write_text(yaml.safe_dump({**whole, **example}))
+    config = load(tmp_path / "example.yaml")
+    for text in (config.bucket.filter, config.bucket.sources["art"].filter):
         assert text
         Filter(text, "bucket.filter")
-    tables = buckets.resolutions(own.bucket, own.data, 32)
+    tables = buckets.resolutions(config.bucket, config.data, 32)
     shapes = [shape for _, table in tables for shape in table]
-    batches = dict(zip(shapes, buckets.batches(own.bucket, shapes, 32), strict=True))
+    batches = dict(zip(shapes, buckets.batches(config.bucket, shapes, 32), strict=True))
     assert (batches[1024, 1024], batches[512, 2048], batches[512, 512]) == (32, 24, 128)
-    assert set(example["bucket"]) | {"batch", "grow", "pad_text_multiple"} == set(type(own.bucket).model_fields)
+    assert set(example["bucket"]) | {"batch", "grow", "pad_text_multiple"} == set(type(config.bucket).model_fields)
+
+
+def test_every_room_is_listed() -> None:
+    """CONTRIBUTING.md names each room of the tree, and no other."""
+    listed = set(re.findall(r"^\| `([a-z_/.]+)`", PAGES["CONTRIBUTING.md"], flags=re.MULTILINE))
+    rooms = {
+        f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "pipeline").rglob("*.py") if path.parent.name
+    }
+    rooms -= {"pipeline/"}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").glob("*.py")} - {
+        "pipeline/__init__.py"
+    }
+    others = {"stages/", "configs/", "docs/", "tests/", "tests/support/", "benchmarks/", "cache_layout.md"}
+    assert listed == rooms | modules | others
+    assert all((ROOT / name).exists() for name in listed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_two_commands_run(tmp_path: Path) -> None:
     """`make demo` (quick) in a copy of the tree with this environment, then the commands that the README adds."""
-    [commands, again] = blocks("bash")
+    [commands, by_hand] = blocks("bash")
     assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]
     tree = tmp_path / "tree"
     tree.mkdir()
@@ -110,18 +198,18 @@ def test_the_two_commands_run(tmp_path: Path) -> None:
     (tree / ".venv" / ".installed").touch()
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}  # this may run under make
     environment = {**outside, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
-    told = subprocess.run(
+    done = subprocess.run(
         ["make", "demo", "DEMO_ARGS=--quick"], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    sheet = tree / told.stdout.strip().splitlines()[-1].partition("contact sheet: ")[2]
+    assert done.returncode == 0, done.stdout + done.stderr
+    sheet = tree / done.stdout.strip().splitlines()[-1].partition("contact sheet: ")[2]
     assert sheet.read_bytes().startswith(b"\x89PNG")
-    told = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", again],
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", by_hand],
         cwd=tree,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -90,7 +90,7 @@ def test_an_index_goes_before_a_single_file_and_says_so(repositories: Callable[[
     folder = repositories(BOTH) / "transformer"
     files = WeightFiles(folder)
     assert {name.count("-of-") for name in hub.choose(folder, None).files} == {1}
-    assert "diffusion_pytorch_model.safetensors beside it is not used" in files.taken
+    assert "diffusion_pytorch_model.safetensors beside it is not used" in files.description
     kept = tensors(folder, hub.choose(folder, None).files)
     assert torch.equal(files.read("proj_out.bias", [0], [16]), kept["proj_out.bias"])
     beside = load_file(folder / "diffusion_pytorch_model.safetensors")
@@ -150,7 +150,7 @@ def test_what_may_be_taken_in_place_of_half_a_set_is_said(tmp_path: Path) -> Non
 def test_start_weights_are_the_widest_that_are_there(repositories: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(repositories(BIG) / "transformer", tmp_path / "transformer"))
     widest = WeightFiles(folder)
-    assert widest.dtype("proj_out.weight") == "F32" and "F32" in widest.taken
+    assert widest.dtype("proj_out.weight") == "F32" and "F32" in widest.description
     assert WeightFiles(folder, "bf16").dtype("proj_out.weight") == "BF16"
     shards = sorted(folder.glob("*-of-*"))
     away = shards[0].rename(tmp_path / "away")

@@ -31,7 +31,7 @@ from pipeline.config import DataConfig, MirrorConfig
 from pipeline.errors import AwayError, CacheError, UserError
 from pipeline.sources import range_prefetch, remote
 from pipeline.sources.detect import open_source
-from pipeline.sources.filesystem import Disk
+from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.source import Item, Reject, Source, Unreadable
 
 COUNT = 12
@@ -224,7 +224,9 @@ def test_too_many_bytes_never_pass_for_a_range(plain_server: Server, monkeypatch
     """The guard is what makes the difference: without it the beginning of the file would be the picture."""
     source = opened(f"{plain_server.url}/tars/s-0.tar")
     keys = list(content(source))
-    monkeypatch.setattr(remote.Remote, "_fetch", lambda self, name, offset, length: self.fs.cat_file(self.path(name)))
+    monkeypatch.setattr(
+        remote.RemoteFilesystem, "_fetch", lambda self, name, offset, length: self.fs.cat_file(self.path(name))
+    )
     later = opened(f"{plain_server.url}/tars/s-0.tar")
     later.recall((i.key, "s-0.tar", i.where or "") for i in source.items() if isinstance(i, Item))
     for key in keys:
@@ -326,18 +328,20 @@ def test_a_server_without_ranges_is_found_out_by_one_request(
 def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
     data: Path, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
-    class Counted(Disk):
+    class Counted(LocalFilesystem):
         asked = 0
 
         def read_range(self, name: str, offset: int, length: int) -> bytes:
             self.asked += 1
             return super().read_range(name, offset, length)
 
-    monkeypatch.setattr(Disk, "far", far)
+    monkeypatch.setattr(LocalFilesystem, "is_remote", far)
     store = Counted(data)
-    with range_prefetch.Ahead(store, [("a", range_prefetch.Place("t.parquet", 0, 4))], lambda key: b"alone") as reader:
+    with range_prefetch.RangePrefetch(
+        store, [("a", range_prefetch.Place("t.parquet", 0, 4))], lambda key: b"alone"
+    ) as reader:
         assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
-        assert reader._held == 0
+        assert reader._bytes_in_window == 0
     assert store.asked == far
 
 
@@ -364,7 +368,7 @@ def test_a_hiccup_is_tried_again_and_a_store_that_is_away_is_no_bad_picture(rang
 
 
 def test_a_file_that_never_comes_while_others_do_is_that_file_s_fault(ranged_server: Server) -> None:
-    source = opened(f"{ranged_server.url}/folder/{{0..1}}.tar", PATIENCE_S).store
+    source = opened(f"{ranged_server.url}/folder/{{0..1}}.tar", PATIENCE_S).filesystem
     ranged_server.broken = "/folder/a%203.jpg"
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(source.read, "a 3.jpg")
@@ -390,7 +394,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     """fsspec's general `find` gives what it could list, and nothing of a server that is gone."""
     source = open_source(ranged_server.url, DataConfig(), format="folder")
     assert len([item for item in source.items() if isinstance(item, Item)]) == COUNT
-    monkeypatch.setattr(source.store, "_patience_s", PATIENCE_S)
+    monkeypatch.setattr(source.filesystem.connection, "patience_s", PATIENCE_S)
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
@@ -398,7 +402,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
-        list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar", PATIENCE_S).store.names(""))
+        list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar", PATIENCE_S).filesystem.names(""))
     ranged_server.broken = ""
     assert len(list(cache.walk("tars"))) == 2
     assert list(cache.walk("nothing")) == []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Container, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,16 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.findings import BUCKET, GC, Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.status import status
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.config import load
-from pipeline.encoding import worker
+from pipeline.config import Config, load
+from pipeline.encoding import unit_records
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
+from pipeline.models import encoders
 from tests.support import tiny_cache
 
 
@@ -32,9 +40,11 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`verified(encode)`: exit code of `verify` and its findings as (path's folder, fix, outcome)."""
     config = load("tiny", [f"cache={cache.root}"])
 
-    def verify(encode: Callable[..., Iterable[worker.Made]] | None = None) -> tuple[int, list[tuple[str, str, str]]]:
+    def verify(
+        encode: Callable[..., Iterable[unit_records.Made]] | None = None,
+    ) -> tuple[int, list[tuple[str, str, str]]]:
         if encode is not None:
-            monkeypatch.setattr(stages.verify.Repairs, "_encode", encode)
+            monkeypatch.setattr(UnitEncoder, "remake", encode)
         capsys.readouterr()
         code = stages.verify.run(config, mend=encode is not None, as_json=True)
         found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -43,7 +53,7 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return verify
 
 
-def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[worker.Made]]:
+def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made]]:
     """Makes the latents again that the cache holds now, with some bits flipped (0: as they were)."""
     recipe = cache.recipes("latent")[0].name
     reader = shard.Reader(cache.files, recipe)
@@ -52,9 +62,11 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[worker.Made]]:
         for row in audit.record_rows(cache, commit):
             arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
 
-    def encode(_: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]) -> list[worker.Made]:
+    def encode(
+        _: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+    ) -> list[unit_records.Made]:
         keys = cache.table(plan.table).slice(unit.start, unit.count).column("key").to_pylist()
-        return [([worker.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
+        return [([unit_records.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
 
     return encode
 
@@ -83,7 +95,7 @@ def healed(cache: Cache, unit: index.Commit) -> None:
     again = Unit("a" * 32, 0, own.count, 1)
     assert cache.add_plan(recipe.name, 1, [again], rows)
     keys = set(rows.column("key").to_pylist())
-    worker.encode(
+    unit_records.write_unit(
         cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, own, unit, keys), lambda a, b: None
     )
     assert index.merge(cache.files, recipe.name, 1, [again.unit])
@@ -96,7 +108,7 @@ def test_a_shard_that_a_named_snapshot_needs_is_restored_though_encode_healed_it
     whole = path.read_bytes()
     healed(cache, commit)
     code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, audit.BUCKET}
+    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, BUCKET}
     assert verified(same)[0] == 0
     assert path.read_bytes() == whole
     assert verified() == (0, [])
@@ -108,7 +120,7 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
     for _ in range(2):
         code, found = verified(other)
         assert code == 4
-        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}")]
+        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
@@ -141,7 +153,7 @@ def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, 
     assert found == [
         ("snapshots", layout.REPAIR, "restored"),
         ("shards", layout.REPAIR, "replaced"),
-        ("snapshots", audit.BUCKET, f"failed: {audit.BUCKET}"),
+        ("snapshots", BUCKET, f"failed: {BUCKET}"),
     ]
     assert verified()[0] == 4
 
@@ -156,9 +168,9 @@ def test_a_rotten_shard_of_a_unit_that_is_not_committed_is_set_aside(
         for place in (name, Paths.copy(name)):
             (cache.root / place).unlink()
     flip(path, rows[0]["offset"])
-    assert [finding.path for finding in audit.contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
+    assert [finding.path for finding in contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
     verified(encoder(tiny_cache.build(cache.root.with_name("other")), 0))
-    assert not list(audit.contradictions(Cache(cache.root)))
+    assert not list(contradictions(Cache(cache.root)))
     assert len(list((cache.root / "damaged").glob("shards/**/*.tar-*"))) == 1, "nothing damaged is thrown away"
 
 
@@ -206,7 +218,7 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
         damaged[path] = path.read_bytes()
         flip(path, rows[0]["offset"])
 
-    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[worker.Made]:
+    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
         asked.append(unit.unit)
         if len(asked) < 3:
             raise kind(f"error {len(asked)}")
@@ -250,8 +262,8 @@ def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.Captur
     segment = Paths.segment(cache.recipes("latent")[0].name, 0)
     flip(cache.root / segment, 40)
     (cache.root / Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow")).unlink()
-    fixes = {"names/latest": audit.BUCKET, segment: layout.REPAIR}
-    assert {name: damage["fix"] for name, damage in audit.status(Cache(cache.root))["damaged"].items()} == fixes
+    fixes = {"names/latest": BUCKET, segment: layout.REPAIR}
+    assert {name: damage["fix"] for name, damage in status(Cache(cache.root))["damaged"].items()} == fixes
     assert stages.status.run(config) == IntegrityError.exit_code
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fix:")] == [f"fix: {fix}" for fix in sorted(fixes.values())]
@@ -261,8 +273,8 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
     digests = [cache.files.put_content(b"left", "tables", "arrow"), cache.files.put_content(b"over", "tables", "npy")]
     for path in (cache.root / Paths.table(digests[0], "arrow"), cache.root / Paths.table(digests[1], "npy")):
         flip(path, 1)
-    assert verified() == (4, [("tables", audit.GC, None)] * 2)
-    assert verified(encoder(cache, 0)) == (4, [("tables", audit.GC, f"failed: {audit.GC}")] * 2)
+    assert verified() == (4, [("tables", GC, None)] * 2)
+    assert verified(encoder(cache, 0)) == (4, [("tables", GC, f"failed: {GC}")] * 2)
     assert stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True, older_than_hours=0) == 0
     assert verified() == (0, [])
 
@@ -270,4 +282,81 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
 def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
     flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
     code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {audit.BUCKET}
+    assert code == 4 and {fix for _, fix, _ in found} == {BUCKET}
+
+
+# ---------------------------------------------------------------- real encoders
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
+    small_cache_copy: Path,
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    out_of_memory: bool,
+) -> None:
+    """Also if the findings of the kinds alternate, and if the first encoder fails: its error holds its frames."""
+    config, cache = make_config(tmp_path), Cache(small_cache_copy)
+    whole: dict[Path, bytes] = {}
+    for kind in ("latent", "text"):
+        recipe = cache.recipes(kind)[0].name
+        for commit in index.commits(cache.files, recipe, 0):
+            path = cache.root / Paths.shard(recipe, str(commit.shard))
+            whole[path] = path.read_bytes()
+            flip(path, audit.record_rows(cache, commit)[0]["offset"])
+    loads: list[str] = []
+    in_memory: list[int] = []
+    loaded: list[weakref.ref[Any]] = []
+
+    def watched(kind: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*arguments: Any) -> Any:
+            loads.append(kind)
+            in_memory.append(sum(reference() is not None for reference in loaded))
+            encoder = load(*arguments)
+            loaded.extend([weakref.ref(encoder), weakref.ref(encoder.model)])
+            return encoder
+
+        return watch
+
+    def alternating(*arguments: Any) -> list[Finding]:
+        findings = list(verify_contents(*arguments))
+        halves = [[f for f in findings if f.recipe.startswith(kind)] for kind in ("text", "latent")]
+        assert min(map(len, halves)) > 0
+        return [f for pair in zip_longest(*halves) for f in pair if f is not None]
+
+    def exhausted(*arguments: Any) -> Any:
+        raise MemoryError
+
+    verify_contents = audit.verify_contents
+    monkeypatch.setattr(audit, "verify_contents", alternating)
+    monkeypatch.setattr(encoders.LatentEncoder, "load", watched("latent", encoders.LatentEncoder.load))
+    monkeypatch.setattr(encoders.TextEncoder, "load", watched("text", encoders.TextEncoder.load))
+    if out_of_memory:
+        monkeypatch.setattr(encoders.LatentEncoder, "encode", exhausted)
+        with pytest.raises(UserError):
+            stages.verify.run(config, mend=True, data=(f"photos={photos}",))
+    else:
+        assert stages.verify.run(config, mend=True, data=(f"photos={photos}",)) == 0
+    assert (sorted(loads), in_memory) == (["latent", "text"], [0, 0])
+    right = [path for path, data in whole.items() if path.read_bytes() == data]
+    assert {"text-" in str(path) for path in right} == ({True} if out_of_memory else {True, False})
+
+
+def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
+    small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    cache = Cache(small_cache_copy)
+    recipe = cache.recipes("text")[0]
+    other = dataclasses.replace(recipe, weights="0" * 32)
+    cache.add_recipe(other)
+    plan = cache.plans(recipe.name)[0]
+    commit = index.commits(cache.files, recipe.name, 0)[0]
+    unit = next(unit for unit in plan.units if unit.unit == commit.unit)
+    only = {row["key"] for row in audit.record_rows(cache, commit)}
+    encoder = UnitEncoder(make_config(tmp_path), cache, {}, check=True)
+    assert list(encoder.remake(plan, unit, commit, only))
+    with pytest.raises(CacheError) as caught:
+        encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only)
+    assert "weights" in str(caught.value.found)

@@ -15,9 +15,8 @@ from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
-from pipeline.parallel.blocks import find_blocks
-from pipeline.parallel.parallelize import spread
-from pipeline.training import checkpoint, trainer
+from pipeline.parallel.parallelize import parallelize
+from pipeline.training import build, checkpoint
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -38,11 +37,11 @@ DEEP = SanaConfig(
 
 def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
     """Of one step, spread as the settings say; `seen` gets the dtype of what each block returns."""
-    with mesh.started(Launch(), settings.train.parallel, CPU) as group:
-        held = spread(tiny_run.model(settings), group, settings.train)
-        for block in find_blocks(held.module):
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as group:
+        parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+        for block in parallel_model.module.blocks:  # type: ignore[union-attr]
             block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-        return tiny_run.gradients(held, settings, [tiny_run.global_batch(0)])[2]
+        return tiny_run.gradients(parallel_model, settings, [tiny_run.global_batch(0)])[2]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
@@ -61,7 +60,7 @@ def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
     mask, times = torch.ones(2, 10, dtype=torch.bool), torch.tensor([300.0, 900.0])
     start = SanaTransformer.from_scratch(DEEP, 0).bfloat16().state_dict()
 
-    def found(numerics: Numerics, dtype: torch.dtype) -> dict[str, Tensor]:
+    def actual(numerics: Numerics, dtype: torch.dtype) -> dict[str, Tensor]:
         model = SanaTransformer(DEEP, numerics).to(dtype)
         model.load_state_dict(start)
         with torch.no_grad():
@@ -71,15 +70,15 @@ def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
         out.float().square().mean().backward()
         return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
-    exact = found(Numerics(), torch.float32)
-    errors = [tiny_run.distance(found(Numerics(fp32), torch.bfloat16), exact) for fp32 in (True, False)]
+    exact = actual(Numerics(), torch.float32)
+    errors = [tiny_run.distance(actual(Numerics(fp32), torch.bfloat16), exact) for fp32 in (True, False)]
     print(errors)
     assert errors[0] <= 0.6 * errors[1]
 
 
 def test_in_fp32_there_is_nothing_to_choose() -> None:
-    found = [gradients(tiny_run.config(residual=residual), []) for residual in ("fp32", "compute")]
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    actual = [gradients(tiny_run.config(residual=residual), []) for residual in ("fp32", "compute")]
+    assert all(torch.equal(actual[0][name], actual[1][name]) for name in actual[0])
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,10 @@ def test_fp32_tokens_go_with_every_way_to_keep_activations(options: dict[str, An
     seen: list[torch.dtype] = []
     base: dict[str, Any] = {"precision": "bf16", "residual": "fp32", "layers": 2}
     expected = gradients(tiny_run.config(**base), [])
-    found = gradients(tiny_run.config(**base, **options), seen)
+    actual = gradients(tiny_run.config(**base, **options), seen)
     assert set(seen) == {torch.float32}
     limit = 2e-2 if "activation_compression" in options else 2e-3 if "compile" in options else 0.0
-    assert tiny_run.distance(found, expected) <= limit
+    assert tiny_run.distance(actual, expected) <= limit
 
 
 def test_affine_norms_take_fp32_tokens() -> None:
@@ -113,12 +112,12 @@ def test_affine_norms_take_fp32_tokens() -> None:
 
 
 def _fit(folder: Path, steps: int, resume: str | None = None, **train: Any) -> list[str]:
-    settings, said = (
+    settings, printed = (
         tiny_run.config(folder, steps=steps, precision="bf16", layers=1, async_save=False, **train),
         list[str](),
     )
-    fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=said.append)
-    return said
+    fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=printed.append)
+    return printed
 
 
 def _began_with(folder: Path, steps: int) -> Any:
@@ -134,15 +133,15 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
         used.append(train.residual)
         return Numerics()
 
-    monkeypatch.setattr(trainer, "numerics", noted)
+    monkeypatch.setattr(build, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
     _fit(tmp_path / "compute", 2, resume="auto")
     assert used == ["fp32", "compute", "compute"]
     assert (_began_with(tmp_path / "new", 1), _began_with(tmp_path / "compute", 2)) == ("fp32", "compute")
-    said = _fit(tmp_path / "compute", 3, resume="auto", residual="fp32")
+    printed = _fit(tmp_path / "compute", 3, resume="auto", residual="fp32")
     assert used[-1] == "fp32"
-    assert any("train.residual: compute -> fp32" in line for line in said)
+    assert any("train.residual: compute -> fp32" in line for line in printed)
 
 
 def test_a_run_older_than_the_option_goes_on_as_it_was(tmp_path: Path) -> None:

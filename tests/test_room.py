@@ -6,7 +6,9 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import pytest
 import stages.encode
 from pipeline import __version__
 from pipeline.cache import index, layout
-from pipeline.cache.files import Files, explained
+from pipeline.cache.files import Files
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config, EncodeConfig
+from pipeline.encoding import estimate, unit_encoder
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.work import claims, disk_space, engine, ray_engine
-from pipeline.work.disk_space import Room
+from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 from tests.test_engines import RECIPE, Runner, claimed, files
@@ -36,11 +40,10 @@ def cache(tmp_path: Path) -> Cache:
 
 
 @pytest.fixture
-def todo(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> engine.Work:
-    """Eight units that need 1000 bytes each."""
+def todo(cache: Cache) -> engine.Work:
+    """Eight units."""
     units = [Unit(layout.digest("unit", str(n)).hex(), n, 1, 1) for n in range(8)]
     cache.add_plan(RECIPE, 0, units, pa.table({"n": list(range(8))}))
-    monkeypatch.setattr(Room, "need", lambda self, plan, unit: 1000)
     plan = cache.plan(RECIPE, 0)
     return [(plan, unit) for unit in plan.units]
 
@@ -54,13 +57,19 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return readings
 
 
+def space_of(cache: Cache, sleep: Callable[[float], None] = time.sleep, **values: float) -> DiskSpace:
+    """Units need 1000 bytes each."""
+    return DiskSpace(cache, settings(**values), lambda plan, unit: 1000, sleep)
+
+
 def settings(**values: float) -> EncodeConfig:
     return EncodeConfig(**{"min_free_gib": 0.0, "low_disk_wait_s": 30.0, **values})  # type: ignore[arg-type]
 
 
-def run(runner: Any, work: engine.Work, own: Room, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
+def run(runner: Any, work: engine.Work, own: DiskSpace, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
     bar = Progress("units", 0)
-    done = engine.run_here(runner, work, 0, 1, claims.Claims(runner.cache.files, 60), stop or Stop(0), bar, own)
+    worker = engine.Worker(claims.Claims(runner.cache.files, 60), stop or Stop(0))
+    done = engine.make_units(runner, work, worker, bar, own)
     return done, bar
 
 
@@ -69,7 +78,7 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
 ) -> None:
     free[:] = [MUCH, MUCH, 999, 999, 999, 999, MUCH]
     held: list[list[Path]] = []
-    own = Room(cache, settings(), lambda seconds: held.append(claimed(cache)))
+    own = space_of(cache, lambda seconds: held.append(claimed(cache)))
     runner = Runner(cache)
     assert run(runner, todo, own)[0] == (0, 0)
     assert len(runner.done) == 8
@@ -83,7 +92,7 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
 
 
 def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) -> None:
-    own = Room(cache, settings(min_free_gib=1.0))
+    own = space_of(cache, min_free_gib=1.0)
     free[:] = [2**30 + 1000]
     own.check(*todo[0])
     free[:] = [2**30 + 999]
@@ -98,13 +107,13 @@ def test_after_the_wait_it_is_an_error_for_people(
     free[:] = [MUCH, 0]
     runner = Runner(cache)
     with pytest.raises(NoSpaceError, match="too little space") as caught:
-        run(runner, todo, Room(cache, settings(low_disk_wait_s=wait_s)))
+        run(runner, todo, space_of(cache, low_disk_wait_s=wait_s))
     assert caught.value.exit_code == 6
     assert len(runner.done) == 1
     assert claimed(cache) == []
     assert capsys.readouterr().err.count("paused:") == (1 if wait_s else 0)
     free[:] = [MUCH]
-    run(runner, todo, Room(cache, settings()))
+    run(runner, todo, space_of(cache))
     assert len(runner.done) == 8
 
 
@@ -114,7 +123,7 @@ def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     with pytest.raises(Stopped), stop.signals():
-        run(Runner(cache), todo, Room(cache, settings(low_disk_wait_s=600), stop.sleep), stop)
+        run(Runner(cache), todo, space_of(cache, stop.sleep, low_disk_wait_s=600), stop)
     timer.join()
     assert claimed(cache) == []
 
@@ -144,12 +153,12 @@ def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
         progress(1, 0)
         if not failed:
             failed.append(unit.unit)
-            with explained(cache.root / "shard"):
+            with cache_errors(cache.root / "shard"):
                 raise OSError(number, os.strerror(number))
 
     held: list[list[Path]] = []
     runner = Runner(cache, hook)
-    _, bar = run(runner, todo, Room(cache, settings(), lambda seconds: held.append(claimed(cache))))
+    _, bar = run(runner, todo, space_of(cache, lambda seconds: held.append(claimed(cache))))
     assert refused == [1000, 1000]
     assert held == [[], [], []]
     assert sorted(runner.done) == sorted(unit.unit for _, unit in todo)
@@ -166,29 +175,28 @@ def test_a_disk_that_fills_again_and_again_is_given_up(cache: Cache, todo: engin
         raise NoSpaceError("full again")
 
     with pytest.raises(NoSpaceError, match="full again"):
-        run(Runner(cache, hook), todo, Room(cache, settings(low_disk_wait_s=0.5)))
+        run(Runner(cache, hook), todo, space_of(cache, low_disk_wait_s=0.5))
     assert len(tries) > 1
 
 
 def test_another_refusal_is_no_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
     def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
-        with explained(cache.root / "shard"):
+        with cache_errors(cache.root / "shard"):
             raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(CacheError, match="Permission denied") as caught:
-        run(Runner(cache, hook), todo, Room(cache, settings()))
+        run(Runner(cache, hook), todo, space_of(cache))
     assert caught.value.exit_code == 3
 
 
 def test_what_a_unit_needs(small_cache: Path) -> None:
     whole = Cache(small_cache)
-    own = Room(whole, settings())
     for kind, low, high in (("latent", 0.5, 1.0), ("text", 0.7, 2.0)):
         recipe = whole.recipes(kind)[0].name
         [plan] = whole.plans(recipe)
         sizes = {commit.unit: commit.bytes for commit in index.commits(whole.files, recipe, 0)}
         for unit in plan.units:
-            assert low < own.need(plan, unit) / sizes[unit.unit] < high, kind
+            assert low < estimate.unit_bytes(whole, plan, unit) / sizes[unit.unit] < high, kind
 
 
 def test_a_real_run_waits_and_its_bytes_are_the_same(
@@ -226,13 +234,14 @@ def test_a_ray_task_waits_too(
     [plan] = cache.plans(recipe)
 
     def task(of: Config) -> ray_engine.Done:
-        order = ray_engine.Order(of.model_dump_json(), str(tmp_path), __version__, ())
+        text = of.model_dump_json()
+        order = ray_engine.Order(text, str(tmp_path), __version__, partial(unit_encoder.build, text, ()))
         before = Path.cwd()
         try:
-            return ray_engine.encode_unit(order, recipe, 0, plan.units[-1].unit)
+            return ray_engine.make_unit(order, recipe, 0, plan.units[-1].unit)
         finally:
             os.chdir(before)
-            ray_engine._kept.clear()
+            ray_engine._makers.clear()
 
     with pytest.raises(NoSpaceError) as caught:
         task(config)
@@ -243,8 +252,8 @@ def test_a_ray_task_waits_too(
     done = task(waiting)
     assert capsys.readouterr().err.count("paused:") == 1
     assert done.records == plan.units[-1].count
-    assert done.tokens > 0
-    assert 0 < done.busy_s <= done.wall_s
+    assert done.meter.tokens > 0
+    assert 0 < done.meter.busy_s <= (done.meter.wall_s or 0)
     assert engine.is_done(cache, plan, plan.units[-1])
 
 

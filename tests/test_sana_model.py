@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from pipeline.config import ArchConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.models import sana
-from pipeline.models.sana import SanaTransformer, linear_attention
+from pipeline.models import sana_layers
+from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import (
     deinterleave,
@@ -33,6 +33,7 @@ from pipeline.models.sana_files import (
     save_weights,
 )
 from pipeline.models.sana_init import initial_value
+from pipeline.models.sana_layers import linear_attention
 
 TINY = SanaConfig(
     in_channels=4,
@@ -149,9 +150,9 @@ def test_parity_goes_red_with_timesteps_in_bf16(tmp_path: Path, monkeypatch: pyt
     model = make(TINY)
     save_weights(model.state_dict(), TINY, tmp_path, torch.float32)
     theirs = reference(tmp_path)
-    exact = sana.timestep_sinusoid
+    exact = sana_layers.timestep_sinusoid
     assert max(compare(model, theirs, (8, 8))) <= LIMIT["plain"]
-    monkeypatch.setattr(sana, "timestep_sinusoid", lambda t: exact(t.bfloat16().float()))
+    monkeypatch.setattr(sana_layers, "timestep_sinusoid", lambda t: exact(t.bfloat16().float()))
     assert min(compare(model, theirs, (8, 8))) > 1e-3
 
 
@@ -233,7 +234,7 @@ def _bmm_dtypes(model: SanaTransformer, dtype: torch.dtype, autocast: bool) -> s
 def test_linear_attention_stays_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _bmm_dtypes(make(TINY), torch.float32, autocast=True) == {torch.float32}
     assert _bmm_dtypes(make(TINY).bfloat16(), torch.bfloat16, autocast=False) == {torch.float32}
-    monkeypatch.setattr(sana, "_without_autocast", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(sana_layers, "_without_autocast", lambda device: contextlib.nullcontext())
     assert torch.bfloat16 in _bmm_dtypes(make(TINY), torch.float32, autocast=True)  # what the guard prevents
 
 
@@ -271,17 +272,17 @@ def test_linear_attention_keeps_its_inputs_alone_and_their_gradients_are_exact()
     generator = torch.Generator().manual_seed(0)
     *inputs, weight = (torch.randn(2, 40, 64, generator=generator) for _ in range(4))
     exact = _with_gradients(_plain_linear_attention, inputs, weight)
-    found = _with_gradients(linear_attention, inputs, weight)
+    actual = _with_gradients(linear_attention, inputs, weight)
     for name in exact:
-        assert distance({"x": found[name]}, {"x": exact[name]}) <= 1e-6, name
+        assert distance({"x": actual[name]}, {"x": exact[name]}) <= 1e-6, name
     # In bf16: no farther from float32 than float32 arithmetic on bf16 inputs with its results rounded to bf16.
     coarse = [x.bfloat16() for x in inputs]
     exact = _with_gradients(_plain_linear_attention, [x.float() for x in coarse], weight.bfloat16().float())
-    found = _with_gradients(linear_attention, coarse, weight)
+    actual = _with_gradients(linear_attention, coarse, weight)
     for name in exact:
-        assert found[name].dtype == torch.bfloat16
+        assert actual[name].dtype == torch.bfloat16
         rounding = distance({"x": exact[name].bfloat16()}, {"x": exact[name]})
-        assert distance({"x": found[name]}, {"x": exact[name]}) <= 1.01 * rounding, name
+        assert distance({"x": actual[name]}, {"x": exact[name]}) <= 1.01 * rounding, name
     kept: list[Tensor] = []
     leaves = [x.requires_grad_() for x in coarse]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -26,10 +26,12 @@ from pipeline.cache.store import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filesystem import Disk, Unreadable
-from pipeline.sources.source import FolderSource, Part, Source
+from pipeline.sources.filesystem import LocalFilesystem, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Part, Source
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
+from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
 from tests.support.workers.scanning import RUN
 
@@ -85,7 +87,9 @@ class Counted(FolderSource):
 
 class CountedTars(TarSource):
     def __init__(self, paths: list[Path]):
-        super().__init__(Disk(paths[0].parent), [path.name for path in paths], CaptionRule.column("text"), "photos")
+        super().__init__(
+            LocalFilesystem(paths[0].parent), [path.name for path in paths], CaptionRule.column("text"), "photos"
+        )
         self.reads: list[str] = []
         self.listed: list[str] = []
 
@@ -112,7 +116,7 @@ def scanned(
     max_bytes: int = 1 << 30,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> pa.Table:
-    fragments = Fragments(cache, "photos", Claims(cache.files, stale_s), share, stop or Stop(0))
+    fragments = Fragments(cache, "photos", Worker(Claims(cache.files, stale_s), stop or Stop(0), *share))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scanning, "RUN", run)
         table = scanning.scan(
@@ -281,7 +285,7 @@ def test_one_piece_of_work_is_not_published(folder: Path, cache: Cache, monkeypa
     def refuse(self: Fragments, one: str, rows: object) -> None:
         raise AssertionError("published")
 
-    monkeypatch.setattr(Fragments, "_publish", refuse)
+    monkeypatch.setattr(Fragments, "publish", refuse)
     scanned(Counted(folder), cache, run=COUNT)
     # Nor is what only has to be looked at: every picture is known.
     source = Counted(folder)
@@ -315,9 +319,9 @@ def rows_of(n: int) -> Rows:
 def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
     other, own = Claims(cache.files, 60), Claims(cache.files, 60)
     assert other.take("fragments", "photos", "ab" * 16) == "mine"
-    Fragments(cache, "photos", other, (0, 2), Stop(0))._publish("ab" * 16, rows_of(1))
+    Fragments(cache, "photos", Worker(other, Stop(0), 0, 2)).publish("ab" * 16, rows_of(1))
     got: list[int] = []
-    fragments = Fragments(cache, "photos", own, (1, 2), Stop(0))
+    fragments = Fragments(cache, "photos", Worker(own, Stop(0), 1, 2))
     fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
     assert got == [1]
 
@@ -326,10 +330,10 @@ def test_what_was_published_just_before_the_claim_is_not_made_again(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Claims(cache.files, 60)
-    fragments = Fragments(cache, "photos", own, (1, 2), Stop(0))
+    fragments = Fragments(cache, "photos", Worker(own, Stop(0), 1, 2))
 
     def take(*work: str | int) -> str:
-        fragments._publish("ab" * 16, rows_of(1))  # another process, which then gave its claim back
+        fragments.publish("ab" * 16, rows_of(1))  # another process, which then gave its claim back
         return Claims.take(own, *work)
 
     monkeypatch.setattr(own, "take", take)

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import UserError
-from pipeline.sources.filesystem import Disk
-from pipeline.sources.source import FolderSource, Item, Reject, Source, Unreadable
+from pipeline.sources.filesystem import LocalFilesystem
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Item, Reject, Source, Unreadable
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
 
@@ -386,7 +387,11 @@ def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(items) == {"a.png"}
     assert "cannot be read: Permission denied" in rejects["c.png"]
     monkeypatch.setattr(os, "scandir", denied(scan, "shut"))
-    for listing in (lambda: listed(tmp_path), Disk(tmp_path).find, lambda: Disk(tmp_path).names("shut")):
+    for listing in (
+        lambda: listed(tmp_path),
+        LocalFilesystem(tmp_path).find,
+        lambda: LocalFilesystem(tmp_path).names("shut"),
+    ):
         with pytest.raises(UserError, match="shut"):  # what lies in it would be missing from the source
             listing()
 

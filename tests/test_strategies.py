@@ -1,6 +1,6 @@
 """Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
 
-One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it found.
+One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel import mesh, tensor_parallel
-from pipeline.parallel.blocks import find_blocks
+from pipeline.parallel.parallelize import blocks_of
 from tests.support.workers import strategies, tiny_run
 from tests.test_dist_training import ROOT
 
@@ -25,7 +25,7 @@ ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in c
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
     command = [sys.executable, "-m", "tests.support.workers.strategies", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ())
@@ -36,8 +36,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    row = found[world][name]
+def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row = results[world][name]
     if row["precision"] == "bf16":
         assert row["gradient"] <= 1.25 * row["plain_bf16"]
         assert row["losses"] <= 3e-2
@@ -53,8 +53,8 @@ def test_parity(found: dict[int, dict[str, Any]], world: int, name: str) -> None
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "name"), ROWS)
-def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    row, settings = found[world][name], strategies.settings_of(strategies.CASES[world][name])
+def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    row, settings = results[world][name], strategies.settings_of(strategies.CASES[world][name])
     layout, there = mesh.check_sizes(settings.train.parallel, world), row["wrapping"]
     sharded = layout.data_world > 1 or settings.train.precision == "bf16"
     assert there["data_world"] == layout.data_world
@@ -68,19 +68,13 @@ def test_the_wrapping_is_really_there(found: dict[int, dict[str, Any]], world: i
     assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
 
 
-def test_blocks_are_found_whatever_they_are_called() -> None:
-    ours = tiny_run.model(tiny_run.config())
-    assert find_blocks(ours) == ours.blocks
-    stage = ours.stage(1, 3)
-    assert find_blocks(stage) == ours.blocks[1:]
-    layers = [torch.nn.Linear(8, 8) for _ in range(3)]
-    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ModuleDict({str(i): x for i, x in enumerate(layers)}))
-    assert find_blocks(other) == layers
-    with pytest.raises(ValueError, match=r"Sequential has no list of equal blocks.*found 0 x nothing"):
-        find_blocks(torch.nn.Sequential(*layers))
-    layers.append(torch.nn.Conv2d(8, 8, 1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no list of equal blocks"):
-        find_blocks(torch.nn.ModuleList(layers))
+def test_a_model_states_its_blocks() -> None:
+    whole = tiny_run.model(tiny_run.config())
+    assert blocks_of(whole) == list(whole.transformer_blocks)
+    assert blocks_of(whole.stage(1, 3)) == whole.blocks[1:]
+    for other in (torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.ModuleList()):
+        with pytest.raises(ValueError, match=f"{type(other).__name__}.*`blocks`"):
+            blocks_of(other)
 
 
 def test_sizes_that_remain() -> None:
@@ -106,7 +100,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], world: int, sa
 def test_who_reads_which_part_of_a_batch() -> None:
     layout = mesh.Layout(2, 2, 2, 2)
     assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
-    assert (layout.data_world, layout.copies) == (4, 4)
+    assert (layout.data_world, layout.model_parallel_size) == (4, 4)
 
 
 def test_a_tp_size_that_does_not_divide_is_refused_with_those_that_do() -> None:

@@ -32,10 +32,11 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
-from pipeline.parallel.parallelize import Spread
-from pipeline.training import checkpoint, metrics, optimizers, runs, trainer
+from pipeline.parallel.parallelize import ParallelModel
+from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.step import NonFiniteError, Step
-from pipeline.training.trainer import Report, ended, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
 from tests.support.workers import tiny_run
 
@@ -86,16 +87,16 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
 )
 def test_a_rate_that_will_not_do_is_said(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
     """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
-    found = optimizers.advice(OptimConfig(**options), 64, steps)
-    assert len(found) == len(says)
-    assert all(part in line for line, parts in zip(found, says, strict=True) for part in parts)
+    actual = optimizers.advice(OptimConfig(**options), 64, steps)
+    assert len(actual) == len(says)
+    assert all(part in line for line, parts in zip(actual, says, strict=True) for part in parts)
 
 
 def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
-    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
-    notes = [line for line in said if line.startswith("note: ") and "train.optim" in line]
+    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
+    notes = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
     assert len(notes) == 2
     assert "--set train.optim.warmup_steps=0" in notes[0]
     assert "--set train.optim.lr=0.0001" in notes[1]
@@ -132,11 +133,11 @@ def test_captions_that_are_never_padded_train_alike(empty: bool) -> None:
         batch = replace(batch, mask=mask, captions=batch.captions * mask[..., None])
     ends = torch.cat([torch.zeros(1), batch.mask.sum(1).cumsum(0)]).int()
     packed = replace(batch, captions=batch.captions[batch.mask], cu_seqlens=ends)
-    loss, norm, found = tiny_run.gradients(tiny_run.model(settings), settings, [packed])
+    loss, norm, actual = tiny_run.gradients(tiny_run.model(settings), settings, [packed])
     expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert norm == pytest.approx(expected[1], rel=1e-5)
-    assert tiny_run.distance(found, expected[2]) < 2e-6
+    assert tiny_run.distance(actual, expected[2]) < 2e-6
 
 
 @pytest.mark.parametrize("size", [4, 3, 1])
@@ -144,10 +145,10 @@ def test_any_split_into_microbatches_is_the_whole_batch(size: int) -> None:
     settings = tiny_run.config()
     batch = tiny_run.global_batch(0)
     expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
-    found = tiny_run.gradients(tiny_run.model(settings), settings, tiny_run.microbatches(batch, size))
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    assert found[1] == pytest.approx(expected[1], rel=1e-5)
-    assert tiny_run.distance(found[2], expected[2]) < 2e-6
+    actual = tiny_run.gradients(tiny_run.model(settings), settings, tiny_run.microbatches(batch, size))
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert actual[1] == pytest.approx(expected[1], rel=1e-5)
+    assert tiny_run.distance(actual[2], expected[2]) < 2e-6
 
 
 def test_a_mean_of_means_would_be_noticed() -> None:
@@ -157,11 +158,11 @@ def test_a_mean_of_means_would_be_noticed() -> None:
     _, _, expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     model = tiny_run.model(settings)
     pieces = tiny_run.microbatches(batch, 3)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     for piece in pieces:
         (tiny_run.losses(step, piece).mean() / len(pieces)).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert tiny_run.distance(found, expected) > 1e-3  # type: ignore[arg-type]
+    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert tiny_run.distance(actual, expected) > 1e-3  # type: ignore[arg-type]
 
 
 def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
@@ -171,7 +172,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
     assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)
     model = tiny_run.model(settings)
     recorder = tiny_run.Recorder(model)
-    outcome = Step(Spread(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
+    outcome = Step(ParallelModel(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
     assert float(outcome.grad_norm) == pytest.approx(norm)
     assert tiny_run.distance(recorder.gradients, {name: g * (0.1 / norm) for name, g in whole.items()}) < 1e-5
 
@@ -184,7 +185,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     model = tiny_run.model(settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
     text = str(caught.value)
@@ -208,7 +209,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
     batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
     with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
         step([batch], 1)
 
@@ -220,7 +221,7 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     before = model.proj_out.weight.clone()
     optimizer = optimizers.build(model, settings.train.optim, CPU)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
-        Step(Spread(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
+        Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
             [tiny_run.global_batch(0)], 3
         )
     assert torch.equal(model.proj_out.weight, before)
@@ -240,7 +241,7 @@ def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tupl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    step = Step(Spread(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = tiny_run.losses(step, batch).mean()
     loss.backward()
@@ -255,10 +256,10 @@ def test_recomputation_is_really_on() -> None:
     assert list(recomputed.state_dict()) == names
     batch = tiny_run.global_batch(0)
     without, expected = _saved_bytes(plain, settings, batch)
-    with_it, found = _saved_bytes(recomputed, settings, batch)
+    with_it, actual = _saved_bytes(recomputed, settings, batch)
     assert without >= 20 * with_it, f"{without / with_it:.1f} times fewer"
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
@@ -295,9 +296,9 @@ def _late(step: int) -> Batch:
 
 
 def _sharded_loss(settings: Config) -> float:
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        data_parallel.shard(model, model.blocks, found, settings.train)
+        data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         return tiny_run.gradients(model, settings, [_late(0)])[0]
@@ -315,25 +316,25 @@ def test_bf16_compute_on_fp32_parameters_is_the_bf16_model(monkeypatch: pytest.M
 
     monkeypatch.setattr(data_parallel, "MixedPrecisionPolicy", default)
     # The sinusoid of the model refuses a timestep that is not fp32; take that guard away as well.
-    monkeypatch.setattr("pipeline.models.sana.timestep_sinusoid", _sinusoid_of_any_dtype())
+    monkeypatch.setattr("pipeline.models.sana_layers.timestep_sinusoid", _sinusoid_of_any_dtype())
     assert abs(_sharded_loss(settings) - expected) > 1e-3
 
 
 def _sinusoid_of_any_dtype() -> Any:
-    from pipeline.models import sana
+    from pipeline.models import sana_layers
 
-    original = sana.timestep_sinusoid
+    original = sana_layers.timestep_sinusoid
     return lambda timesteps: original(timesteps.float())
 
 
 def test_fp32_in_one_process_stays_a_plain_module() -> None:
     settings = tiny_run.config()
-    with mesh.started(Launch(), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
         model = tiny_run.model(settings)
-        assert data_parallel.shard(model, model.blocks, found, settings.train) is model
+        assert data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train) is model
         assert not isinstance(model, FSDPModule)
         with pytest.raises(ValueError, match="float32"):
-            data_parallel.shard(model.bfloat16(), model.blocks, found, settings.train)
+            data_parallel.apply_fsdp(model.bfloat16(), model.blocks, device_mesh, settings.train)
 
 
 # ------------------------------------------------------------------------------------------------------- the run
@@ -371,7 +372,7 @@ def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_directory_tells_the_run(finished: Path) -> None:
-    settings = trainer.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
+    settings = build.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000002",
@@ -445,18 +446,18 @@ def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
 
 
 def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    report = _fit(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=said.append)
+    report = _fit(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=printed.append)
     assert report.step == 6
-    assert said == ["nothing to do: 6 steps are done, train.steps is 5"]
+    assert printed == ["nothing to do: 6 steps are done, train.steps is 5"]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert _fit(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=said.append).step == 1
-    assert any("from the beginning" in line for line in said)
+    printed: list[str] = []
+    assert _fit(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=printed.append).step == 1
+    assert any("from the beginning" in line for line in printed)
 
 
 def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path, tmp_path: Path) -> None:
@@ -470,10 +471,10 @@ def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    _fit(tiny_run.config(run, steps=6), resume=run, say=said.append)
-    assert any("nothing to do: 6 steps" in line for line in said)
-    assert runs.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
+    printed: list[str] = []
+    _fit(tiny_run.config(run, steps=6), resume=run, say=printed.append)
+    assert any("nothing to do: 6 steps" in line for line in printed)
+    assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):
         _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
@@ -481,7 +482,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: P
 
 def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -> None:
     """The journal of TensorBoard holds the configuration, too."""
-    run, said = tmp_path / "run", list[str]()
+    run, printed = tmp_path / "run", list[str]()
     pytest.importorskip("tensorboard")
 
     def settings(steps: int) -> Config:
@@ -490,12 +491,12 @@ def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -
         return made.model_copy(update={"cache": "s3://user:sesame@bucket/cache", "mirror": mirror})
 
     _fit(settings(1))
-    _fit(settings(2), resume="auto", say=said.append)
+    _fit(settings(2), resume="auto", say=printed.append)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if b"sesame" in path.read_bytes()] == []
     assert "s3://bucket/cache" in (run / "config.yaml").read_text()
-    assert not [line for line in said if "cache" in line and "changed" in line]
+    assert not [line for line in printed if "cache" in line and "changed" in line]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -504,22 +505,22 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     new = tiny_run.config(run, steps=7, save_every=2, optim={"lr": 1e-5, "weight_decay": 0.5})
     new = new.model_copy(update={"bucket": BucketConfig(batch=24)})
-    _fit(new, resume="auto", say=said.append)
-    assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in said
-    assert not [line for line in said if "bucket.batch" in line], "training does not read it"
+    _fit(new, resume="auto", say=printed.append)
+    assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in printed
+    assert not [line for line in printed if "bucket.batch" in line], "training does not read it"
     older = written(new)
     older["train"]["loader_timeout_s"] = older.pop("patience_s")
     del older["train"]["compile"], older["train"]["optim"]["clip"]
     older["train"]["ema"] = {"decay": 0.5}
-    assert trainer._changes(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
+    assert build.changed_options(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optimizers.build(model, new.train.optim, CPU)
     folder = run / "checkpoints/step-00000007"
-    with mesh.started(Launch(), new.train.parallel, CPU):
+    with mesh.open_mesh(Launch(), new.train.parallel, CPU):
         checkpoint.load(folder, checkpoint.read_document(folder), model, optimizer)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     earlier = yaml.safe_load((run / "config-until-step-00000006.yaml").read_text())
@@ -544,10 +545,10 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any]
 
 def test_what_an_interrupted_save_left_is_named_and_passed_over(run: Path) -> None:
     shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.tmp")
-    said: list[str] = []
-    report = _fit(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=said.append)
-    assert any("step-00000008.tmp" in line and "ignored" in line for line in said)
-    assert any("resumed from" in line and "step-00000006" in line for line in said)
+    printed: list[str] = []
+    report = _fit(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=printed.append)
+    assert any("step-00000008.tmp" in line and "ignored" in line for line in printed)
+    assert any("resumed from" in line and "step-00000006" in line for line in printed)
     assert report.step == 8
     assert not list((run / "checkpoints").glob("*.tmp"))
 
@@ -586,9 +587,9 @@ def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -
     with pytest.raises(checkpoint.CheckpointError, match=named):
         checkpoint.load_model_state(folder)
     shutil.rmtree(folder)
-    said: list[str] = []
-    _fit(tiny_run.config(run, steps=5), resume="auto", say=said.append)
-    assert any("step-00000004" in line for line in said)
+    printed: list[str] = []
+    _fit(tiny_run.config(run, steps=5), resume="auto", say=printed.append)
+    assert any("step-00000004" in line for line in printed)
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(run: Path) -> None:
@@ -623,24 +624,24 @@ def test_a_signal_saves_and_ends_the_run(
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=6)
-    report = _fit(settings, touch=touch, say=said.append)
+    report = _fit(settings, touch=touch, say=printed.append)
     assert report.step == 3
     assert report.stopped_by == number.name
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000003"
-    assert any("--resume auto" in line for line in said)
+    assert any("--resume auto" in line for line in printed)
     assert f"{number.name}: a checkpoint will be written" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert _fit(settings, resume="auto").step == 6
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
-    with trainer._signals(True) as wanted:
+    with stop.catch_signals(True) as request:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert wanted.name == "SIGTERM"
-    said = capfd.readouterr().err
-    assert "SIGTERM: the run ends" in said and "after this step" not in said
+    assert request.name == "SIGTERM"
+    printed = capfd.readouterr().err
+    assert "SIGTERM: the run ends" in printed and "after this step" not in printed
 
 
 def _interrupted_twice(between_s: float) -> int:
@@ -648,8 +649,8 @@ def _interrupted_twice(between_s: float) -> int:
     child = os.fork()
     if child == 0:
         try:
-            with trainer._signals(False) as wanted:
-                wanted.begun = True
+            with stop.catch_signals(False) as request:
+                request.looping = True
                 for _ in range(2):
                     os.kill(os.getpid(), signal.SIGINT)
                     time.sleep(between_s)
@@ -661,18 +662,18 @@ def _interrupted_twice(between_s: float) -> int:
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is the same Ctrl-C, passed on by a launcher."""
     assert _interrupted_twice(0.01) == 0
-    monkeypatch.setattr(trainer, "AGAIN_S", 0.05)
+    monkeypatch.setattr(stop, "AGAIN_S", 0.05)
     assert _interrupted_twice(0.2) == -signal.SIGINT
 
 
 def test_an_interrupt_before_the_first_step_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), trainer._signals(False):
+    with pytest.raises(KeyboardInterrupt), stop.catch_signals(False):
         os.kill(os.getpid(), signal.SIGINT)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with trainer._signals(False) as wanted:  # a job in the background of a script: the terminal's is not for it
+        with stop.catch_signals(False) as request:  # a job in the background of a script: the terminal's is not for it
             os.kill(os.getpid(), signal.SIGINT)
-        assert wanted.name is None
+        assert request.name is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -734,19 +735,19 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     import stages.train
 
     few = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0"]
-    said: list[str] = []
+    printed: list[str] = []
     first = make_config(tmp_path, *few, "train.steps=2")
-    report = stages.train.run(first, say=said.append)
+    report = stages.train.run(first, say=printed.append)
     assert report.step == 2
-    assert "12 samples" in said[0]
+    assert "12 samples" in printed[0]
     mine = checkpoint.read_document(report.checkpoint).state.snapshot  # type: ignore[arg-type]
     stages.bucket.run(make_config(tmp_path, "bucket.batch=6"))
     longer = make_config(tmp_path, *few, "train.steps=3")
     newest = Cache(longer.cache).open_snapshot(None).id
     assert newest != mine
     with pytest.raises(checkpoint.CheckpointError, match=f"snapshot: the checkpoint has {mine}, this run {newest}"):
-        stages.train.run(longer, snapshot=newest, resume="auto", say=said.append)
-    report = stages.train.run(longer, resume="auto", say=said.append)
+        stages.train.run(longer, snapshot=newest, resume="auto", say=printed.append)
+    report = stages.train.run(longer, resume="auto", say=printed.append)
     assert report.step == 3
     assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
 
@@ -794,9 +795,10 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     assert rows[-1]["quarantined"] == len(lines)
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
-    stages.train.task(shared, snapshot, Launch(world=2))
+    layout = mesh.check_sizes(shared.train.parallel, 2)
+    stages.train.task(shared, snapshot, Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=r"--quarantine with train\.parallel\.tp_size = 2"):
-        stages.train.task(shared, snapshot, Launch(world=2), file)
+        stages.train.task(shared, snapshot, Launch(world=2), file).check(layout)
 
 
 def test_the_stage_brings_in_no_encoder() -> None:
@@ -899,7 +901,7 @@ def test_reading_ahead_ends_while_the_error_is_still_held() -> None:
             closed.append(True)
 
     try:
-        with ended(steps()) as own:
+        with closing_on_exit(steps()) as own:
             next(own)
             raise ValueError("a step failed")
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""Adopting: records of another cache become records of this one.
+"""Adopting: take over records of another cache.
 
-What: `adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of its own.
-Why: a snapshot must be whole in one cache: it can be verified, moved and read without knowing other folders. Adopted
-records are ordinary ones: `verify`, `gc`, `status` and `encode` treat them like those that were encoded here.
-Price: every adopted byte is read once to check it, and copied where it cannot be linked (another file system, an
+`adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of this cache.
+Why: a snapshot must be complete in one cache, so that it can be verified, moved and read without other folders. Adopted
+records are ordinary ones for `verify`, `gc`, `status` and `encode`.
+Price: every adopted byte is read once for its check, and copied where it cannot be linked (another file system, an
 object store). Whole units are adopted.
 
-A record that was encoded here goes before an adopted one of the same key, and an earlier adopted one before a later.
-Killed at any point, the next run continues: units whose plan is published are known by their ids.
+A record encoded here takes precedence over an adopted one of the same key, and an earlier adopted one over a later.
+After a kill the next run continues: units with a published plan are recognised by their ids.
 """
 
 from __future__ import annotations
@@ -19,56 +19,72 @@ from dataclasses import replace
 import pyarrow as pa
 
 from pipeline.cache import index, layout
-from pipeline.cache.files import Files, explained
+from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 
 
 def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
-    """Make the records of some of another cache's shards records of this one.
+    """Take over the records of some shards of another cache.
 
     Args:
         recipe: name of their recipe.
-        shards: names of shards that are committed there and not here.
+        shards: names of shards that are committed in the other cache and not in this one.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
         CacheError: int8 records with other channel scales than this cache's.
     """
-    needed: dict[str, tuple[Plan, Unit, index.Commit]] = {}
-    for plan in other.plans(recipe):
-        units = {unit.unit: unit for unit in plan.units}
-        for commit in index.commits(other.files, recipe, plan.number):
-            if commit.shard is not None and commit.shard in shards:
-                own = index.adopted_unit(recipe, commit.shard)
-                marked = replace(commit, unit=own, provenance={**commit.provenance, index.ADOPTED: True})
-                needed[own] = (plan, units[commit.unit], marked)
-    if not needed:
+    adopted = _units_of(other, recipe, shards)
+    if not adopted:
         return
     cache.add_recipe(other.recipe(recipe))
     _same_scales(cache, other, recipe)
-    for _, _, commit in needed.values():
+    for _, _, commit in adopted.values():
         assert commit.shard is not None
         assert commit.table is not None
         bring(cache.files, other.files, Paths.shard(recipe, commit.shard), commit.shard)
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
+    plan_of = _add_plans(cache, other, recipe, adopted)
+    for unit, (_, _, commit) in adopted.items():
+        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit)
+    for plan in {plan_of[unit].number: plan_of[unit] for unit in adopted}.values():
+        index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
+
+
+Adopted = dict[str, tuple[Plan, Unit, index.Commit]]
+"""Id of the unit in this cache -> its plan and unit in the other cache, and its commit for this cache."""
+
+
+def _units_of(other: Cache, recipe: str, shards: set[str]) -> Adopted:
+    """The units of the other cache that made the shards."""
+    adopted: Adopted = {}
+    for plan in other.plans(recipe):
+        units = {unit.unit: unit for unit in plan.units}
+        for commit in index.commits(other.files, recipe, plan.number):
+            if commit.shard is not None and commit.shard in shards:
+                unit_id = index.adopted_unit(recipe, commit.shard)
+                marked = replace(commit, unit=unit_id, provenance={**commit.provenance, index.ADOPTED: True})
+                adopted[unit_id] = (plan, units[commit.unit], marked)
+    return adopted
+
+
+def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dict[str, Plan]:
+    """Plan the adopted units that no plan of this cache has; returns the plan of every unit."""
     while True:
-        known = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
-        fresh = [own for own in needed if own not in known]
-        if not fresh:
-            break
-        moved, rows, start = list[Unit](), [], 0
-        for own in fresh:
-            plan, unit, _ = needed[own]
-            moved.append(replace(unit, unit=own, start=start))
+        plan_of = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
+        missing = [unit for unit in adopted if unit not in plan_of]
+        if not missing:
+            return plan_of
+        units, rows, start = list[Unit](), [], 0
+        for unit_id in missing:
+            plan, unit, _ = adopted[unit_id]
+            units.append(replace(unit, unit=unit_id, start=start))
             rows.append(other.table(plan.table).slice(unit.start, unit.count))
             start += unit.count
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), moved, pa.concat_tables(rows))
-    for own, (_, _, commit) in needed.items():
-        index.publish_commit(cache.files, recipe, known[own].number, commit)
-    for plan in {known[own].number: known[own] for own in needed}.values():
-        index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, pa.concat_tables(rows))
 
 
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
@@ -84,9 +100,9 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
         if type(files) is type(other) is Files:
             try:
                 os.link(other.path(name), path)
-                os.utime(path)  # its age there is not its age here
+                os.utime(path)  # it counts as new in this cache
                 linked = True
-            except OSError:  # missing, another file system, links are not allowed, another user's: see below
+            except OSError:  # missing, another file system, links not allowed, another user's file: copy it
                 path.unlink(missing_ok=True)
         if not linked:
             try:
@@ -95,7 +111,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 raise IntegrityError(
                     f"{other.where(name)}: is missing", fix="sana-pipe verify --repair in that cache"
                 ) from None
-            with explained(path), handle.file() as source, open(path, "xb") as target:
+            with cache_errors(path), handle.file() as source, open(path, "xb") as target:
                 shutil.copyfileobj(source, target, 4 << 20)
         try:
             files.publish_content(path, name, digest)

@@ -1,16 +1,13 @@
-"""Audit: what is in a cache, and whether every byte of it is right.
+"""Audit: reads a whole cache and names each damaged document, table, shard and record.
 
-What: `status` counts, `verify` reads everything and names each damaged document, table, shard and record.
 Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
-Price: `verify` reads every byte once; `status` reads documents and scans, and asks for sizes of what named snapshots
-need. A document is read on its own, one request after the other.
+Price: every byte is read once. Documents are read one request after the other.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache as remembered
 from functools import partial
@@ -20,241 +17,99 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import codec, copies, index, shard
-from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache import copies, index, shard
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.findings import BACKUP, BUCKET, ENCODE, GC, Finding, Replaced, named_snapshots, recipe_names
+from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
-from pipeline.urls import strip_credentials
 
-ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
-GC = "sana-pipe gc --yes"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something wrong. `records` are hex keys of damaged records, where the damage is inside a shard; `fix` is the
-    command that mends it."""
-
-    path: str
-    problem: str
-    recipe: str = ""
-    plan: int = -1
-    unit: str = ""
-    records: tuple[str, ...] = ()
-    fix: str = REPAIR
+Progress = Callable[[int], None]
+"""Called with the size in bytes of each file that was read."""
 
 
-def recipe_names(cache: Cache) -> list[str]:
-    return [n.removesuffix(".json") for n in cache.files.names("recipes") if n.endswith(".json")]
-
-
-def packs(cache: Cache) -> list[str]:
-    """Names of the packs, finished or not: folders of plans, units and joint shards."""
-    found = [name for name in cache.files.folders("plans") if name.startswith(PACKED)]
-    return [name for name in found if cache.files.numbers(Paths.plans(name))]
-
-
-# ---------------------------------------------------------------- status
-
-
-def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
-    """Counts of a cache, while or after it is filled: JSON values.
-
-    `rate` is records per second over the commits of the last ten minutes (0 when there were none), `eta_s` the time
-    that the records of the units still missing take at that rate (null when unknown). `damaged` says of what cannot be
-    read, or is not all there, the `problem` and the `fix`; it is left out of the counts. Records are not looked at.
-    """
-    moment = time.time() if now is None else now
-    damaged: dict[str, dict[str, str]] = {}
-
-    @contextmanager
-    def readable(what: str) -> Iterator[None]:
-        try:
-            yield
-        except CacheError as error:
-            damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
-
-    stores: dict[str, dict[str, Any]] = {}
-    for name in [*recipe_names(cache), *packs(cache)]:
-        with readable(Paths.plans(name)):
-            stores[name] = _store(cache, name, moment)
-    sources: dict[str, dict[str, Any]] = {}
-    going_on = bool(next(cache.files.walk("fragments"), None))
-    for name in cache.sources():
-        with readable(Paths.scans(name)):
-            scan = cache.last_scan(name)
-            if scan is None:
-                continue
-            reasons = cache.table(scan["table"]).column("reject")
-            planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
-            going_on |= reasons.null_count > 0 and not planned
-            sources[name] = {
-                "items": len(reasons),
-                "rejected": len(reasons) - reasons.null_count,
-                "root": strip_credentials(scan["root"]),
-                "latent": scan["latent"],
-                "text": scan["text"],
-            }
-    names: dict[str, str | None] = {}
-    packed: list[str] = []
-    for name in cache.snapshot_names():
-        with readable(Paths.names(name)):
-            names[name] = of = cache.snapshot_of(name)
-            if of is not None:
-                opened = Snapshot(cache.files, of)
-                packed.extend([name] * opened.packed)
-                check_files(cache.files, opened.head)
-    damaged |= {name: {"problem": problem, "fix": REPAIR} for name, problem in cache.files.damage.items()}
-    complete = not going_on and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
-    return {
-        "cache": cache.location,
-        "complete": complete,
-        "stores": stores,
-        "sources": sources,
-        "snapshots": names,
-        "packed": packed,
-        "damaged": damaged,
-        "free_bytes": cache.files.free_bytes(),
-    }
-
-
-def _store(cache: Cache, name: str, moment: float) -> dict[str, Any]:
-    """Counts of a recipe or of a pack."""
-    plans = cache.plans(name)
-    units = done = planned = made = size = rejects = 0
-    recent: list[tuple[float, int]] = []
-    for plan in plans:
-        units += len(plan.units)
-        planned += sum(unit.count for unit in plan.units)
-        counts = {unit.unit: unit.count for unit in plan.units}
-        written = {entry.name: entry.modified for entry in cache.files.walk(Paths.units(name, plan.number))}
-        for commit in index.commits(cache.files, name, plan.number):
-            done += 1
-            made += commit.records
-            size += commit.bytes
-            rejects += len(commit.rejects)
-            planned -= counts.get(commit.unit, 0)
-            when = written.get(Paths.unit(name, plan.number, commit.unit))
-            if when is not None and moment - when < 600:
-                recent.append((when, commit.records))
-    span = moment - min((t for t, _ in recent), default=moment)
-    rate = sum(n for _, n in recent) / span if span > 1 else 0.0
-    return {
-        "plans": len(plans),
-        "units": units,
-        "units_done": done,
-        "records": made,
-        "records_missing": planned,
-        "bytes": size,
-        "rejects": rejects,
-        "rate": rate,
-        "eta_s": planned / rate if rate else None,
-    }
-
-
-# ---------------------------------------------------------------- verify
-
-
-def verify(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
-    """Read everything and yield what is wrong, as it is found: `verify_documents`, then `verify_contents`."""
+def verify(cache: Cache, progress: Progress = lambda size: None) -> Iterator[Finding]:
+    """Read everything and yield each finding as it appears: `verify_documents`, then `verify_contents`."""
     yield from verify_documents(cache, progress)
     yield from verify_contents(cache, progress)
 
 
-def verify_documents(cache: Cache, progress: Callable[[int], None] = lambda size: None) -> Iterator[Finding]:
-    """Documents that are damaged, lost, or contradict the shards.
-
-    Args:
-        progress: called with the bytes of each file that was read.
-    """
-    files, named = cache.files, set[str]()
+def verify_documents(cache: Cache, progress: Progress = lambda size: None) -> Iterator[Finding]:
+    """Documents that are damaged, lost, or contradict the shards."""
+    files, reported = cache.files, set[str]()
     for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
         pair = copies.examined(files, name)
-        named.add(name)
         if pair.document:
             files.damage.setdefault(name, pair.document)
+            reported.add(name)
             yield Finding(name, pair.document + ("" if pair.data is None else "; its copy is right"))
         elif pair.copy:
+            reported.add(name)
             yield Finding(Paths.copy(name), pair.copy)
-        else:
-            named.remove(name)
         progress(size)
-    yield from (finding for finding in contradictions(cache) if finding.path not in named)
+    yield from (finding for finding in contradictions(cache) if finding.path not in reported)
 
 
 def verify_contents(
-    cache: Cache, progress: Callable[[int], None] = lambda size: None, again: dict[str, set[bytes]] | None = None
+    cache: Cache, progress: Progress = lambda size: None, replaced: Replaced | None = None
 ) -> Iterator[Finding]:
-    """Tables, shards, records and snapshots that are damaged or missing. Documents that cannot be read are passed over.
+    """Tables, shards, records and snapshots that are damaged or missing. Unreadable documents are skipped.
 
     Args:
-        progress: called with the bytes of each file that was read.
-        again: of each shard the keys of damaged records that another shard has; added to.
+        replaced: damaged records that another shard holds are added to it.
     """
+    replaced = {} if replaced is None else replaced
+    named = named_snapshots(cache)
+    yield from _verify_tables(cache, progress)
+    yield from _verify_shards(cache, named, replaced, progress)
+    joint_shards_read: set[str] = set()
+    for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
+        yield from verify_snapshot(cache, name, replaced, named)
+        yield from _verify_packed(cache, name, joint_shards_read, progress)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _verify_tables(cache: Cache, progress: Progress) -> Iterator[Finding]:
     files = cache.files
-    wanted: dict[str, str] = {}  # table -> the document that refers to it
-    apart: dict[
-        str, str
-    ] = {}  # the same of chunks of snapshots and channel scales: missing ones are named further down
+    referring = _referring_documents(cache)
+    existing: set[str] = set()
+    for entry in files.walk("tables"):
+        existing.add(entry.name)
+        try:
+            if files.digest(entry.name) != PurePosixPath(entry.name).stem:
+                fix = _fix_of_table(referring.get(entry.name))
+                yield Finding(entry.name, "its bytes do not match its name", fix=fix)
+        except (CacheError, OSError) as error:
+            yield Finding(entry.name, _problem(error), fix=_fix_of_table(referring.get(entry.name)))
+        progress(entry.size)
+    for table, document in sorted(referring.items()):
+        # `_verify_scale` and `verify_snapshot` report missing tables of scales and snapshots.
+        if table not in existing and not document.startswith(("snapshots/", "scales/")):
+            yield Finding(table, f"is missing, and {document} refers to it", fix=_fix_of_table(document))
+
+
+def _referring_documents(cache: Cache) -> dict[str, str]:
+    """Table -> a readable document that refers to it. Scans of forgotten sources do not count; of several documents a
+    snapshot or scale comes last."""
     forgotten: set[str] = set()
     with suppress(CacheError):
         forgotten = cache.forgotten_scans()
-    for name, _ in copies.documents(files):
+    referring: dict[str, str] = {}
+    secondary: dict[str, str] = {}
+    for name, _ in copies.documents(cache.files):
         if name in forgotten:
             continue
         with suppress(CacheError):
-            referred = apart if name.startswith(("snapshots/", "scales/")) else wanted
-            referred.update(dict.fromkeys(_needs(name, files.document(name)), name))
-    there: set[str] = set()
-    fix_of = partial(_fix_of, referred={**apart, **wanted})
-    for entry in files.walk("tables"):
-        there.add(entry.name)
-        try:
-            if files.digest(entry.name) != PurePosixPath(entry.name).stem:
-                yield Finding(entry.name, "its bytes do not match its name", fix=fix_of(entry.name))
-        except (CacheError, OSError) as error:
-            yield Finding(entry.name, _problem(error), fix=fix_of(entry.name))
-        progress(entry.size)
-    for name in sorted(set(wanted) - there):
-        yield Finding(name, f"is missing, and {wanted[name]} refers to it", fix=fix_of(name))
-    again = {} if again is None else again
-    pointed, needed = named_snapshots(cache), set[str]()
-    for snapshot in pointed:
-        with suppress(CacheError):
-            needed |= set(Head.read(files, snapshot).shard_files())
-    for name in recipe_names(cache):
-        yield from _verify_scale(cache, name)
-        records = remembered(partial(cache.index, name))
-        for plan, commit in _commits(cache, name):
-            try:
-                yield from _verify_unit(cache, name, plan, commit, records, needed, again, progress)
-            except (CacheError, OSError) as error:
-                where = Paths.shard(name, str(commit.shard))
-                what = f"is damaged, and which records cannot be told: {_problem(error)}"
-                yield Finding(where, what, recipe=name, plan=plan, unit=commit.unit)
-    read: set[str] = set()
-    for name in filter(is_document, (f"snapshots/{head}" for head in files.names("snapshots"))):
-        yield from verify_snapshot(cache, name, again, pointed)
-        yield from _verify_packed(cache, name, read, progress)
+            into = secondary if name.startswith(("snapshots/", "scales/")) else referring
+            into.update(dict.fromkeys(_tables_of(name, cache.files.document(name)), name))
+    return {**secondary, **referring}
 
 
-def named_snapshots(cache: Cache) -> dict[str, str]:
-    """The snapshots that names point to now, each with one of these names. Those that cannot be read are left out."""
-    found = {}
-    for name in cache.snapshot_names():
-        with suppress(CacheError):
-            if (snapshot := cache.snapshot_of(name)) is not None:
-                found[snapshot] = name
-    return found
-
-
-def _problem(error: CacheError | OSError) -> str:
-    return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
-
-
-def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
-    """Tables that a document refers to."""
+def _tables_of(name: str, body: dict[str, Any]) -> Iterator[str]:
+    """Paths of the tables that a document refers to."""
     folder = name.partition("/")[0]
     if folder == "snapshots":
         head = Head.parse(body)
@@ -269,24 +124,30 @@ def _needs(name: str, body: dict[str, Any]) -> Iterator[str]:
         yield from (Paths.table(table, "arrow") for table in tables if table)
 
 
-def _fix_of(table: str, referred: dict[str, str]) -> str:
-    """What mends a table. referred: table -> a document that refers to it."""
-    if table not in referred:
+def _fix_of_table(document: str | None) -> str:
+    """What repairs a table. document: one that refers to it."""
+    if document is None:
         return GC
-    fixes = {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}
-    return fixes.get(referred[table].partition("/")[0], REPAIR)
+    return {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
 
 
-def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[int], None]) -> Iterator[Finding]:
-    """What is wrong with the joint shards of a packed snapshot. read: those that were read already, and are now."""
+def _problem(error: CacheError | OSError) -> str:
+    return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
+
+
+# ---------------------------------------------------------------- joint shards of packed snapshots
+
+
+def _verify_packed(cache: Cache, name: str, already_read: set[str], progress: Progress) -> Iterator[Finding]:
+    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; added to."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
     except CacheError:
-        return  # the damaged head has been named already
+        return  # `verify_documents` reports the damaged head
     for path, size in snapshot.shard_files().items() if snapshot.packed else ():
-        if path in read:
+        if path in already_read:
             continue
-        read.add(path)
+        already_read.add(path)
         digest = PurePosixPath(path).stem
         try:
             intact = cache.files.digest(path) == digest
@@ -298,8 +159,8 @@ def _verify_packed(cache: Cache, name: str, read: set[str], progress: Callable[[
             yield Finding(path, f"cannot be read: {error}")
         else:
             if not intact:
-                what = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
-                yield Finding(path, what, records=bad)
+                problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
+                yield Finding(path, problem, records=bad)
 
 
 def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
@@ -308,17 +169,17 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
     numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
     latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
 
-    def damaged(kind: str, own: Any, into: np.ndarray) -> bool:
+    def damaged(kind: str, record: Any, into: np.ndarray) -> bool:
         try:
-            readers[kind].read(digest, own.offset, own.key, own.checksum, into, own.length)
+            readers[kind].read(digest, record.offset, record.key, record.checksum, into, record.length)
         except IntegrityError:
             return True
         return False
 
     first = 0
     for table in snapshot.tables():
-        mine = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
-        for row in (mine + first).tolist():
+        rows = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
+        for row in (rows + first).tolist():
             sample = snapshot.sample(row)
             bucket = snapshot.buckets[sample.bucket]
             shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
@@ -338,86 +199,118 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
         yield null.key.hex()
 
 
+# ---------------------------------------------------------------- shards
+
+
+def _verify_shards(cache: Cache, named: Collection[str], replaced: Replaced, progress: Progress) -> Iterator[Finding]:
+    needed = set[str]()
+    for snapshot in named:
+        with suppress(CacheError):
+            needed |= set(Head.read(cache.files, snapshot).shard_files())
+    for recipe in recipe_names(cache):
+        yield from _verify_scale(cache, recipe)
+        opened = remembered(partial(cache.index, recipe))
+        for plan, commit in _commits(cache, recipe):
+            shard_path = Paths.shard(recipe, str(commit.shard))
+            verified = _Shard(cache, recipe, plan, commit, opened)
+            try:
+                yield from verified.findings(shard_path in needed, replaced, progress)
+            except (CacheError, OSError) as error:
+                problem = f"is damaged, and which records cannot be told: {_problem(error)}"
+                yield verified.finding(problem)
+
+
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
-    """A table of channel scales that is missing; damage to one has been named with the other tables."""
+    """A missing table of channel scales. `_verify_tables` reports a damaged one."""
     try:
         table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
     except CacheError:
-        return  # the damaged document has been named already
+        return  # `verify_documents` reports it
     if table is not None and not cache.files.exists(Paths.table(table, "npy")):
         yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing", fix=BACKUP)
 
 
 def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
-    try:
+    """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
+    with suppress(CacheError):
         for number in cache.files.numbers(Paths.plans(recipe)):
             for commit in index.commits(cache.files, recipe, number):
                 yield number, commit
-    except CacheError:
-        return  # the damaged document has been named already
 
 
-def _verify_unit(
-    cache: Cache,
-    recipe: str,
-    plan: int,
-    commit: index.Commit,
-    records: Callable[[], index.RecordIndex],
-    needed: set[str],
-    again: dict[str, set[bytes]],
-    progress: Callable[[int], None],
-) -> Iterator[Finding]:
-    """What is wrong with the shard of a commit.
+@dataclass(frozen=True)
+class _Shard:
+    """The shard of a commit. opened: opens the index of its recipe; called only if there is damage."""
+
+    cache: Cache
+    recipe: str
+    plan: int
+    commit: index.Commit
+    opened: Callable[[], index.RecordIndex]
+
+    def finding(self, problem: str, records: tuple[str, ...] = ()) -> Finding:
+        path = Paths.shard(self.recipe, str(self.commit.shard))
+        return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
+
+    def findings(self, needed: bool, replaced: Replaced, progress: Progress) -> Iterator[Finding]:
+        """What is wrong with it.
+
+        Args:
+            needed: a named snapshot refers to the shard. Then it must exist even if other shards hold its records.
+            replaced: added to.
+        """
+        commit = self.commit
+        if commit.shard is None:
+            return
+        path = Paths.shard(self.recipe, commit.shard)
+        try:
+            intact = self.cache.files.digest(path) == commit.shard
+            progress(commit.bytes)
+        except FileNotFoundError:
+            keys = self._keys()
+            lost = self._unreplaced(keys, replaced)
+            lost = tuple(key.hex() for key in keys) if needed else lost
+            if lost or not keys:
+                yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
+            return
+        except (CacheError, OSError) as error:
+            yield self.finding(f"cannot be read: {error}")
+            return
+        if intact:
+            return
+        damaged = bad_records(self.cache, self.recipe, commit)
+        bad = self._unreplaced(damaged, replaced)
+        if bad:
+            yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
+        elif not damaged:
+            yield self.finding("bytes outside the records are damaged")
+
+    def _keys(self) -> list[bytes]:
+        try:
+            return [row["key"] for row in record_rows(self.cache, self.commit)]
+        except CacheError:
+            return []
+
+    def _unreplaced(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
+        unreplaced = unreplaced_keys(self.opened, self.commit, keys)
+        replaced[str(self.commit.shard)] = set(keys) - set(map(bytes.fromhex, unreplaced))
+        return unreplaced
+
+
+def unreplaced_keys(
+    opened: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]
+) -> tuple[str, ...]:
+    """Those of some damaged keys of a commit (hex) that no other shard holds a good record for.
 
     Args:
-        records: opens the index of its recipe; called only where there is damage.
-        needed: shards of named snapshots, which are missed even where other shards have their records.
-        again: of each shard the damaged records that another has; added to.
+        opened: opens the index of the recipe.
     """
-    if commit.shard is None:
-        return
-    name = Paths.shard(recipe, commit.shard)
-    own: dict[str, Any] = {"recipe": recipe, "plan": plan, "unit": commit.unit}
-    try:
-        intact = cache.files.digest(name) == commit.shard
-        progress(commit.bytes)
-    except FileNotFoundError:
-        keys = _keys(cache, commit)
-        lost = not_replaced(records, commit, keys)
-        again[commit.shard] = set(keys) - set(map(bytes.fromhex, lost))
-        lost = tuple(key.hex() for key in keys) if name in needed else lost
-        if lost or not keys:
-            yield Finding(name, f"the shard is missing with {len(lost) or commit.records} records", records=lost, **own)
-        return
-    except (CacheError, OSError) as error:
-        yield Finding(name, f"cannot be read: {error}", **own)
-        return
-    if not intact:
-        damaged = bad_records(cache, recipe, commit)
-        bad = not_replaced(records, commit, damaged)
-        again[commit.shard] = set(damaged) - set(map(bytes.fromhex, bad))
-        if damaged and not bad:
-            return  # a repair made every damaged record again, or another cache's copy counts
-        what = f"{len(bad)} of {commit.records} records are damaged" if bad else "bytes outside the records are damaged"
-        yield Finding(name, what, records=bad, **own)
-
-
-def not_replaced(records: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> tuple[str, ...]:
-    """Hex of those keys whose record that counts stands in no other shard than this commit's. records: opens the index
-    of its recipe."""
     if not keys:
         return ()
-    found = records()
-    rows = found.find(index.as_keys(keys)).tolist()
-    elsewhere = [row >= 0 and found.shards[found.columns["shard"][row]] != commit.shard for row in rows]
+    records = opened()
+    rows = records.find(index.as_keys(keys)).tolist()
+    elsewhere = [row >= 0 and records.shards[records.columns["shard"][row]] != commit.shard for row in rows]
     return tuple(key.hex() for key, other in zip(keys, elsewhere, strict=True) if not other)
-
-
-def _keys(cache: Cache, commit: index.Commit) -> list[bytes]:
-    try:
-        return [row["key"] for row in record_rows(cache, commit)]
-    except CacheError:
-        return []
 
 
 def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
@@ -432,7 +325,7 @@ def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
 
 
 def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
-    """Keys of the records of a shard whose payload or caption is not what was written; all if it is missing."""
+    """Keys of the damaged records of a shard (payload or caption); all keys if the shard is missing."""
     reader = shard.Reader(cache.files, recipe)
     bad = []
     assert commit.shard is not None
@@ -451,7 +344,11 @@ def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
 
 
 def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
-    """One verified record of a shard (uint16)."""
+    """Read and verify a record of a shard: uint16 (C, h, w) for latents, (rows, width) for text.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
     latent = recipe.startswith("latent-")
     shape = (row["channels"], row["height"], row["width"]) if latent else (row["rows"], row["width"])
     into = np.empty(shape, np.uint16)
@@ -459,24 +356,25 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
     return into
 
 
-def verify_snapshot(
-    cache: Cache, name: str, again: dict[str, set[bytes]], pointed: Container[str]
-) -> Iterator[Finding]:
-    """What is wrong with one snapshot (its head's file), but for its head: records of it that are damaged, its chunks,
-    shards missing or of another size.
+# ---------------------------------------------------------------- snapshots
+
+
+def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Container[str]) -> Iterator[Finding]:
+    """What is wrong with a snapshot besides its head: damaged records that it refers to, chunks, shards that are
+    missing or have another size.
 
     Args:
-        again: shard -> keys of damaged records that were made again elsewhere. A snapshot that refers to one of them
-            has to be made again, if anybody needs it.
-        pointed: ids of the snapshots that names point to.
+        name: path of the head.
+        replaced: a named snapshot that refers to one of these records has to be made again.
+        named: ids of the snapshots that names point to.
     """
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
     except CacheError:
-        return  # the damaged head has been named already
+        return  # `verify_documents` reports the damaged head
     try:
-        if bad := sum(refers_to(snapshot, again)) if any(again.values()) else 0:
-            if snapshot.id in pointed:
+        if bad := sum(references_by_chunk(snapshot, replaced)) if any(replaced.values()) else 0:
+            if snapshot.id in named:
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
             return
         check_files(cache.files, snapshot.head)
@@ -487,13 +385,13 @@ def verify_snapshot(
 
 
 def maker(name: str) -> str:
-    """The command that makes what a lost document was for."""
+    """The command that makes the data of a lost document again."""
     return BUCKET if name.partition("/")[0] in ("snapshots", "names") else ENCODE
 
 
-def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[int]:
-    """How many of some records (shard -> keys) a snapshot refers to, chunk by chunk; at last, whether to one of them as
-    its null record. A packed snapshot has copies of its own."""
+def references_by_chunk(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[int]:
+    """How many references to some records (shard -> keys) each chunk of a snapshot has; last, 1 if its null record is
+    one of them, else 0. A packed snapshot has none: it holds copies."""
     if snapshot.packed:
         return
     wanted = {
@@ -514,105 +412,6 @@ def refers_to(snapshot: Snapshot, records: dict[str, set[bytes]]) -> Iterator[in
     yield int(snapshot.null.key in records.get(snapshot.null.shard, ()))
 
 
-# ---------------------------------------------------------------- what contradicts itself
-
-
-def contradictions(cache: Cache) -> Iterator[Finding]:
-    """Where documents and shards contradict one another, as they do when a document was lost or damaged.
-
-    Nothing may be removed from a cache while there is one: what a lost document referred to looks unneeded. Reads every
-    document, and the heads of those shards that no commit refers to.
-
-    A shard that no commit refers to is harmless if its unit is committed with another one (a late worker's, a crash
-    before the commit) and if its bytes do not say what it is. If its unit is planned and not committed, or in no plan,
-    either its document was lost or the work was never finished. Joint shards are copies of records that are elsewhere:
-    they count for nothing here.
-    """
-    files, named = cache.files, named_snapshots(cache)
-    heads = set(files.names("snapshots"))
-    for name, _ in copies.documents(files):
-        folder, *rest = PurePosixPath(name).with_suffix("").parts
-        if folder == "snapshots" and rest[0] not in named:
-            continue  # nobody needs it
-        if folder == "units" and files.exists(f"segments/{rest[0]}/{rest[1]}.json"):
-            continue  # the segment stands for it
-        try:
-            files.document(name)
-        except CacheError as error:
-            yield Finding(name, error.what)
-    for snapshot, name in sorted(named.items()):
-        if f"{snapshot}.json" not in heads:
-            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=BUCKET)
-    if heads and not any(files.names(Paths.names(name)) for name in cache.snapshot_names()):
-        yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
-    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
-        yield from _gap(cache, folder)
-    owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    known = set(recipe_names(cache))
-    for owner in sorted(owners | {name.removesuffix(".json") for name in files.names("scales")} | known):
-        if not owner.startswith(PACKED) and owner not in known:
-            yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
-        yield from _gap(cache, Paths.plans(owner))
-        if not owner.startswith(PACKED):
-            yield from _unfounded(cache, owner)
-
-
-def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
-    try:
-        cache.files.numbers(folder)
-    except CacheError as error:
-        yield Finding(folder, error.what)
-
-
-def _unfounded(cache: Cache, owner: str) -> Iterator[Finding]:
-    """Commits, shards and scales of a recipe without the document that they follow from."""
-    files = cache.files
-    # Against the order in which they are written: what appears meanwhile is then no contradiction.
-    written = [entry.name for entry in files.walk(f"shards/{owner}")]
-    planned: dict[str, int] = {}
-    try:
-        listed = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
-        listed |= set(files.folders(f"units/{owner}"))
-        commits = [(int(name), commit) for name in sorted(listed) for commit in index.commits(files, owner, int(name))]
-        for plan in cache.plans(owner):
-            planned.update((unit.unit, plan.number) for unit in plan.units)
-    except CacheError:
-        return  # the damaged document has been named already
-    plans = set(planned.values())
-    for number in sorted({number for number, _ in commits} - plans):
-        where = Paths.numbered(Paths.plans(owner), number)
-        yield Finding(where, "is missing, and there are commits of its units", recipe=owner, plan=number)
-    for number, commit in commits:
-        if number in plans and planned.get(commit.unit) != number:
-            where = Paths.numbered(Paths.plans(owner), number)
-            yield Finding(where, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
-    shards, units = {commit.shard for _, commit in commits}, {commit.unit for _, commit in commits}
-    for name in written:
-        stem = PurePosixPath(name).stem
-        if stem in shards:
-            continue
-        try:
-            unit = shard.read_head(files, name)["unit"]
-        except CacheError:
-            continue
-        number = planned.get(unit, planned.get(index.adopted_unit(owner, stem), -1))
-        if unit in units or (number >= 0 and unit in index.committed(files, owner, number)):
-            continue
-        if number >= 0:
-            what = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"
-            yield Finding(name, what, fix=f"{ENCODE}, or {REPAIR}")
-        else:
-            what = f"unit {unit} of this shard is in no plan: bucket was stopped at another cache, or a plan was lost"
-            yield Finding(name, what, fix=f"{BUCKET}, or {REPAIR}")
-    if shards - {None} and not files.exists(Paths.scale(owner)):
-        try:
-            lossy = codec.storage_of(cache.recipe(owner)) == codec.INT8
-        except CacheError:
-            return
-        if lossy:
-            yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")
-
-
-def unit_of(cache: Cache, recipe: str, plan: int, unit: str) -> tuple[Plan, Unit]:
-    found = cache.plan(recipe, plan)
-    return found, next(u for u in found.units if u.unit == unit)
+def unit_of(cache: Cache, recipe: str, plan_number: int, unit_id: str) -> tuple[Plan, Unit]:
+    plan = cache.plan(recipe, plan_number)
+    return plan, next(unit for unit in plan.units if unit.unit == unit_id)

@@ -1,13 +1,13 @@
-"""Documents and their copies: which of the two is right, and how both become so.
+"""The two copies of every document: compare them, repair one from the other.
 
-What: `Files` writes every document twice (`name`, then `copies/name`) and reads the copy where the document is lost or
-damaged. `examined` looks at both, `put_right` makes both what the whole one says, `complete` does so for all documents
-of which one of the two is not there.
-Why: a document that is lost looks like one that was never written, so that records without a commit look unneeded and
-are made again or removed. With two, a single loss or a flipped bit changes no answer, and everything can tell.
-Price: two small files for one: two syncs more per unit. Where a name is not taken, object stores are asked twice.
+`Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
+`examined` checks both, `put_right` repairs both from the intact one, `complete` repairs all documents of which one of
+the two is missing.
+Why: a lost document looks like one that was never written, so records without a commit would look unneeded and be
+encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
+Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
 
-Shards and tables exist once: they are named by their content, and records can be made again.
+Shards and tables exist once: they are named by their content, and records can be encoded again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ class Pair:
     """A document and its copy.
 
     Attributes:
-        document, copy: what is wrong with each; "" if nothing. A copy that is not there is no damage: earlier versions
-            made none.
-        data: the right bytes; None if neither has them.
-        whole: whether both are there and right.
+        document, copy: what is wrong with each, "" if nothing. A missing copy is not damage: earlier versions had none.
+        data: the intact bytes; None if neither has them.
+        whole: whether both exist and are intact.
     """
 
     document: str
@@ -47,25 +46,24 @@ def examined(files: Files, name: str) -> Pair:
         what = f"{files.where(name)}: differs from its copy, and both are whole"
         return Pair(what, what, None, False)
     document = "" if isinstance(first, bytes) else first
-    copy = second if isinstance(second, str) and files.holds(Paths.copy(name)) else ""
-    return Pair(
-        document, copy, first if isinstance(first, bytes) else second if isinstance(second, bytes) else None, False
-    )
+    copy = second if isinstance(second, str) and files.has_file(Paths.copy(name)) else ""
+    data = next((result for result in (first, second) if isinstance(result, bytes)), None)
+    return Pair(document, copy, data, False)
 
 
 def put_right(files: Files, name: str) -> bool:
-    """Make a document and its copy what the whole one of them says. Returns whether both are right now."""
+    """Repair a document and its copy from the intact one. Returns whether both are intact now."""
     pair = examined(files, name)
     if pair.whole or pair.data is None:
         return pair.whole
-    for one in (name, Paths.copy(name)):
-        if not isinstance(_read(files, name, one), bytes):
-            files.replace(one, pair.data)
+    for path in (name, Paths.copy(name)):
+        if not isinstance(_read(files, name, path), bytes):
+            files.replace(path, pair.data)
     return True
 
 
 def documents(files: Files) -> Iterator[tuple[str, int]]:
-    """Every document of which there is at least the copy, sorted within its folder, and the bytes of both."""
+    """Every document that exists or has a copy, sorted within its folder, with the size of both together in bytes."""
     for folder in layout.DOCUMENTS:
         sizes: dict[str, int] = {}
         for where in (folder, Paths.copy(folder)):
@@ -77,20 +75,20 @@ def documents(files: Files) -> Iterator[tuple[str, int]]:
 
 
 def complete(files: Files) -> None:
-    """Give every document a copy and put back every one that is lost; from now on also those that are found damaged.
+    """Copy every document without a copy, restore every lost one, and let `files` repair damaged ones from now on.
 
-    For commands that write into the cache anyway. Lists the documents and reads those that are not there twice.
+    For commands that write into the cache. Lists all documents; reads only those that exist once.
     """
-    files.mends = True
+    files.repairs = True
     first = {e.name for folder in layout.DOCUMENTS for e in files.walk(folder) if layout.is_document(e.name)}
     second = {e.name.removeprefix("copies/") for e in files.walk("copies") if e.name.endswith(".json")}
-    first |= {Paths.FORMAT} if files.holds(Paths.FORMAT) else set()
+    first |= {Paths.FORMAT} if files.has_file(Paths.FORMAT) else set()
     for name in sorted(first ^ second):
         put_right(files, name)
 
 
 def _read(files: Files, name: str, where: str) -> bytes | str:
-    """The bytes of a document or of its copy; what is wrong with them, if something is."""
+    """The bytes of a document or of its copy, or the reason why they are not intact."""
     try:
         data = files.read(where)
         files.parse(name, data)

@@ -1,21 +1,24 @@
-"""Drivers of fsspec: how a URL is opened, and how everything below a folder is listed.
+"""URLs through fsspec: opening one, sending requests with our retries and errors, listing everything below a folder.
 
-Why a listing of our own: fsspec's general `find` takes a folder that it could not list for an empty one, so that a
-server that goes away gives a shorter listing, or none, and no error.
-Price: a driver without a `find` of its own is asked folder by folder.
+`Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
+Why a listing of our own: fsspec's general `find` treats a folder that it cannot list as empty, so that a server that
+goes away in the middle gives a shorter listing and no error.
+Price: a driver without a `find` of its own gets one request per folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from pipeline.errors import UserError
-from pipeline.retrying import CONNECT_S, TIMEOUT_S, WEB_TIMEOUT_S
+from pipeline import retrying
+from pipeline.cache.local_files import is_out_of_resources
+from pipeline.errors import AwayError, UserError
 from pipeline.urls import strip_credentials
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
@@ -25,10 +28,118 @@ _SECRETS = {
     "http": """write "machine HOST login USER password PASSWORD" into ~/.netrc, and """
     """export FSSPEC_HTTP='{"client_kwargs": {"trust_env": true}}'""",
 }
-"""Where credentials belong, by the driver's extra."""
+"""How to pass credentials, by the driver's extra."""
 
-Ask = Callable[[str, Callable[[str], Any]], Any]
-"""(path, request) -> the answer to `request(path)`, with the caller's retries and errors."""
+T = TypeVar("T")
+
+
+class ObjectAwayError(AwayError):
+    """One file could not be read or written for `patience_s`, while the store answered other requests."""
+
+
+class RequestFailed(Exception):
+    """A request for one file failed and repeating it is useless. `str()` is the reason, `fix` what may help."""
+
+    def __init__(self, reason: str, fix: str | None = None):
+        super().__init__(reason)
+        self.fix = fix
+
+
+class Connection:
+    """The files below a URL.
+
+    Args:
+        url: with a scheme that fsspec knows.
+        error: the type of errors that concern the store as a whole.
+        patience_s: how long to wait for a store that does not answer.
+        options: for the driver.
+
+    Attributes:
+        url: without a slash at the end.
+        fs: the driver, set to make a single attempt and to notice silence.
+        root: the driver's path of the URL.
+        is_web: whether it is a web server (http, https).
+
+    Raises:
+        error: the URL holds credentials, its scheme is unknown, or its driver is not installed or does not start.
+    """
+
+    def __init__(self, url: str, error: type[UserError], patience_s: float, **options: Any):
+        refuse_credentials(url, error)
+        self.url, self.patience_s, self._error = url.rstrip("/"), patience_s, error
+        self.fs, self.root = _open(url, error, patience_s, options)
+        self.is_web = url.partition("://")[0].lower() in ("http", "https")
+        self._store = "/".join(url.split("/")[:3])
+
+    def where(self, name: str) -> str:
+        """The URL of a file, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def request(self, name: str, ask: Callable[[], T], action: str = "read") -> T:
+        """The answer of `ask`, which is repeated while the store does not answer.
+
+        Args:
+            name: the file, relative to the URL; "" for the URL itself; for messages.
+            action: a past participle, for messages.
+
+        Raises:
+            FileNotFoundError, FileExistsError: as the driver.
+            AwayError: the store did not answer for `patience_s`; `ObjectAwayError`: only this file was not answered.
+            UserError: of the type of this connection: the store as a whole cannot be used (credentials, bucket, host).
+            OSError: this machine has no disk space or file descriptors left.
+            RequestFailed: any other failure.
+        """
+        try:
+            return retrying.retry(ask, self._store, self.patience_s)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except retrying.NoAnswer as error:
+            kind = ObjectAwayError if error.alone else AwayError
+            raise kind(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
+        except retrying.Refused as error:
+            raise self._error(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
+        except PermissionError as error:
+            fix = "check the credentials and the bucket's policy"
+            raise RequestFailed(f"may not be {action}: {error}", fix) from error
+        except NotImplementedError as error:
+            raise RequestFailed(f"the driver {self.fs.protocol} has no operation for it") from error
+        except Exception as error:  # each driver has its own types
+            if is_out_of_resources(error):
+                raise
+            raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}") from error
+
+    def find(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Every file below a folder: the driver's path -> the driver's description of the file.
+
+        Args:
+            folder: the driver's path.
+
+        Raises:
+            FileNotFoundError: there is no such folder (some drivers describe it as empty instead).
+            RequestFailed: a folder inside it was removed meanwhile. All others as `request`.
+        """
+        if has_own(self.fs, "find"):
+            return dict(self._list(folder, lambda: self.fs.find(folder, detail=True)))
+        files: dict[str, dict[str, Any]] = {}
+        folders = [folder]
+        while folders:
+            current = folders.pop()
+            try:
+                entries = self._list(current, partial(self.fs.ls, current, detail=True))
+            except FileNotFoundError as error:
+                if current == folder:
+                    raise
+                raise RequestFailed(f"{current} was listed and does not exist") from error
+            for info in entries:
+                path = str(info["name"]).rstrip("/")
+                if info["type"] != "directory":
+                    files[str(info["name"])] = info
+                elif path.startswith(current + "/") and not path.endswith("/."):
+                    folders.append(path)
+        return files
+
+    def _list(self, folder: str, ask: Callable[[], T]) -> T:
+        return self.request(folder[len(self.root) + 1 :], ask, "listed")
 
 
 def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
@@ -44,18 +155,10 @@ def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
         )
 
 
-def open_url(url: str, error: type[UserError], patience_s: float, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """The driver of a URL, set to make one attempt and to notice silence, and what the driver calls the place.
-
-    Args:
-        error: what to raise.
-        patience_s: no single attempt is silent for longer.
-        options: for the driver.
-
-    Raises:
-        error: the URL holds credentials, nobody knows its scheme, or its driver is not installed or does not start.
-    """
-    refuse_credentials(url, error)
+def _open(
+    url: str, error: type[UserError], patience_s: float, options: dict[str, Any]
+) -> tuple[AbstractFileSystem, str]:
+    """The driver of a URL and the driver's path of it."""
     scheme = url.partition("://")[0].lower()
     try:
         fs, root = fsspec.core.url_to_fs(url, **_one_attempt(scheme, patience_s), **options)
@@ -66,7 +169,7 @@ def open_url(url: str, error: type[UserError], patience_s: float, **options: Any
             expected="file, s3, gs, http, https, hf, or another scheme that fsspec knows",
             fix=f"pip install 'sana-pipe[{extra}]'" if extra else f"install the fsspec driver for {scheme}://",
         ) from None
-    except Exception as cause:  # drivers raise what they like: no region, no credentials, ...
+    except Exception as cause:  # of any type: no region, no credentials, ...
         raise error(f"{url}: cannot be opened: {type(cause).__name__}: {cause}") from None
     if hasattr(fs, "retries"):
         fs.retries = 1
@@ -74,51 +177,29 @@ def open_url(url: str, error: type[UserError], patience_s: float, **options: Any
 
 
 def _one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
-    """Options of a driver, before those of fsspec's configuration: `retrying.tried` is who tries again."""
+    """Driver options for a single attempt with timeouts of at most `patience_s`: `retrying.retry` repeats requests.
+    fsspec's configuration takes precedence."""
     given = fsspec.config.conf.get(scheme, {})
 
     def at_most(usual: float) -> float:
         return max(1.0, min(usual, patience_s))
 
+    connect = at_most(retrying.CONNECT_S)
     if scheme in ("s3", "s3a"):
-        once = {"connect_timeout": at_most(CONNECT_S), "read_timeout": at_most(TIMEOUT_S)}
+        once = {"connect_timeout": connect, "read_timeout": at_most(retrying.TIMEOUT_S)}
         return {"config_kwargs": {**once, "retries": {"total_max_attempts": 1}, **given.get("config_kwargs", {})}}
     if scheme in ("http", "https"):
         import aiohttp
 
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=at_most(CONNECT_S), sock_read=at_most(WEB_TIMEOUT_S))
+        read = at_most(retrying.WEB_TIMEOUT_S)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
         return {"client_kwargs": {"timeout": limits, **given.get("client_kwargs", {})}}
     return {}
 
 
-def find(fs: AbstractFileSystem, root: str, ask: Ask) -> dict[str, dict[str, Any]]:
-    """Every file below a folder, by the driver's path, with what the driver says of it.
-
-    Raises:
-        FileNotFoundError: there is no such folder (some drivers say that it is empty).
-        OSError: a folder inside it could not be listed, or vanished meanwhile; and whatever `ask` raises.
-    """
-    own = type(fs)
-    if isinstance(fs, AsyncFileSystem):
-        general = own._find is AsyncFileSystem._find
-    else:
-        general = own.find is AbstractFileSystem.find
-    if not general:
-        return dict(ask(root, lambda path: fs.find(path, detail=True)))
-    found: dict[str, dict[str, Any]] = {}
-    folders = [root]
-    while folders:
-        folder = folders.pop()
-        try:
-            entries = ask(folder, lambda path: fs.ls(path, detail=True))
-        except FileNotFoundError as error:
-            if folder == root:
-                raise
-            raise OSError(f"{folder} was listed and is not there") from error
-        for info in entries:
-            path = str(info["name"]).rstrip("/")
-            if info["type"] != "directory":
-                found[str(info["name"])] = info
-            elif path.startswith(folder + "/") and not path.endswith("/."):
-                folders.append(path)
-    return found
+def has_own(fs: AbstractFileSystem, operation: str) -> bool:
+    """Whether a driver implements an operation itself instead of inheriting fsspec's general one."""
+    kind = type(fs)
+    if issubclass(kind, AsyncFileSystem):
+        return getattr(kind, f"_{operation}") is not getattr(AsyncFileSystem, f"_{operation}")
+    return getattr(kind, operation) is not getattr(AbstractFileSystem, operation)

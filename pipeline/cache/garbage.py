@@ -1,20 +1,20 @@
-"""What nothing needs any more, and its removal.
+"""Garbage: files of a cache that no commit, snapshot or open plan refers to, and their removal.
 
-What: `unneeded` lists the files of a cache that no commit, snapshot or open plan refers to, `remove` removes them.
-Why: absence of a reference proves something only in a cache that is whole, and only for a moment. So nothing is listed
-while documents and shards contradict one another, and of what was listed only that is removed which is still unneeded
-and old when it is looked at again.
+`unneeded` lists such files, `remove` removes them.
+Why: a missing reference proves something only in a whole cache, and only for a moment. So nothing is listed while
+documents and shards contradict one another. A listed file is removed only if it is still unneeded and old when it is
+looked at again.
 Price: every document is read once for the list, once for every folder that files are removed from, and again whenever
-`REREAD_S` have gone into removal.
+removal has taken `REREAD_S`.
 
-Removal races with those who use a file again. They freshen it (`Files.freshen`, `Files.publish_content`) before they
-publish what refers to it, a snapshot's head before they name it. The references are read again before removal from a
-folder begins, the age of each file at its removal (`Files.discard`): a reference that appeared after that reading was
-preceded by a freshening, so that the file is young, however many files were removed in between. Only a writer that does
-not freshen (of an earlier version) depends on how old the reading is, and that is bounded in seconds. What a head
-refers to is not freshened when the head is named; so heads are removed first, and what an existing head that is named
-or young refers to stays. Where a writer took longer than the age between the two, or a store gives no such order, a
-commit's missing shard is made again by `encode` or brought again by `bucket`.
+Removal races with writers that use an existing file again. They freshen the file (`Files.freshen`,
+`Files.publish_content`) before they publish a document that refers to it, and a snapshot's head before they name it.
+Removal reads the references before it begins with a folder, and the age of each file when it removes the file
+(`Files.discard`). If a reference appeared after that reading, its file was freshened before and is young, however many
+files were removed in between. Only writers of earlier versions do not freshen; for them `REREAD_S` bounds the age of
+the reading. Naming a head does not freshen the files that it refers to. So heads are removed first, and files of an
+existing head that is named or young stay. If a writer took longer than the age between the two steps, or if a store
+does not keep the order, a commit may lose its shard: `encode` makes it again, or `bucket` copies it again.
 """
 
 from __future__ import annotations
@@ -26,68 +26,75 @@ from itertools import groupby
 from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
-from pipeline.cache.audit import contradictions, packs, recipe_names
-from pipeline.cache.files import STALE_TMP_S
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.snapshot import Head
 from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError
 
 REREAD_S = 60.0
-"""How long files are removed after one reading of the references."""
+"""How long one reading of the references serves for removals."""
 
 Unneeded = tuple[str, int, str]
 """A file, its size in bytes, and why nothing needs it."""
 
-# Units before plans: what is left of a pack if this is cut short is no pack. Heads before what they refer to.
+# Units before plans: if removal is interrupted, the rest of a pack is not a pack. Heads before what they refer to.
 _ORDER = ("tmp", "units", "plans", "snapshots", "shards", "tables", "claims", "fragments")
 
 
 def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None = None) -> Iterator[Unneeded]:
-    """Files that nothing refers to. Younger files are spared: a writer may be about to commit them.
-
-    Every snapshot that a name points to now, every scan, every plan and every commit are spared with all they refer to.
+    """Files that nothing refers to. Named snapshots, scans, plans and commits stay, with everything they refer to.
 
     Args:
-        older_than_s: seconds since a file was last written.
+        older_than_s: seconds since a file was last written; younger files stay, because a writer may be about to commit
+            them.
         now: the time by the store's clock; default: `Files.now`.
 
     Raises:
-        IntegrityError: documents and shards contradict one another: what a lost document referred to looks unneeded.
+        IntegrityError: documents and shards contradict one another (see `contradictions`).
     """
-    found = next(contradictions(cache), None)
-    if found is not None:
+    contradiction = next(contradictions(cache), None)
+    if contradiction is not None:
         raise IntegrityError(
-            f"{cache.files.where(found.path)}: {found.problem}",
+            f"{cache.files.where(contradiction.path)}: {contradiction.problem}",
             expected="a whole cache",
-            fix=f"{found.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
+            fix=f"{contradiction.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
         )
     before = (cache.files.now() if now is None else now) - older_than_s
     needed = _Needed(cache, before)
     for folder in _ORDER:
         for entry in cache.files.walk(folder):
-            why = needed.why_not(entry.name)
+            why = needed.why_unneeded(entry.name)
             if why is not None and entry.modified <= before:
                 yield entry.name, entry.size, why
 
 
 def remove(
     cache: Cache,
-    found: Iterable[Unneeded],
+    listed: Iterable[Unneeded],
     older_than_s: float,
     now: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Unneeded]:
-    """Remove files that `unneeded` listed, in its order; returns those that are gone now: the rest is needed again or
-    young. clock: seconds, for `REREAD_S`."""
+    """Remove files that `unneeded` listed, in its order.
+
+    Args:
+        older_than_s, now: as in `unneeded`.
+        clock: seconds, for `REREAD_S`.
+
+    Returns:
+        The removed files. The others are needed again, young, or already gone.
+    """
     before = (cache.files.now() if now is None else now) - older_than_s
     removed = []
-    for _, of_folder in groupby(found, key=lambda entry: entry[0].partition("/")[0]):
-        read = -math.inf
+    for _, of_folder in groupby(listed, key=lambda entry: entry[0].partition("/")[0]):
+        read_at = -math.inf
         for entry in list(of_folder):
-            if clock() - read > REREAD_S:
-                needed, read = _Needed(cache, before), clock()
-            if needed.why_not(entry[0]) is not None and cache.files.discard(entry[0], before):
+            if clock() - read_at > REREAD_S:
+                needed, read_at = _Needed(cache, before), clock()
+            if needed.why_unneeded(entry[0]) is not None and cache.files.discard(entry[0], before):
                 removed.append(entry)
     return removed
 
@@ -96,76 +103,88 @@ class _Needed:
     """What a cache's documents refer to, as read at one moment.
 
     Args:
-        before: a head without a name that was last written at or before this moment counts no more.
+        before: a head without a name does not count if it was last written at or before this moment.
     """
 
     def __init__(self, cache: Cache, before: float):
+        self.cache = cache
         self.shards: set[str] = set()
         self.tables: set[str] = set()
         self.heads: set[str] = set()
         self.merged: set[str] = set()
-        self.given_up: set[str] = set()
-        forgotten = cache.forgotten_scans()
-        for source in cache.sources():
-            for number in cache.files.numbers(Paths.scans(source)):
+        self.abandoned_packs: set[str] = set()
+        self._add_scans()
+        named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
+        packs_in_use = self._add_heads(named, before)
+        for recipe in recipe_names(cache):
+            self._add_recipe(recipe)
+        self._add_packs(named, packs_in_use)
+
+    def _add_scans(self) -> None:
+        forgotten = self.cache.forgotten_scans()
+        for source in self.cache.sources():
+            for number in self.cache.files.numbers(Paths.scans(source)):
                 name = Paths.numbered(Paths.scans(source), number)
                 if name not in forgotten:
-                    self.tables.add(cache.files.document(name)["table"])
-        named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
-        packed = self._add_heads(cache, named, before)
-        for recipe in recipe_names(cache):
-            if cache.files.exists(Paths.scale(recipe)):
-                self.tables.add(cache.files.document(Paths.scale(recipe))["table"])
-            for plan in cache.plans(recipe):
-                self.tables.add(plan.table)
-                segment = Paths.segment(recipe, plan.number)
-                if cache.files.exists(segment):
-                    self.tables.add(cache.files.document(segment)["table"])
-                    self.merged.add(Paths.units(recipe, plan.number))
-                self._add_commits(index.commits(cache.files, recipe, plan.number))
-        for pack in packs(cache):
-            plan = cache.plan(pack, 0)
-            source = cache.table(plan.table).column("snapshot")[0].as_py()
-            # One that no snapshot was made of yet goes on, as long as what it packs is wanted.
-            if not packed.get(pack, source in named):
-                self.given_up.add(pack)
-                continue
-            self.tables.add(plan.table)
-            self._add_commits(index.commits(cache.files, pack, 0))
+                    self.tables.add(self.cache.files.document(name)["table"])
 
-    def _add_heads(self, cache: Cache, named: set[str | None], before: float) -> dict[str, bool]:
-        """Returns the packs that some snapshot lies in, and whether one of these counts."""
-        packed: dict[str, bool] = {}
-        written = {entry.name: entry.modified for entry in cache.files.walk("snapshots")}
-        for name in (f"snapshots/{entry}" for entry in cache.files.names("snapshots")):
+    def _add_heads(self, named: set[str | None], before: float) -> dict[str, bool]:
+        """Returns the packs of all snapshots, and whether one of the snapshots counts."""
+        files = self.cache.files
+        packs_in_use: dict[str, bool] = {}
+        written = {entry.name: entry.modified for entry in files.walk("snapshots")}
+        for name in (f"snapshots/{entry}" for entry in files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
-            counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy is there
+            counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy exists
             try:
-                head = Head.read(cache.files, snapshot_id)
+                head = Head.read(files, snapshot_id)
             except CacheError:
-                if counts and snapshot_id in named:
+                if snapshot_id in named:
                     raise
-                continue  # nobody can read it, and nobody named it
+                continue
             if head.folder is not None:
-                packed[head.folder] = packed.get(head.folder, False) or counts
+                packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
             if counts:
                 self.heads.add(name)
                 self.tables |= head.tables() | set(head.sources.values())
                 self.shards |= {shard.name for shards in head.shards.values() for shard in shards}
-        return packed
+        return packs_in_use
 
-    def _add_commits(self, commits: Iterable[index.Commit]) -> None:
-        for commit in commits:
+    def _add_recipe(self, recipe: str) -> None:
+        files = self.cache.files
+        if files.exists(Paths.scale(recipe)):
+            self.tables.add(files.document(Paths.scale(recipe))["table"])
+        for plan in self.cache.plans(recipe):
+            self.tables.add(plan.table)
+            segment = Paths.segment(recipe, plan.number)
+            if files.exists(segment):
+                self.tables.add(files.document(segment)["table"])
+                self.merged.add(Paths.units(recipe, plan.number))
+            self._add_commits(recipe, plan.number)
+
+    def _add_packs(self, named: set[str | None], packs_in_use: dict[str, bool]) -> None:
+        """An unfinished pack (without a snapshot) is needed while a name points to the snapshot that it packs."""
+        for pack in packs(self.cache):
+            plan = self.cache.plan(pack, 0)
+            source = self.cache.table(plan.table).column("snapshot")[0].as_py()
+            if packs_in_use.get(pack, source in named):
+                self.tables.add(plan.table)
+                self._add_commits(pack, 0)
+            else:
+                self.abandoned_packs.add(pack)
+
+    def _add_commits(self, owner: str, plan: int) -> None:
+        for commit in index.commits(self.cache.files, owner, plan):
             self.shards |= {commit.shard} if commit.shard else set()
             self.tables |= {commit.table} if commit.table else set()
 
-    def why_not(self, name: str) -> str | None:
-        """Why nothing needs a file; None if something does."""
+    def why_unneeded(self, name: str) -> str | None:
+        """Why nothing needs a file; None if something needs it."""
         path = PurePosixPath(name)
         folder, stem = path.parts[0], path.stem
-        if folder in ("plans", "units") and path.parts[1] in self.given_up:
+        if folder in ("plans", "units") and path.parts[1] in self.abandoned_packs:
             return "no name points to the snapshot of this pack"
-        if folder == "tmp" and not process_identity.lives(path.name):
+        if folder == "tmp" and not process_identity.is_owned_by_live_process(path.name):
             return "left by a writer that died"
         if folder == "shards" and stem not in self.shards:
             return "no commit or snapshot refers to this shard"

@@ -1,11 +1,11 @@
-"""Commits and the index: which records a cache holds, and where.
+"""Commits and the index: which records a cache has, and where.
 
-What: a unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only thing that makes its shard visible.
-When every unit of a plan is committed, one segment document takes their place, so that opening a cache reads one
-document per finished plan and never lists a folder per unit. `RecordIndex` answers "where is this key".
-Why: a crash leaves only invisible files; a doubled or late worker publishes a name that is taken: nothing changes.
-Price: a record may stand in two shards (a repair); the later plan wins, so an index is built in plan order. Plans
-that were adopted from another cache come before all others, the first of them last.
+A unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only thing that makes its shard visible. When all
+units of a plan are committed, one segment document replaces them, so that opening a cache reads one document per
+finished plan and never lists a folder per unit. `RecordIndex` finds records by key.
+Why: a crash leaves only invisible files; a second or late worker publishes a name that is taken, which changes nothing.
+Price: a record may be in two shards (after a repair). The later plan wins, so an index is built in plan order. Adopted
+plans come before all others, in reverse order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
 from pipeline.errors import IntegrityError
 
 ADOPTED = "adopted"
-"""Key in the provenance of a commit that came from another cache (see `pipeline.cache.adopt`)."""
+"""Key in the provenance of a commit from another cache (see `pipeline.cache.adopt`)."""
 
 
 @dataclass(frozen=True)
 class Reject:
-    """A record that a unit could not make. `retry` marks causes that may pass (a file that was gone or had changed)."""
+    """A record that a unit could not make. retry: the cause may be temporary (a file was missing or had changed)."""
 
     key: str
     item: str
@@ -40,7 +40,7 @@ class Reject:
 
 @dataclass(frozen=True)
 class Commit:
-    """What became of one unit. `shard` is None when every record was rejected."""
+    """The result of one unit. shard: None if every record was rejected."""
 
     unit: str
     shard: str | None
@@ -67,25 +67,25 @@ class Commit:
 
 
 def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
-    """Make a unit's shard visible. Returns False if the unit was committed before (ours then stays invisible)."""
+    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
     return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
 
 
 def adopted_unit(recipe: str, shard: str) -> str:
-    """The id of the unit that a shard of another cache becomes here: a fork of that cache may have another outcome of
-    the unit that it came from."""
+    """The id of the unit for an adopted shard. It depends on the shard, because forks of a cache may have different
+    results of the same unit."""
     return layout.digest("adopted", recipe, shard).hex()
 
 
 def committed(files: Files, recipe: str, plan: int) -> set[str]:
-    """Units of a plan that are done."""
+    """The committed units of a plan."""
     if files.exists(Paths.segment(recipe, plan)):
         return {c["unit"] for c in files.document(Paths.segment(recipe, plan))["commits"]}
     return {name[:-5] for name in files.names(Paths.units(recipe, plan)) if name.endswith(".json")}
 
 
 def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
-    """Commits of a plan, sorted by unit: out of its segment if there is one, else out of its unit documents."""
+    """Commits of a plan, sorted by unit: from its segment if there is one, else from its unit documents."""
     if files.exists(Paths.segment(recipe, plan)):
         return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
     names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
@@ -97,7 +97,7 @@ def table_bytes(table: pa.Table) -> bytes:
 
 
 def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
-    """Write the segment of a plan once all its units are committed. The same bytes whoever writes it.
+    """Write the segment of a plan once all its units are committed. Every process writes the same bytes.
 
     Returns:
         True if the plan has a segment afterwards.
@@ -125,25 +125,24 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
     return pa.concat_tables(tables) if tables else _with_shard(RECORDS[recipe.partition("-")[0]].empty_table(), "")
 
 
-def _record_table(files: Files, digest: str, again: Callable[[], pa.Table]) -> pa.Table:
-    """A record table; one that is missing or damaged is made again, if its bytes come out the same, and published if
-    `files.mends`.
+def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) -> pa.Table:
+    """A record table. A missing or damaged one is rebuilt, and published if `files.repairs`.
 
     Raises:
-        IntegrityError: it does not.
+        IntegrityError: the rebuilt table has another digest.
     """
     name = Paths.table(digest, "arrow")
     try:
         return from_ipc(files.content(name, digest), files.where(name))
     except IntegrityError:
         try:
-            table = again()
+            table = rebuild()
         except (IntegrityError, OSError):
             table = None
         data = b"" if table is None else to_ipc(table)
         if layout.content_digest(data) != digest:
             raise
-        if files.mends:
+        if files.repairs:
             files.put_content(data, "tables", "arrow")
         return from_ipc(data, files.where(name))
 
@@ -168,22 +167,22 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
 
 
 def lost(files: Files, folder: str, shards: list[str], sizes: list[int]) -> np.ndarray:
-    """Which shards below a folder of `shards/` are missing or of another size in bytes: one listing."""
+    """(n,) bool: which shards below a folder of `shards/` are missing or have another size in bytes; one listing."""
     names = [Paths.shard(folder, name) for name in shards]
-    found = files.sizes(names)
-    return np.array([found.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
+    actual = files.sizes(names)
+    return np.array([actual.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
 
 
 class RecordIndex:
-    """Every record of one recipe. Keys are looked up by binary search over sorted 16-byte keys.
+    """Every record of one recipe. Keys are found by binary search over sorted 16-byte keys.
 
     Attributes:
-        shards: names of the shards, in the order in which `shard` numbers refer to them.
-        bytes: size in bytes of each of `shards`.
+        shards: names of the shards; the column `shard` has positions in this list.
+        bytes: size of each shard in bytes.
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
-        origin: per shard, which of several caches it is from (see `union`); 0 for all otherwise.
-        lost: per shard, whether it is missing or of another size than its commit says (one listing, at first use).
+        origin: for each shard, the position of its cache (see `union`); otherwise 0.
+        lost: for each shard, whether it is missing or has another size than its commit says (one listing at first use).
     """
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
@@ -191,31 +190,17 @@ class RecordIndex:
         self.rejects: list[Reject] = []
         self.shards: list[str] = []
         self.bytes: list[int] = []
-        tables = []
-        listed = [(plan, commits(files, recipe, plan)) for plan in plans]
-        adopted = [bool(done) and all(ADOPTED in c.provenance for c in done) for _, done in listed]
-        order = [e for e, taken in zip(listed[::-1], adopted[::-1], strict=True) if taken]
-        for plan, done in order + [e for e, taken in zip(listed, adopted, strict=True) if not taken]:
+        tables: list[pa.Table] = []
+        for plan, done in self._by_precedence(plans):
             for commit in done:
                 self.rejects.extend(commit.rejects)
                 if commit.shard is not None:
                     self.shards.append(commit.shard)
                     self.bytes.append(commit.bytes)
-            if files.exists(Paths.segment(recipe, plan)):
-                digest = files.document(Paths.segment(recipe, plan))["table"]
-                tables.append(_record_table(files, digest, partial(whole_table, files, recipe, done)))
-                if missing := {*RECORDS[self.kind].names, "shard"} - set(tables[-1].column_names):
-                    raise IntegrityError(
-                        f"{files.where(Paths.segment(recipe, plan))}: is not of {self.kind} records",
-                        expected=", ".join(sorted(missing)),
-                        found=", ".join(tables[-1].column_names),
-                        fix=layout.REPAIR,
-                    )
-            else:
-                tables.extend(_unit_table(files, recipe, commit) for commit in done if commit.table)
+            tables += self._tables(plan, done)
+        self.origin = [0] * len(self.shards)
         schema = RECORDS[self.kind]
         whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
-        self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         shard = np.concatenate([np.empty(0, np.uint32), *(_numbers(t.column("shard"), number) for t in tables)])
         columns = {"shard": shard}
@@ -224,13 +209,39 @@ class RecordIndex:
             columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
         self._fill(columns)
 
+    def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
+        """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
+        adopted: list[tuple[int, list[Commit]]] = []
+        encoded: list[tuple[int, list[Commit]]] = []
+        for plan in plans:
+            done = commits(self._files, self.recipe, plan)
+            is_adopted = bool(done) and all(ADOPTED in commit.provenance for commit in done)
+            (adopted if is_adopted else encoded).append((plan, done))
+        return adopted[::-1] + encoded
+
+    def _tables(self, plan: int, done: list[Commit]) -> list[pa.Table]:
+        """The record tables of a plan: the merged one if it has a segment."""
+        files, segment = self._files, Paths.segment(self.recipe, plan)
+        if not files.exists(segment):
+            return [_unit_table(files, self.recipe, commit) for commit in done if commit.table]
+        digest = files.document(segment)["table"]
+        table = _record_table(files, digest, partial(whole_table, files, self.recipe, done))
+        if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
+            raise IntegrityError(
+                f"{files.where(segment)}: is not of {self.kind} records",
+                expected=", ".join(sorted(missing)),
+                found=", ".join(table.column_names),
+                fix=layout.REPAIR,
+            )
+        return [table]
+
     @cached_property
     def lost(self) -> np.ndarray:
         return lost(self._files, self.recipe, self.shards, self.bytes)
 
     def _fill(self, columns: dict[str, np.ndarray]) -> None:
         high, low = halves(columns["key"])
-        # A later plan's record of the same key wins: a stable sort keeps plan order, the last of equals is kept.
+        # The record of the later plan wins: the sort is stable, and of equal keys the last stays.
         order = np.lexsort((low, high))
         if len(order) > 1:
             high, low = high[order], low[order]
@@ -241,39 +252,41 @@ class RecordIndex:
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
-        """One index over several caches' indexes of the same recipe; of a key that several hold the first's counts,
-        but the last of all are records of the first whose shard is lost.
+        """One index over the indexes of several caches for the same recipe.
 
-        `origin` says for each of its `shards` which of the indexes it is from.
+        For a key in several caches the first cache wins, unless its shard is lost. `origin` has the position of each
+        shard's index.
         """
         if len(indexes) == 1:
             return indexes[0]
-        whole, here = cls.__new__(cls), indexes[0]
-        whole.recipe, whole.kind = here.recipe, here.kind
-        whole.shards, whole.bytes, whole.origin, whole.rejects = [], [], [], []
-        others = [(at, one, np.ones(len(one.shards), bool)) for at, one in enumerate(indexes[1:], start=1)]
-        ranks = [(0, here, ~here.lost), *others, (0, here, here.lost)]
-        first: dict[str, int] = {}
-        for at, one, counts in ranks:
-            for i in np.flatnonzero(counts).tolist():
-                if one.shards[i] not in first:
-                    first[one.shards[i]] = len(whole.shards)
-                    whole.shards.append(one.shards[i])
-                    whole.bytes.append(one.bytes[i])
-                    whole.origin.append(at)
-        whole.rejects = [reject for one in indexes for reject in one.rejects]
-        parts = []  # the last of equals is kept
-        for _, one, counts in ranks[::-1]:
-            number = np.array([first[name] for name in one.shards], np.uint32)
-            parts.append((one, number, counts[one.columns["shard"]]))
+        union, local = cls.__new__(cls), indexes[0]
+        union.recipe, union.kind = local.recipe, local.kind
+        union.shards, union.bytes, union.origin = [], [], []
+        others = [
+            (origin, other, np.ones(len(other.shards), bool)) for origin, other in enumerate(indexes[1:], start=1)
+        ]
+        by_precedence = [(0, local, ~local.lost), *others, (0, local, local.lost)]
+        position: dict[str, int] = {}
+        for origin, part, usable in by_precedence:
+            for i in np.flatnonzero(usable).tolist():
+                if part.shards[i] not in position:
+                    position[part.shards[i]] = len(union.shards)
+                    union.shards.append(part.shards[i])
+                    union.bytes.append(part.bytes[i])
+                    union.origin.append(origin)
+        union.rejects = [reject for part in indexes for reject in part.rejects]
+        parts = []
+        for _, part, usable in by_precedence[::-1]:  # `_fill` takes the last of equal keys
+            positions = np.array([position[name] for name in part.shards], np.uint32)
+            parts.append((part, positions, usable[part.columns["shard"]]))
         columns = {
-            name: np.concatenate([one.columns[name][rows] for one, _, rows in parts])
-            for name in here.columns
+            name: np.concatenate([part.columns[name][rows] for part, _, rows in parts])
+            for name in local.columns
             if name != "shard"
         }
-        shards = np.concatenate([number[one.columns["shard"][rows]] for one, number, rows in parts])
-        whole._fill({"shard": shards, **columns})
-        return whole
+        shards = np.concatenate([positions[part.columns["shard"][rows]] for part, positions, rows in parts])
+        union._fill({"shard": shards, **columns})
+        return union
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -283,32 +296,32 @@ class RecordIndex:
         if not len(self.keys):
             return np.full(len(keys), -1, np.int64)
         high, low = halves(keys)
-        order = np.argsort(high)  # neighbours in turn: random probes of a large index miss every cache
+        order = np.argsort(high)  # in key order: random probes of a large index miss the CPU caches
         rows = np.empty(len(keys), np.int64)
         rows[order] = np.searchsorted(self._high, high[order])
         last = len(self.keys) - 1
         rows = np.minimum(rows, last)
-        while True:  # keys with equal first halves stand one after the other
-            on = (self._high[rows] == high) & (self._low[rows] < low) & (rows < last)
-            if not on.any():
+        while True:  # keys with equal first halves are adjacent
+            before = (self._high[rows] == high) & (self._low[rows] < low) & (rows < last)
+            if not before.any():
                 break
-            rows[on] += 1
+            rows[before] += 1
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
     def there(self, keys: np.ndarray) -> np.ndarray:
-        """(n,) bool: which records are there and their shards, too. keys: as in `find`."""
+        """(n,) bool: which records exist in a shard that is not lost. keys: as in `find`."""
         rows = self.find(keys)
-        there = rows >= 0
-        there[there] = ~self.lost[self.columns["shard"][rows[there]]]
-        return there
+        present = rows >= 0
+        present[present] = ~self.lost[self.columns["shard"][rows[present]]]
+        return present
 
     def has(self, key: bytes) -> bool:
-        """Whether a record is there and its shard, too."""
+        """Whether a record exists in a shard that is not lost."""
         return bool(self.there(as_keys([key]))[0])
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
-    """Names of shards (a dictionary column) as uint32 numbers."""
+    """Shard names (a dictionary column) as uint32 positions. number: name -> position."""
     chunks = [np.empty(0, np.uint32)]
     for chunk in column.chunks:
         names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
@@ -317,7 +330,7 @@ def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
 
 
 def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """S16 keys as two uint64 each, which sort as the bytes do, and faster."""
+    """S16 keys as (high, low) uint64 arrays, which sort like the bytes, and faster."""
     both = np.ascontiguousarray(keys).view(">u8").reshape(-1, 2).astype(np.uint64)
     return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
 

@@ -1,16 +1,16 @@
 """Names, identities and checksums of everything in a cache.
 
-What: recipes and their ids, record keys, sample ids, checksums, canonical JSON and the paths of a cache.
-Why: a record is found by what it is (content and recipe), so nothing unchanged is encoded twice and nothing stale is
-served. These functions are the format: changing one of them makes every existing cache unreadable, so `VERSION`
-counts them and a golden test holds them still.
-Price: xxh3-128 is fast (over 10 GB/s) but not cryptographic: it guards against damage and mix-ups, not against an
-adversary who may write into the cache.
+Recipes and their ids, record keys, sample ids, checksums, canonical JSON, and the paths of a cache.
+Why: a record is found by its content and recipe, so nothing unchanged is encoded twice and nothing stale is used. These
+functions are the format: a change makes every existing cache unreadable, so `VERSION` counts changes and a golden test
+prevents accidental ones.
+Price: xxh3-128 is fast (over 10 GB/s) but not cryptographic: it protects against damage and mix-ups, not against an
+adversary with write access to the cache.
 
 Identity rules:
-* A recipe field enters the id only when it differs from its default, so a field added later leaves old ids alone.
-* Weights are named by their digest: where they came from (`model`, `revision`) is provenance. Recipes of earlier caches
-  carry it in their id; `Recipe.same_values` leaves it out, and a cache goes on with such a recipe.
+* A recipe field enters the id only when it differs from its default, so a field added later leaves old ids unchanged.
+* Weights are named by their digest; their origin (`model`, `revision`) is provenance. Recipes of earlier caches have it
+  in their id; `Recipe.same_values` leaves it out, and a cache continues with such a recipe.
 * A latent is keyed by (recipe, image digest, target height and width, crop); text by (recipe, normalised caption).
 """
 
@@ -32,11 +32,11 @@ VERSION = 1
 META = "__sana_pipe__"
 """Folder of the members that describe a shard; webdataset skips names of this form."""
 PACKED = "packed-"
-"""How the names of packs begin, which stand where those of recipes do: in `shards/`, `plans/`, `units/`, `claims/`."""
+"""Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
 DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
-"""Folders of the documents that everything else follows from. A cache holds each of them twice (`Paths.copy`)."""
+"""Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
 def digest(*parts: bytes | str) -> bytes:
@@ -69,14 +69,14 @@ def canonical(value: Any) -> bytes:
 # ---------------------------------------------------------------- recipes
 
 PROVENANCE = ("model", "revision")
-"""Fields of a recipe that decide no value."""
+"""Fields of a recipe that do not influence values."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the values of records. Subclasses list the fields; defaults do not enter the id.
+    """Everything that decides the values of records. Subclasses list the fields; defaults do not enter the id.
 
-    `model` and `revision` say where the weights came from; only recipes of earlier versions have them.
+    `model` and `revision` are the origin of the weights; only recipes of earlier versions have them.
     """
 
     kind: ClassVar[str]
@@ -87,15 +87,15 @@ class Recipe:
     @property
     def id(self) -> str:
         """32 hex digits over the kind and the fields that differ from their defaults."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return digest("recipe", self.kind, canonical(own)).hex()
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return digest("recipe", self.kind, canonical(changed)).hex()
 
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.id}"
 
     def difference(self, other: Recipe) -> list[str]:
-        """Field by field, `name: mine | theirs`."""
+        """Fields that differ, as `name: value here | value in other`."""
         theirs = other.values()
         return [
             f"{key}: {value!r} | {theirs.get(key)!r}"
@@ -104,17 +104,17 @@ class Recipe:
         ]
 
     def same_values(self, other: Recipe) -> bool:
-        """Whether both give the same values, whatever their weights are called."""
+        """Whether both give the same values; the origin of the weights does not matter."""
         return self.nameless() == other.nameless()
 
     def nameless(self) -> Self:
-        """Without the provenance that earlier versions wrote into recipes."""
+        """The recipe without the provenance that earlier versions wrote into it."""
         return self.from_values({key: value for key, value in self.values().items() if key not in PROVENANCE})
 
     def unlike(self, found: dict[str, Any]) -> list[str]:
-        """What of a model's description decides values and is otherwise here, `name: recipe | found`."""
-        mine = self.values()
-        return [f"{key}: {mine[key]!r} | {value!r}" for key, value in found.items() if mine[key] != value]
+        """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
+        values = self.values()
+        return [f"{key}: {values[key]!r} | {value!r}" for key, value in found.items() if values[key] != value]
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -203,7 +203,7 @@ def sample_id(source: str, item: str) -> int:
 def latent_keys(
     recipe_id: str, digests: Iterable[bytes], sizes: Sequence[tuple[int, int]], which: Iterable[int]
 ) -> bytes:
-    """`latent_key` of many pictures, one after the other: 16 bytes each. `which`: each picture's place in `sizes`."""
+    """`latent_key` of many pictures, concatenated, 16 bytes each. which: each picture's position in `sizes`."""
     start = _framed("latent") + _framed(recipe_id) + (16).to_bytes(8, "little")
     ends = [_framed(f"{height}x{width}") + _framed("") for height, width in sizes]
     state = xxhash.xxh3_128_digest
@@ -211,17 +211,17 @@ def latent_keys(
 
 
 def text_keys(recipe_id: str, normalised: Iterable[str]) -> bytes:
-    """`text_key` of many captions, one after the other: 16 bytes each."""
+    """`text_key` of many captions, concatenated, 16 bytes each."""
     start = _framed("text") + _framed(recipe_id) + (16).to_bytes(8, "little")
     state = xxhash.xxh3_128_digest
     return b"".join([state(start + state(_framed(text))) for text in normalised])
 
 
 def sample_ids(source: str, items: Iterable[str], variant: str = "") -> bytes:
-    """`sample_id` of many items of a source, one after the other: 8 bytes each, little-endian.
+    """`sample_id` of many items of a source, concatenated, 8 bytes each, little-endian.
 
     Args:
-        variant: tells several samples of one item apart.
+        variant: distinguishes several samples of one item.
     """
     start, end = _framed("sample") + _framed(source), _framed(variant) if variant else b""
     state = xxhash.xxh3_128_digest
@@ -229,7 +229,7 @@ def sample_ids(source: str, items: Iterable[str], variant: str = "") -> bytes:
 
 
 def _framed(part: str) -> bytes:
-    """A part as `digest` takes it in."""
+    """A part with its length, as `digest` hashes it."""
     data = part.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data
 
@@ -237,7 +237,7 @@ def _framed(part: str) -> bytes:
 def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> bytes:
     """16-byte checksum of a record: its recipe, its key and its payload (the tensor's bytes, without the npy header).
 
-    Recipe and key are inside, so a right record in a wrong place does not pass.
+    Recipe and key are included, so an intact record in a wrong place is detected.
     """
     state = xxhash.xxh3_128(bytes.fromhex(recipe_id))
     state.update(key)
@@ -256,16 +256,16 @@ def seal(body: dict[str, Any]) -> bytes:
 
 
 REPAIR = "sana-pipe verify --repair"
-"""What mends a damaged cache."""
+"""The command that repairs a damaged cache."""
 
 
 def is_document(name: str) -> bool:
-    """Whether a file is one of the documents that a cache holds twice."""
+    """Whether a file is a document, which is stored twice."""
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
 
 
 def misplaced(name: str, body: dict[str, Any]) -> str:
-    """What a document says of itself that does not fit its name; "" if nothing. It may be another, whole document."""
+    """What in a document contradicts its name, "" if nothing. It may be another, intact document."""
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
     if folder == "snapshots":
@@ -331,7 +331,7 @@ class Paths:
 
     @staticmethod
     def copy(name: str) -> str:
-        """Where the copy of a document (or of a folder of them) lies."""
+        """The path of the copy of a document or of a folder of documents."""
         return f"copies/{name}"
 
     @staticmethod
@@ -364,7 +364,7 @@ class Paths:
 
     @staticmethod
     def claim(*work: str | int) -> str:
-        """Of a unit (recipe, plan, unit) or of a piece of a scan ("fragments", source, piece)."""
+        """The claim on a unit (recipe, plan, unit) or on a fragment of a scan ("fragments", source, fragment)."""
         return Paths.claims(*work) + ".json"
 
     @staticmethod

@@ -1,16 +1,16 @@
 """A cache in an object store: the operations of `Files` over fsspec.
 
-What: `ObjectFiles` publishes with the store's conditional put ("if nothing of that name is there") where `Files` uses
-a hard link, and reads shards and tables through a mirror on the machine's own disk. `files_at` opens either.
-Why: a store makes an object visible whole or not at all, so a put that is refused when the name is taken is all that
-publication needs; whether a store really refuses is tried out before anything is encoded (some ignore the condition).
-Files are never opened for writing there: leaving such a block by an exception commits what was written so far.
-Price: listing, asking and putting are requests, some ten milliseconds each; a shard is written to this disk first and
-then sent (each part with a checksum that the store verifies), a document is read back. Credentials and addresses are
-those of the driver (s3fs: AWS_*, or fsspec's own configuration).
+`ObjectFiles` publishes with the store's conditional put (If-None-Match) where `Files` uses a hard link, and reads
+shards and tables through a mirror on the local disk. `files_at` opens either.
+Why this is enough: a store makes an object visible whole or not at all, so publication only needs a put that is refused
+when the name is taken. Some stores ignore the condition, so `probe` tests it before anything is encoded. Objects are
+never written through an open file: leaving its block by an exception would commit the bytes written so far.
+Price: listings, lookups and puts are requests of some ten milliseconds each. A shard is written to the local disk first
+and then sent (each part with a checksum that the store verifies); a document is read back. Credentials and addresses
+are those of the driver (s3fs: AWS_*, or fsspec's configuration).
 
-A cache behind a web server (http, https) can be read, if the server lists folders as `python -m http.server` does:
-shards come whole, so it need not know ranges. Nothing can be published there.
+A cache behind a web server (http, https) can be read if the server lists folders as `python -m http.server` does.
+Shards are transferred whole, so the server need not support ranges. Nothing can be published there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -27,18 +27,18 @@ from uuid import uuid4
 from weakref import WeakSet
 
 import xxhash
-from fsspec.asyn import AsyncFileSystem
-from fsspec.spec import AbstractFileSystem
 
 from pipeline import retrying
-from pipeline.cache import drivers, layout
-from pipeline.cache.files import Entry, Files, Handle, file_digest, free_at, is_scarce
+from pipeline.cache import layout
+from pipeline.cache.drivers import Connection, RequestFailed, has_own
+from pipeline.cache.files import Entry, Files, check_digest
+from pipeline.cache.local_files import Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
-from pipeline.errors import AwayError, CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 TOGETHER = 16
-"""Requests side by side, where many small objects are read."""
+"""Requests in flight where many small objects are read."""
 
 _PIECE = 16 << 20
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def files_at(root: str | Path, mirror: MirrorConfig | None = None, patience_s: float = retrying.PATIENCE_S) -> Files:
-    """The files of a cache: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder)."""
+    """The files of a cache at a path or a URL with a scheme that fsspec knows (`file://` is a path)."""
     text = str(root)
     if isinstance(root, Path) or "://" not in text:
         return Files(root, patience_s)
@@ -56,7 +56,7 @@ def files_at(root: str | Path, mirror: MirrorConfig | None = None, patience_s: f
 
 
 class _Ranges(Handle):
-    """An object, read by ranges."""
+    """An object that is read by range requests."""
 
     def __init__(self, files: ObjectFiles, name: str):
         self._files, self._name = files, name
@@ -78,23 +78,20 @@ class ObjectFiles(Files):
 
     Args:
         url: of the cache.
-        mirror: where copies are kept on this machine.
-        patience_s: how long the store is waited for if it does not answer.
+        mirror: the folder for local copies and its size.
+        patience_s: how long to wait for a store that does not answer.
 
     Raises:
-        CacheError: see `drivers.open_url`.
+        CacheError: see `Connection`.
     """
 
-    reopen_s = 30.0  # it may be a whole transfer, and a damaged shard can have many damaged records
+    reopen_s = 30.0  # reopening may transfer the whole shard, and a damaged shard can have many damaged records
 
     def __init__(self, url: str, mirror: MirrorConfig, patience_s: float = retrying.PATIENCE_S):
-        self.patience_s = patience_s
-        self.url = url.rstrip("/")
-        self.damage = {}
-        # Without listings that are kept: another machine's commits would not be seen.
-        self.fs, self._base = drivers.open_url(self.url, CacheError, patience_s, use_listings_cache=False)
-        self.store = "/".join(self.url.split("/")[:3])
-        self._web = url.partition("://")[0].lower() in ("http", "https")
+        self.patience_s, self.damage = patience_s, {}
+        # Without the driver's cache of listings, which would hide the commits of other machines.
+        self.connection = Connection(url, CacheError, patience_s, use_listings_cache=False)
+        self.url, self.fs, self._base = self.connection.url, self.connection.fs, self.connection.root
         self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
@@ -111,17 +108,17 @@ class ObjectFiles(Files):
         raise TypeError(f"{self.url} is not on a disk")
 
     def where(self, name: str) -> str:
-        return f"{self.url}/{name}" if name else self.url
+        return self.connection.where(name)
 
     def probe(self) -> None:
-        """Put an object twice: the second put has to be refused."""
+        """Put an object twice: the second put must be refused."""
         name, data = f"tmp/probe-{uuid4().hex}", b"sana-pipe\n"
         self._writable(name)
         try:
-            if not self._conditional():
+            if not has_own(self.fs, "pipe_file"):
                 raise CacheError(
-                    f"{self.url}: the fsspec driver for this scheme looks first and writes then, so that two writers "
-                    "may both believe to have been first",
+                    f"{self.url}: the fsspec driver for this scheme has no conditional put: it looks first and writes "
+                    "then, so that two writers can both succeed",
                     fix="put the cache on a disk, NFS or S3",
                 )
             if not self._create(name, data) or self._create(name, data + b"again"):
@@ -135,16 +132,9 @@ class ObjectFiles(Files):
         finally:
             self.remove(name)
 
-    def _conditional(self) -> bool:
-        """Whether the driver has a conditional put of its own; fsspec's general one is none."""
-        own = type(self.fs)
-        if issubclass(own, AsyncFileSystem):
-            return own._pipe_file is not AsyncFileSystem._pipe_file
-        return own.pipe_file is not AbstractFileSystem.pipe_file
-
     # ------------------------------------------------------------ reading
 
-    def holds(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         return self._info(name) is not None
 
     def read(self, name: str) -> bytes:
@@ -158,41 +148,45 @@ class ObjectFiles(Files):
             yield from pool.map(self.document, names)
 
     def walk(self, folder: str) -> Iterator[Entry]:
+        root = self._path(folder)
         try:
-            found = drivers.find(self.fs, self._path(folder), lambda path, ask: self._read(self._name(path), ask))
+            with self._errors(folder):
+                entries = self.connection.find(root)
         except FileNotFoundError:
             return
-        files = [(p, info) for p, info in sorted(found.items()) if p != self._path(folder) and info["type"] == "file"]
-        with ThreadPoolExecutor(TOGETHER) as pool:  # a web server's lists say no sizes
-            asked = pool.map(
-                lambda own: own[1] if own[1].get("size") is not None else self._info(self._name(own[0])), files
-            )
-            for (path, _), info in zip(files, asked, strict=True):
+        files = [(path, info) for path, info in sorted(entries.items()) if path != root and info["type"] == "file"]
+
+        def complete(file: tuple[str, dict[str, Any]]) -> dict[str, Any] | None:
+            path, info = file
+            return info if info.get("size") is not None else self._info(self._name(path))
+
+        with ThreadPoolExecutor(TOGETHER) as pool:  # the listing of a web server has no sizes
+            for (path, _), info in zip(files, pool.map(complete, files), strict=True):
                 if info is not None:
                     size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])
-                    yield Entry(self._name(path), size, _moment(info))
+                    yield Entry(self._name(path), size, _modified(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder in sorted({"/".join(name.split("/")[:-1][:2]) for name in wanted}):
-            found.update((entry.name, entry.size) for entry in self.walk(folder))
-        return {name: found[name] for name in wanted if name in found}
+            sizes.update((entry.name, entry.size) for entry in self.walk(folder))
+        return {name: sizes[name] for name in wanted if name in sizes}
 
     def open(self, name: str) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
 
     def ranged(self, name: str) -> Handle:
-        if self._web:
+        if self.connection.is_web:
             return self.open(name)
         self._size(name)
         return _Ranges(self, name)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Bytes of an object; fewer where it ends.
+        """Up to `length` bytes of an object from `offset`; fewer at its end.
 
         Raises:
-            CacheError: the server sent more than was asked for.
+            CacheError: the server sent more.
         """
         piece = self._read(name, partial(self.fs.cat_file, start=offset, end=offset + length))
         if len(piece) > length:
@@ -204,27 +198,30 @@ class ObjectFiles(Files):
         return piece
 
     def digest(self, name: str) -> str:
-        """Of the object itself; a copy here of one that is damaged is dropped, so that its records are judged too."""
-        if self._web:  # it may not know ranges
+        """Hex xxh3-128 of the object in the store. The mirror's copy of a damaged object is dropped, so that a check of
+        its records reads the object, too."""
+        if self.connection.is_web:  # it may not support ranges
             with self.mirror.temporary() as path:
                 self._fetch(name, path)
-                found = file_digest(path)
-            if found != PurePosixPath(name).stem:
-                self.mirror.drop(name)
-            return found
+                digest = file_digest(path)
+        else:
+            digest = self._digest_by_ranges(name)
+        if digest != PurePosixPath(name).stem:
+            self.mirror.drop(name)
+        return digest
+
+    def _digest_by_ranges(self, name: str) -> str:
         state, size = xxhash.xxh3_128(), self._size(name)
         for start in range(0, size, _PIECE):
-            end = min(start + _PIECE, size)
-            piece = self._read(name, partial(self.fs.cat_file, start=start, end=end))
-            if len(piece) != end - start:
+            length = min(_PIECE, size - start)
+            piece = self.read_range(name, start, length)
+            if len(piece) != length:
                 raise CacheError(
                     f"{self.where(name)}: the server sent another range than was asked for",
-                    expected=f"{end - start} bytes from {start}",
+                    expected=f"{length} bytes from {start}",
                     found=f"{len(piece)} bytes",
                 )
             state.update(piece)
-        if state.hexdigest() != PurePosixPath(name).stem:
-            self.mirror.drop(name)
         return state.hexdigest()
 
     # ------------------------------------------------------------ writing
@@ -250,15 +247,8 @@ class ObjectFiles(Files):
         return True
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
-        found = file_digest(temporary)
-        if found != digest:
-            raise IntegrityError(
-                f"{temporary}: reads back other bytes than were written",
-                expected=digest,
-                found=found,
-                fix="check the disk",
-            )
-        if not self.publish(temporary, name):  # over it: as young as a new one, and right
+        check_digest(temporary, digest)
+        if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged one
             self._write(name, lambda path: self.fs.put_file(str(temporary), path))
 
     def replace(self, name: str, data: bytes) -> None:
@@ -271,7 +261,7 @@ class ObjectFiles(Files):
     def _remove(self, name: str) -> None:
         self._writable(name)
         with suppress(FileNotFoundError):
-            self._asked(name, self.fs.rm_file, "removed")
+            self._request(name, self.fs.rm_file, "removed")
 
     def now(self) -> float:
         name = f"tmp/clock-{uuid4().hex}"
@@ -279,31 +269,31 @@ class ObjectFiles(Files):
         info = self._info(name)
         self.remove(name)
         if info is None:
-            raise CacheError(f"{self.where(name)}: was written and is not there")
-        return _moment(info)
+            raise CacheError(f"{self.where(name)}: was written and cannot be found")
+        return _modified(info)
 
     def freshen(self, name: str) -> bool:
-        """By a copy onto itself, which the store makes."""
-        # S3 refuses a copy that changes nothing.
+        """The store copies the object onto itself."""
+        # S3 refuses such a copy unless it replaces the metadata.
         s3 = {"MetadataDirective": "REPLACE"} if "s3" in self.fs.protocol else {}
         self._writable(name)
         try:
-            self._asked(name, lambda path: self.fs.cp_file(path, path, **s3), "written")
+            self._request(name, lambda path: self.fs.cp_file(path, path, **s3), "written")
         except FileNotFoundError:
             return False
         return True
 
     def _discard(self, name: str, before: float) -> bool:
-        """Between the look and the removal there is one request: stores have no removal on condition of age."""
+        # Stores cannot remove on condition of age: another process may freshen the object between these two requests.
         info = self._info(name)
-        if info is None or _moment(info) > before:
+        if info is None or _modified(info) > before:
             return False
         self._remove(name)
         return True
 
     def sweep(self) -> int:
-        """Remove this machine's unfinished copies. Unfinished uploads are invisible; a lifecycle rule of the bucket
-        (abort incomplete multipart uploads) frees their room."""
+        """Remove unfinished files of the local mirror. Unfinished uploads are invisible; a lifecycle rule of the bucket
+        (abort incomplete multipart uploads) frees their space."""
         return self.mirror.sweep()
 
     def free_bytes(self) -> int | None:
@@ -322,13 +312,13 @@ class ObjectFiles(Files):
 
     def _list(self, folder: str) -> list[tuple[str, str]]:
         try:
-            found = self._read(folder, lambda path: self.fs.ls(path, detail=True))
+            entries = self._read(folder, lambda path: self.fs.ls(path, detail=True))
         except FileNotFoundError:
             return []
         base = self._path(folder)
-        # Some web servers' lists hold links that sort them.
-        found = [info for info in found if not (self._web and "?" in str(info["name"]))]
-        pairs = [(str(info["name"]).rstrip("/"), str(info["type"])) for info in found]
+        # The listings of some web servers have links for sorting them.
+        entries = [info for info in entries if not (self.connection.is_web and "?" in str(info["name"]))]
+        pairs = [(str(info["name"]).rstrip("/"), str(info["type"])) for info in entries]
         return [(path.rpartition("/")[2], kind) for path, kind in pairs if path != base]
 
     def _info(self, name: str) -> dict[str, Any] | None:
@@ -357,15 +347,15 @@ class ObjectFiles(Files):
         try:
             self._write(name, create)
         except FileExistsError:
-            # An attempt whose answer was lost may have been the first of all.
+            # An earlier attempt of ours may have succeeded although its answer was lost.
             return attempts > 1 and self.read(name) == data
         return True
 
     def _read(self, name: str, ask: Callable[[str], T]) -> T:
-        return self._asked(name, ask, "read")
+        return self._request(name, ask)
 
     def _writable(self, name: str) -> None:
-        if self._web:
+        if self.connection.is_web:
             raise CacheError(
                 f"{self.where(name)}: a cache behind a web server can only be read",
                 fix="encode and bucket into a folder or an object store; train, verify and status read it from here",
@@ -374,45 +364,36 @@ class ObjectFiles(Files):
     def _write(self, name: str, ask: Callable[[str], T]) -> T:
         self._writable(name)
         try:
-            return self._asked(name, ask, "written")
+            return self._request(name, ask, "written")
         except FileNotFoundError as error:
             raise CacheError(f"{self.where(name)}: cannot be written: {error}", fix="make the bucket") from None
 
-    def _asked(self, name: str, ask: Callable[[str], T], what: str) -> T:
-        """Ask the store, again if need be.
+    def _request(self, name: str, ask: Callable[[str], T], action: str = "read") -> T:
+        """The answer of `ask` for the driver's path of a file; repeated while the store does not answer.
 
         Raises:
             FileNotFoundError, FileExistsError: as the driver.
-            AwayError: the store was away for too long.
-            OSError: this machine has no space or no descriptors left.
-            CacheError: anything else that it says.
+            AwayError: the store did not answer for `patience_s`.
+            OSError: this machine has no disk space or file descriptors left.
+            CacheError: any other failure.
         """
+        with self._errors(name):
+            return self.connection.request(name, lambda: ask(self._path(name)), action)
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
         try:
-            return retrying.tried(lambda: ask(self._path(name)), self.store, self.patience_s)
-        except (FileNotFoundError, FileExistsError):
-            raise
-        except retrying.NoAnswer as error:
-            raise AwayError(f"{self.where(name)}: cannot be {what}: {error}", fix=error.fix) from None
-        except retrying.Refused as error:
-            raise CacheError(f"{self.where(name)}: cannot be {what}: {error}", fix=error.fix) from None
-        except PermissionError as error:
-            raise CacheError(
-                f"{self.where(name)}: may not be {what}: {error}", fix="check the credentials and the bucket's policy"
-            ) from None
-        except NotImplementedError:
-            raise CacheError(f"{self.where(name)}: {self.fs.protocol} cannot be {what} this way") from None
-        except Exception as error:  # every driver has its own
-            if is_scarce(error):
-                raise
-            raise CacheError(f"{self.where(name)}: cannot be {what}: {type(error).__name__}: {error}") from None
+            yield
+        except RequestFailed as error:
+            raise CacheError(f"{self.where(name)}: {error}", fix=error.fix) from None
 
 
-def _moment(info: dict[str, Any]) -> float:
-    """When an object was written; drivers call it differently."""
+def _modified(info: dict[str, Any]) -> float:
+    """When an object was written, in seconds since 1970; drivers differ in the key."""
     keys = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
     when = next((info[key] for key in keys if info.get(key)), None)
     if when is None:
-        return time.time()  # nobody knows: never old
+        return time.time()  # unknown: never old
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     return when.timestamp() if isinstance(when, datetime) else float(when)

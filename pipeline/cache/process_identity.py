@@ -1,8 +1,8 @@
-"""Who owns a file: which process of which machine, and whether it still lives.
+"""Identifies the process that owns a file, and tells whether it is still alive.
 
-Why: a lock file or a file's age says nothing of a process that is stopped, slow, or sees another clock. A process of
-this machine can be asked for; of another machine's nothing is known.
-Price: names and numbers of processes are Linux' (/proc); elsewhere nobody is known, and only ages count.
+Why: the age of a lock file says nothing about a process that is stopped, slow, or has another clock. The kernel can be
+asked about a process of this machine; about one of another machine nothing is known.
+Price: identities come from /proc (Linux). Elsewhere every owner is unknown, and only ages decide.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import xxhash
 
 
 def place() -> dict[str, str]:
-    """Which process of which boot of which machine this is: `machine`, `process` and `started`; empty where /proc does
-    not say."""
+    """Identity of this process: `machine` (host name, boot id, pid namespace), `process` (pid) and `started` (clock
+    ticks since boot). Empty where /proc does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.readlink("/proc/self/ns/pid")  # process ids mean something inside one namespace only
+        numbers = os.readlink("/proc/self/ns/pid")  # pids are unique within a namespace only
         started = _stat("self")[1]
     except OSError:
         return {}
@@ -27,12 +27,12 @@ def place() -> dict[str, str]:
 
 
 def ended(process: str, started: str) -> bool:
-    """Whether a process of this machine (see `place`) is gone for sure."""
+    """Whether a process of this machine (see `place`) has certainly ended."""
     if not process.isdigit():
         return False
     try:
         state, since = _stat(process)
-    except OSError:  # it is gone, or another user's and hidden (the mount option hidepid)
+    except OSError:  # it has ended, or belongs to another user and is hidden (mount option hidepid)
         try:
             os.kill(int(process), 0)
         except (ProcessLookupError, OverflowError):
@@ -43,29 +43,29 @@ def ended(process: str, started: str) -> bool:
     return state in "ZX" or since != started
 
 
-def mark() -> str:
-    """A beginning for names of files of this process."""
-    here = place()
-    if not here:
+def name_prefix() -> str:
+    """A file name prefix that identifies this process."""
+    identity = place()
+    if not identity:
         return f"{os.getpid():x}"
-    return f"{_short(here)}-{here['process']}-{here['started']}"
+    return f"{_short(identity)}-{identity['process']}-{identity['started']}"
 
 
-def lives(name: str) -> bool:
-    """Whether a name begins with the mark of a process of this machine that has not ended."""
+def is_owned_by_live_process(name: str) -> bool:
+    """Whether a file name has the prefix of a process of this machine that has not ended."""
     machine, _, rest = name.partition("-")
     process, _, rest = rest.partition("-")
-    here = place()
-    if not here or machine != _short(here):
+    identity = place()
+    if not identity or machine != _short(identity):
         return False
     return not ended(process, rest.partition("-")[0])
 
 
 def _stat(process: str) -> tuple[str, str]:
-    """State of a process, and its start in clock ticks."""
+    """(state letter, start in clock ticks since boot) of a process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
-def _short(here: dict[str, str]) -> str:
-    return xxhash.xxh3_64_hexdigest(here["machine"].encode())
+def _short(identity: dict[str, str]) -> str:
+    return xxhash.xxh3_64_hexdigest(identity["machine"].encode())

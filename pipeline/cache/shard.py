@@ -33,7 +33,8 @@ import xxhash
 
 from pipeline.cache import codec, layout
 from pipeline.cache.arrow import combined, ipc_table
-from pipeline.cache.files import Files, Handle, descriptors_left, explained, is_scarce
+from pipeline.cache.files import Files
+from pipeline.cache.local_files import Handle, cache_errors, descriptors_left, is_out_of_resources
 from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
@@ -112,7 +113,7 @@ class TarWriter:
         self.files = files
         self._stack = files.temporary()
         self._path = self._stack.__enter__()
-        with explained(self._path):
+        with cache_errors(self._path):
             self._file = open(self._path, "xb", buffering=4 << 20)  # noqa: SIM115 - closed by close or __exit__
         self._state = xxhash.xxh3_128()
         self._offset = 0
@@ -140,7 +141,7 @@ class TarWriter:
         """
         self._member(f"{layout.META}/records.arrow", records)
         self._write(bytes(2 * BLOCK))
-        with explained(self._path):
+        with cache_errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -161,7 +162,7 @@ class TarWriter:
         return start
 
     def _write(self, data: bytes | memoryview) -> None:
-        with explained(self._path):
+        with cache_errors(self._path):
             self._file.write(data)
             if time.monotonic() - self._touched >= TOUCH_S:
                 os.utime(self._path)
@@ -523,7 +524,7 @@ class Reader:
                     raise
 
             try:
-                got, refused = self.files.waited(fill), ""
+                got, refused = self.files.when_reachable(fill), ""
             except OSError as error:  # a bad sector, a stale file of NFS
                 got, refused = 0, error.strerror or str(error)
                 continue
@@ -599,9 +600,9 @@ class Reader:
             try:
                 return self._open_file(name)
             except (OSError, CacheError) as error:
-                if not is_scarce(error):
+                if not is_out_of_resources(error):
                     raise
-            self.files.let_go()
+            self.files.close_readers()
             return self._open_file(name)
         except FileNotFoundError:
             raise IntegrityError(f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR) from None

@@ -1,10 +1,10 @@
 """Calibration: the channel scales of an int8 recipe, measured once before its first record is written.
 
-What: up to `BATCHES` batches, spread evenly over the first unit of the first plan that has something to measure, are
-encoded; each channel's rms over them is published for everyone (`scales/<recipe>.json`, put-if-absent).
-Why: every record of a recipe must be divided by the same scales. Which batches are measured follows from the plan, and
-batches follow from the unit, so workers that race measure the same; the scales of the first one count.
-Price: those batches are encoded once more than needed, by each worker that starts before the scales are there.
+Up to `BATCHES` batches are encoded, spread evenly over the first unit that gives records. The rms of each channel over
+them is published for all workers (`scales/<recipe>.json`, put-if-absent).
+Why: every record of a recipe must be divided by the same scales. The plan decides which batches are measured, so
+workers that race measure the same; the first publication counts.
+Price: each worker that starts before the publication encodes these batches once more than needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipeline.cache import codec, layout
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.encoding.worker import Made
+from pipeline.encoding.unit_records import Made
 from pipeline.errors import UserError
 
 BATCHES = 8
@@ -25,16 +25,16 @@ Encode = Callable[[Unit, pa.Table, Container[bytes]], Iterable[Made] | None]
 
 
 def ensure(cache: Cache, recipe: layout.Recipe, plans: list[Plan], encode: Encode) -> codec.Scale | None:
-    """The channel scales of an int8 recipe, measured now if nobody has; None for other storages.
+    """The channel scales of an int8 recipe, measured now if they are not published yet; None for other storages.
 
     Raises:
-        UserError: no unit gave a record to measure.
+        UserError: no unit gave a record.
     """
     if codec.storage_of(recipe) != codec.INT8:
         return None
-    found = codec.find_scale(cache.files, recipe.name)
-    if found is not None:
-        return found
+    published = codec.find_scale(cache.files, recipe.name)
+    if published is not None:
+        return published
     for plan in plans:
         for unit in plan.units:
             rows = cache.table(plan.table).slice(unit.start, unit.count)

@@ -1,11 +1,11 @@
-"""Estimate: what encoding a source would read, make, store and take, before anything is written.
+"""Estimate: what encoding a source would read, make and store, and how long it would take. Nothing is written.
 
-What: `wanted` lists the work that is not in the cache yet, `sizes` the bytes it will take, `probe` the speed of the
-real encoders on a few real batches.
-Why: a run of days should not end on a full disk, nor begin on a source of which half is rejected.
-Price: a picture that no earlier scan has read is known by its header alone. So equal pictures count as many times as
-they are there, damaged pixels are not seen, and such a picture never counts as already encoded. Captions are exact.
-Sizes of `bf16-zstd` storage are typical ones, and of many captions only a sample is tokenized; the report says which.
+`wanted` lists the work that is not in the cache yet, `sizes` its bytes, `probe` the speed of the real encoders on a few
+real batches.
+Why: a run of days should not end on a full disk, nor start on a source of which half is rejected.
+Price: if no earlier scan has read a picture, only its header is known. So duplicates are counted separately, damaged
+pixels are not noticed, and such a picture never counts as already encoded. Captions are exact. Sizes of `bf16-zstd`
+storage are typical ones. Of many captions only a sample is tokenized; the report says how many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ import pyarrow as pa
 from pipeline.amounts import amount
 from pipeline.cache import codec, layout
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
-from pipeline.cache.store import Cache
+from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
@@ -35,10 +35,10 @@ from pipeline.work.progress import span
 Shape = tuple[int, int]
 
 SAMPLE = 4096
-"""Captions that are tokenized at most."""
+"""Limit on captions that are tokenized."""
 
 PROBE_S = 60.0
-"""Seconds that a probe may take, without loading the encoders. A batch that has begun is finished."""
+"""Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
 _PROBED_BUCKETS = 3
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
@@ -50,13 +50,15 @@ class Wanted:
     """The work of a source.
 
     Attributes:
-        items, usable: of the scan; an `undecided` item is usable as far as its header tells, which is not far enough.
+        items, usable: counts of the scan.
+        undecided: usable items whose size the header does not show.
+        unread: usable items that were judged by their header only.
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
-        pictures: new pictures by target: the items to read.
+        pictures: (height, width) -> items of new pictures.
         captions: new captions, normalised, and their length in bytes as written.
-        kept_latents, kept_captions: records that the cache already holds (the null record included).
-        null: the null record is to be made.
+        cached_latents, cached_captions: records that the cache already holds (the null record included).
+        null: whether the null record is missing.
     """
 
     items: int = 0
@@ -67,93 +69,115 @@ class Wanted:
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
     pictures: dict[Shape, list[str]] = field(default_factory=lambda: defaultdict(list))
     captions: list[tuple[str, int]] = field(default_factory=list)
-    kept_latents: int = 0
-    kept_captions: int = 0
+    cached_latents: int = 0
+    cached_captions: int = 0
     null: bool = True
 
     @property
     def images(self) -> int:
-        """New pictures, those included whose size is not known."""
+        """New pictures, including those of unknown size."""
         return sum(map(len, self.pictures.values())) + self.undecided
 
     @property
     def texts(self) -> int:
+        """New text records."""
         return len(self.captions) + self.null
 
 
 def wanted(
     scan: pa.Table, cache: Cache | None, latent: layout.LatentRecipe, text: layout.TextRecipe, table: list[Shape]
 ) -> Wanted:
-    """Compare a scan, of whole pictures or of headers, with what a cache holds."""
-    found = Wanted(items=scan.num_rows)
-    has, failed = _held(cache, latent)
-    has_text, failed_text = _held(cache, text)
-    seen: set[bytes] = set()
+    """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
+    work = Wanted(items=scan.num_rows)
+    latents, texts = _Known.of(cache, latent), _Known.of(cache, text)
     rejects: list[tuple[str, str]] = []
     columns = ("item", "digest", "width", "height", "captions", "reject")
     for item, digest, width, height, listed, reject in zip(*(scan.column(c).to_pylist() for c in columns), strict=True):
         if reject is not None:
             rejects.append((item, reject))
             continue
-        found.usable += 1
+        work.usable += 1
         for caption in listed:
             normalised = captions.normalise(caption["text"], text.normalisation)
             key = layout.text_key(text.id, normalised)
-            if key in seen:
-                continue
-            seen.add(key)
-            if has_text(key):
-                found.kept_captions += 1
-            elif key in failed_text:
-                rejects.append((caption["text"], failed_text[key]))
-            else:
-                found.captions.append((normalised, len(caption["text"].encode())))
-        found.unread += digest is None
+            state = texts.look(key)
+            if state == "new":
+                work.captions.append((normalised, len(caption["text"].encode())))
+            elif state == "cached":
+                work.cached_captions += 1
+            elif state == "failed":
+                rejects.append((caption["text"], texts.failed[key]))
+        work.unread += digest is None
         if width is None:
-            found.undecided += 1
+            work.undecided += 1
             continue
         target = buckets.nearest(table, height, width)
-        bucket = found.buckets.setdefault(target, [0, 0.0])
+        bucket = work.buckets.setdefault(target, [0, 0.0])
         bucket[0] += 1
         bucket[1] += buckets.crop_loss(height, width, target)
-        if digest is not None:
-            key = layout.latent_key(latent.id, digest, *target)
-            if key in seen:
-                continue
-            seen.add(key)
-            if has(key):
-                found.kept_latents += 1
-                continue
-            if key in failed:
-                rejects.append((item, failed[key]))
-                continue
-        found.pictures[target].append(item)
-    found.rejects = Kinds.of(rejects)
-    found.null = not has_text(layout.null_key(text.id))
-    found.kept_captions += not found.null
-    return found
+        key = b"" if digest is None else layout.latent_key(latent.id, digest, *target)
+        state = latents.look(key) if key else "new"
+        if state == "new":
+            work.pictures[target].append(item)
+        elif state == "cached":
+            work.cached_latents += 1
+        elif state == "failed":
+            rejects.append((item, latents.failed[key]))
+    work.rejects = Kinds.of(rejects)
+    work.null = not texts.has(layout.null_key(text.id))
+    work.cached_captions += not work.null
+    return work
 
 
-def _held(cache: Cache | None, recipe: layout.Recipe) -> tuple[Callable[[bytes], bool], dict[bytes, str]]:
-    """Whether a record is there, and the reasons of records that could not be made and will not be tried again."""
-    if cache is None:
-        return lambda key: False, {}
-    index = cache.index(recipe.name)
-    failed = {bytes.fromhex(r.key): r.reason for r in index.rejects if not r.retry}
-    return index.has, failed
+@dataclass
+class _Known:
+    """Records of a recipe. failed: key -> why the record cannot be made; seen: keys of the present scan."""
+
+    has: Callable[[bytes], bool]
+    failed: dict[bytes, str]
+    seen: set[bytes] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, cache: Cache | None, recipe: layout.Recipe) -> _Known:
+        if cache is None:
+            return cls(lambda key: False, {})
+        index = cache.index(recipe.name)
+        return cls(index.has, {bytes.fromhex(r.key): r.reason for r in index.rejects if not r.retry})
+
+    def look(self, key: bytes) -> Literal["seen", "cached", "failed", "new"]:
+        """The state of a record. seen: this method was called for it before."""
+        if key in self.seen:
+            return "seen"
+        self.seen.add(key)
+        return "cached" if self.has(key) else "failed" if key in self.failed else "new"
 
 
 # ---------------------------------------------------------------- bytes
 
 
+def unit_bytes(cache: Cache, plan: Plan, unit: Unit) -> int:
+    """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
+    recipe = cache.recipe(plan.recipe)
+    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    if isinstance(recipe, layout.LatentRecipe):
+        shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
+        return sum(latent_bytes(recipe, height, width) for height, width in shapes)
+    assert isinstance(recipe, layout.TextRecipe)
+    lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
+    return sum(
+        text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
+        for length in lengths
+    )
+
+
 def latent_bytes(recipe: layout.LatentRecipe, height: int, width: int) -> int:
-    """Bytes of a latent in a shard, its share of the shard's own table included. height, width: in pixels."""
+    """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
     shape = (recipe.channels, height // recipe.compression, width // recipe.compression)
     return _record(recipe, shape)
 
 
 def text_bytes(recipe: layout.TextRecipe, rows: int, caption: int) -> int:
-    """Bytes of a text record of so many rows in a shard; caption: bytes of the caption as written."""
+    """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
 
@@ -171,15 +195,19 @@ def _row(kind: str) -> int:
 
 
 def likely_rows(recipe: layout.TextRecipe, caption: int) -> int:
-    """Rows of a caption of so many bytes, without a tokenizer: three bytes a token, which few captions reach."""
+    """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(recipe.max_length, 2 + -(-caption // 3))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that the work will take: shards by kind, and all tables and documents (`index`).
+    """Bytes that the work will take.
 
-    tokens: rows of all new captions, without <bos> and without the null record; sampled: captions that were tokenized.
+    Attributes:
+        latents, text: of shards.
+        index: of all tables and documents.
+        tokens: rows of all new captions, without <bos> and without the null record.
+        sampled: captions that were tokenized.
     """
 
     latents: int
@@ -239,10 +267,14 @@ def _unit_images(config: Config, record: int) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a probe measured. Seconds an item; None where nothing could be measured.
+    """What a probe measured, in seconds; None if nothing could be measured.
 
-    image_s: encoder seconds a picture, by target. decode_s: reading and decoding one picture in one thread.
-    token_s: encoder seconds a caption token. load_s: loading both encoders. images, captions: how many were encoded.
+    Attributes:
+        image_s: encoding a picture, by target (height, width).
+        decode_s: reading and decoding a picture in one thread.
+        token_s: encoding a caption token.
+        load_s: loading both encoders.
+        images, captions: how many were encoded.
     """
 
     image_s: dict[Shape, float]
@@ -257,12 +289,12 @@ class Speed:
 def probe(
     work: Wanted, config: Config, source: Source, latent: layout.LatentRecipe, device: Any, budget_s: float = PROBE_S
 ) -> Speed:
-    """Encode a few real batches of the most frequent buckets and of captions; nothing is kept.
+    """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
 
-    Each encoder runs once before the clock starts. A batch that would take too long is measured by a single picture.
+    Each encoder runs once before the clock starts. If a batch would take too long, a single picture is measured.
 
     Raises:
-        UserError: the encoders cannot be loaded, or give what they must not.
+        UserError: the encoders cannot be loaded, or their output is wrong.
     """
     image_s: dict[Shape, float] = {}
     decoded: list[float] = []
@@ -317,7 +349,7 @@ def _probe_images(
     end: float,
     decoded: list[float],
 ) -> tuple[float | None, int]:
-    """Seconds a picture, and how many were encoded at once. `decoded` gets the seconds of each that was read."""
+    """Seconds per picture, and the batch size. The seconds of reading and decoding each picture go to `decoded`."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
     for item in items[: config.encode.image_batch]:
@@ -336,22 +368,22 @@ def _probe_images(
     encoder.encode(np.stack(pictures[:1]))
     began = time.monotonic()
     encoder.encode(np.stack(pictures[:1]))
-    one = time.monotonic() - began
-    if 2 * one * len(pictures) > end - time.monotonic():
-        return one, 1
+    single_s = time.monotonic() - began
+    if 2 * single_s * len(pictures) > end - time.monotonic():
+        return single_s, 1
     encoder.encode(np.stack(pictures))
     began, rounds = time.monotonic(), 0
-    while rounds < 3 and (not rounds or time.monotonic() + one * len(pictures) < end):
+    while rounds < 3 and (not rounds or time.monotonic() + single_s * len(pictures) < end):
         encoder.encode(np.stack(pictures))
         rounds += 1
     return (time.monotonic() - began) / rounds / len(pictures), len(pictures)
 
 
-def times(work: Wanted, found: Sizes, speed: Speed, config: Config, tasks: int) -> dict[str, Any]:
-    """Device-hours of the work, and the hours that each of `tasks` equal workers takes (JSON values).
+def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -> dict[str, Any]:
+    """Device-hours of the work, and hours for each of `tasks` equal workers (JSON values; null: not measured).
 
-    Pictures of targets that were not probed count by their pixels. Decoding runs beside the encoder, in
-    `encode.workers` threads, so the slower of the two decides. `null`: nothing could be measured.
+    The time of targets that were not probed follows from their pixels. Decoding runs beside the encoder in
+    `encode.workers` threads, so the slower of the two decides.
     """
     encode_s: float | None = 0.0
     if work.images:
@@ -361,7 +393,7 @@ def times(work: Wanted, found: Sizes, speed: Speed, config: Config, tasks: int) 
             by_shape = {s: speed.image_s.get(s, pixel_s * s[0] * s[1]) for s in work.pictures}
             encode_s = sum(by_shape[s] * len(items) for s, items in work.pictures.items())
             encode_s *= work.images / (work.images - work.undecided)
-    text_s = found.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
+    text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
     known = encode_s is not None and text_s is not None
     seconds = max(encode_s or 0.0, decode_s) + (text_s or 0.0)
@@ -384,10 +416,15 @@ def times(work: Wanted, found: Sizes, speed: Speed, config: Config, tasks: int) 
 
 
 def report(
-    name: str, work: Wanted, found: Sizes, free: int | None, reserve: int, time_told: dict[str, Any] | None
+    name: str, work: Wanted, size: Sizes, free: int | None, reserve: int, time_estimate: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The whole estimate as JSON values. reserve: bytes that must stay free (`encode.min_free_gib`);
-    free: None where the store does not tell."""
+    """The whole estimate as JSON values.
+
+    Args:
+        free: free bytes; None if the store does not say.
+        reserve: bytes that must stay free (`encode.min_free_gib`).
+        time_estimate: from `times`; None if nothing was probed.
+    """
     return {
         "source": name,
         "items": work.items,
@@ -401,64 +438,70 @@ def report(
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
         ],
-        "reused": {"latents": work.kept_latents, "captions": work.kept_captions},
+        "reused": {"latents": work.cached_latents, "captions": work.cached_captions},
         "new": {"latents": work.images, "captions": work.texts},
-        "tokens": {"total": found.tokens, "captions_tokenized": found.sampled, "captions": len(work.captions)},
-        "bytes": {"latents": found.latents, "text": found.text, "index": found.index, "total": found.total},
+        "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": len(work.captions)},
+        "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
-        "enough_space": free is None or found.total + reserve <= free,
-        "time": time_told,
+        "enough_space": free is None or size.total + reserve <= free,
+        "time": time_estimate,
     }
 
 
-def lines(told: dict[str, Any], cache: str) -> list[str]:
-    """The report for people."""
+def lines(report: dict[str, Any], cache: str) -> list[str]:
+    """The report for people. cache: its location."""
     out = [
-        f"source {told['source']!r}: {told['items']} items, {told['usable']} usable, {told['rejects']} rejects expected"
+        f"source {report['source']!r}: {report['items']} items, {report['usable']} usable, "
+        f"{report['rejects']} rejects expected",
+        *Kinds(report["reasons"], report["examples"]).lines(),
     ]
-    out += Kinds(told["reasons"], told["examples"]).lines()
-    if told["undecided"]:
-        out.append(f"  {told['undecided']} of the usable ones have no header in their first MiB: their size is unknown")
-    if told["unread"]:
+    if report["undecided"]:
         out.append(
-            f"  {told['unread']} pictures were judged by their headers alone: damaged pixels and equal pictures show "
+            f"  {report['undecided']} of the usable ones have no header in their first MiB: their size is unknown"
+        )
+    if report["unread"]:
+        out.append(
+            f"  {report['unread']} pictures were judged by their headers alone: damaged pixels and equal pictures show "
             "only when they are read"
         )
     out += [
-        f"  {one['height']:5d} x {one['width']:<5d} {one['samples']:8d} samples, mean crop loss {one['crop_loss']:.1%}"
-        for one in told["buckets"]
+        f"  {bucket['height']:5d} x {bucket['width']:<5d} {bucket['samples']:8d} samples, "
+        f"mean crop loss {bucket['crop_loss']:.1%}"
+        for bucket in report["buckets"]
     ]
-    kept, new, size = told["reused"], told["new"], told["bytes"]
-    out.append(f"already in the cache: {kept['latents']} latents, {kept['captions']} captions")
+    reused, new, tokens = report["reused"], report["new"], report["tokens"]
+    out.append(f"already in the cache: {reused['latents']} latents, {reused['captions']} captions")
     out.append(f"to be encoded: {new['latents']} latents, {new['captions']} captions")
-    tokens = told["tokens"]
     if tokens["captions_tokenized"] < tokens["captions"]:
         out.append(f"  tokens counted in a sample of {tokens['captions_tokenized']} of {tokens['captions']} captions")
-    out.append(
+    return [*out, *_space_lines(report, cache), *_time_lines(report["time"])]
+
+
+def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
+    size = report["bytes"]
+    state = "enough" if report["enough_space"] else "NOT ENOUGH"
+    free = "not told" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
+    return [
         f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "
-        f"in all {amount(size['total'])}"
-    )
-    state = "enough" if told["enough_space"] else "NOT ENOUGH"
-    free = "not told" if told["free_bytes"] is None else f"{amount(told['free_bytes'])} free"
-    out.append(
+        f"in all {amount(size['total'])}",
         f"space at {cache}: {free}, {amount(size['total'])} needed and "
-        f"{amount(told['reserve_bytes'])} in reserve: {state}"
-    )
-    took = told["time"]
-    if took is None:
-        out.append("time: not probed")
-    elif took["device_hours"] is None:
-        out.append("time: unknown, nothing of the work could be encoded in the probe")
-    else:
-        share = (
-            f", {span(took['hours_per_task'] * 3600)} for each of {took['tasks']} tasks" if took["tasks"] > 1 else ""
-        )
-        out.append(
-            f"time: {span(took['device_hours'] * 3600)} on one device ({took['device_hours']:.3g} device-hours, "
-            f"{took['device']}){share}; probed with {took['probed_images']} pictures and "
-            f"{took['probed_captions']} captions"
-        )
-        if took["decode_bound"]:
-            out.append("  decoding takes longer than encoding: more encode.workers would help")
+        f"{amount(report['reserve_bytes'])} in reserve: {state}",
+    ]
+
+
+def _time_lines(estimate: dict[str, Any] | None) -> list[str]:
+    if estimate is None:
+        return ["time: not probed"]
+    if estimate["device_hours"] is None:
+        return ["time: unknown, nothing of the work could be encoded in the probe"]
+    tasks, hours = estimate["tasks"], estimate["hours_per_task"]
+    share = f", {span(hours * 3600)} for each of {tasks} tasks" if tasks > 1 else ""
+    out = [
+        f"time: {span(estimate['device_hours'] * 3600)} on one device ({estimate['device_hours']:.3g} device-hours, "
+        f"{estimate['device']}){share}; probed with {estimate['probed_images']} pictures and "
+        f"{estimate['probed_captions']} captions"
+    ]
+    if estimate["decode_bound"]:
+        out.append("  decoding takes longer than encoding: more encode.workers would help")
     return out

@@ -1,13 +1,14 @@
-"""Plan: which records are still to be made, cut into units whose membership and batches never change.
+"""Plan: missing records, cut into units whose members and batches never change.
 
-What: `plan_images` and `plan_captions` append at most one plan, listing work that no earlier plan assigned and no
-shard holds, and return every plan.
-Why: any number of processes may plan at once: a plan's number is taken by put-if-absent, the loser adopts the winner's
-plan and looks again. A unit's records and batches are fixed here, so bytes do not depend on who encodes it.
-Price: planning reads the keys of all earlier plans; some 200 bytes an item are held meanwhile.
+`plan_images` and `plan_captions` append at most one plan for work that no earlier plan assigned and no shard holds, and
+return every plan.
+Why: any number of processes may plan at the same time. A plan's number is taken by put-if-absent; the loser adopts the
+winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
+worker.
+Price: planning reads the keys of all earlier plans, and needs some 200 bytes of memory per item.
 
-A unit's id is the digest of its recipe and keys. A record that failed for a cause that may pass (its file was gone or
-had changed) counts as not assigned, and so does one whose shard is missing or cut: a later plan's records win.
+A unit's id is the digest of its recipe and keys. A record counts as not assigned if it failed for a temporary cause
+(its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots.join import latent_keys
 from pipeline.sources import caption_rules
-from pipeline.sources.filenames import said
+from pipeline.sources.filenames import error_text
 
 IMAGES = pa.schema(
     [
@@ -45,7 +46,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
 CHUNK = 1 << 20
-"""Rows of a piece of a column that repeats a source's name."""
+"""Rows per chunk of the column that repeats a source's name."""
 
 
 def image_work(
@@ -55,13 +56,13 @@ def image_work(
     table: list[tuple[int, int]],
     targets: dict[str, tuple[int, int]] | None = None,
 ) -> pa.Table:
-    """Rows of `IMAGES` for the usable items of a scan, in listing order, equal pictures once.
+    """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
 
     Args:
-        targets: item -> (height, width) in pixels that it is to be encoded at, too (see `read_targets`).
+        targets: item -> (height, width) in pixels of a further record of it (see `read_targets`).
 
     Raises:
-        UserError: `targets` has an item that is not there.
+        UserError: `targets` has an unknown or rejected item.
     """
     usable = scan.filter(pc.is_null(scan.column("reject")))
     height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
@@ -104,13 +105,13 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
     """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels).
 
     Raises:
-        UserError: it is not there, not such a list, or has sides that the VAE's compression does not divide.
+        UserError: the file is missing, is not such a list, or has sides that are no multiples of `compression`.
     """
-    found = {}
+    targets = {}
     try:
         with fsspec.open(path, "rt", newline="", encoding="utf-8") as sheet:
             for row in csv.DictReader(sheet):
-                found[row["item"]] = (int(row["height"]), int(row["width"]))
+                targets[row["item"]] = (int(row["height"]), int(row["width"]))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
@@ -118,18 +119,18 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
             found=str(error),
         ) from None
     except Exception as error:  # drivers raise what they like
-        raise UserError(f"{path}: cannot be read: {said(error)}", fix="sana-pipe bucket writes it") from None
-    for item, sides in found.items():
+        raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
+    for item, sides in targets.items():
         if any(side <= 0 or side % compression for side in sides):
             raise UserError(
                 f"{path}: {item!r} has a side that the VAE's compression {compression} does not divide",
                 found=f"{sides[0]}x{sides[1]}",
             )
-    return found
+    return targets
 
 
 def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
-    """Rows of `CAPTIONS` for the captions of a scan's usable items, equal captions once, and the null record."""
+    """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items; equal captions once."""
     usable = scan.filter(pc.is_null(scan.column("reject")))
     pieces = [
         pc.list_flatten(chunk).field("text").cast(pa.large_string()) for chunk in usable.column("captions").chunks
@@ -144,7 +145,7 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
 
 
 def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
-    """Adopt the image plans there are and append one for what they do not cover.
+    """Adopt the existing image plans, and append a plan for the rows that they do not cover.
 
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
     """
@@ -154,9 +155,9 @@ def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, confi
         target = height << 32 | width
         for start in range(0, len(missing), config.window):
             window = target[start : start + config.window]
-            for own in np.unique(window):
-                rows = start + np.flatnonzero(window == own)
-                h, w = int(own) >> 32, int(own) & 0xFFFFFFFF
+            for size in np.unique(window):
+                rows = start + np.flatnonzero(window == size)
+                h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
                 record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
                 most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
                 yield from (rows[first : first + most] for first in range(0, len(rows), most))
@@ -165,10 +166,10 @@ def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, confi
 
 
 def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
-    """Adopt the text plans there are and append one for what they do not cover.
+    """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
-    Units are ranges of the sorted keys; inside a unit rows stand by caption length, so that a batch of the plan holds
-    captions of similar length, which the encoder cuts into forward passes by their tokens.
+    Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
+    similar length; the encoder cuts it into forward passes by tokens.
     """
 
     def cut(missing: pa.Table) -> Iterator[np.ndarray]:
@@ -204,7 +205,7 @@ def _plan(
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Table) -> np.ndarray:
-    """Which rows no plan has assigned, or whose record failed for a cause that may pass or was lost with its shard."""
+    """Which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard."""
     wanted, index = work.column("key"), cache.index(recipe.name)
     assigned = [cache.table(plan.table).column("key") for plan in plans]
     planned = np.zeros(len(work), bool)
@@ -219,7 +220,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
     lost[~absent] = index.lost[index.columns["shard"][rows[~absent]]]
     retry = absent & pc.is_in(wanted, value_set=binary(again)).to_numpy()
     failed = np.flatnonzero(planned & (retry | lost))
-    # Such a key that a later plan already took up waits for that plan's unit.
+    # A key that a later plan lists again waits for that plan's unit.
     last = np.full(len(failed), -1)
     for plan, keys in zip(plans, assigned, strict=True):
         last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number
@@ -230,12 +231,11 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
 
 
 def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
-    """How many records of a work list are still to be made, and how many are there. Those that failed for good are
-    neither."""
+    """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
-    there = index.there(fixed(work.column("key")))
+    present = index.there(fixed(work.column("key")))
     failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
-    return int((~there & ~failed).sum()), int(there.sum())
+    return int((~present & ~failed).sum()), int(present.sum())
 
 
 def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:

@@ -1,18 +1,22 @@
-"""Rebuild: documents that were lost or damaged together with their copies, made again out of shards and one another.
+"""Rebuild: repairs documents that were lost or damaged together with their copies.
 
-What: `rebuilt` puts every document right that its copy can put right, moves what neither can to `damaged/`, and makes
-again what follows from other files: commits and segments from shards, plans from commits, recipes from snapshots,
-channel scales from records, and of scans and names those that later ones have replaced.
-Why: a shard says in its head which unit it is, and its record table which records it holds; so no document that was
-lost costs an encoding.
-Price: what only the document said is gone: reasons of rejects (those records are tried again), batches of units (a
-damaged record of such a unit is made again in a batch of one), where a source was and which snapshot a name meant.
+`rebuild_documents` restores a document from its copy. If both are damaged, it moves them to `damaged/` and derives a
+new one from other files:
+- commits and segments from shards,
+- plans from commits,
+- recipes from snapshots,
+- channel scales from records,
+- a scan or a name that is no longer the last one from its successor.
+Why: the head of a shard names its unit, and its record table lists its records. So no lost document costs an encoding.
+Price: what only the document said is gone: the reasons of rejects (those records are tried again), the batches of units
+(a damaged record of such a unit is made again in a batch of one), the location of a source, the snapshot of a name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -26,13 +30,13 @@ from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import CacheError, IntegrityError
 
 LOST = "the document that said what became of it was lost"
-"""Reason of a reject whose record is neither in its unit's shard nor was told of otherwise; it is tried again."""
+"""Reason of a reject for a planned record that is missing in its unit's shard; the record is tried again."""
 
 
-def rebuilt(cache: Cache) -> None:
-    """Make every document of a cache right that can be; the others are moved to `damaged/`."""
+def rebuild_documents(cache: Cache) -> None:
+    """Restore or derive every damaged or lost document of a cache; the rest is moved to `damaged/`."""
     files = cache.files
-    files.mends = True
+    files.repairs = True
     for name in [Paths.FORMAT, *(name for name, _ in copies.documents(files))]:
         if not copies.put_right(files, name) and name != Paths.FORMAT:
             files.set_aside(name)
@@ -43,20 +47,20 @@ def rebuilt(cache: Cache) -> None:
                 cache.add_recipe(recipe)
     _unreadable_scans(cache)
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
-        _replaced_ones(cache, folder)
+        _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):
             _commits(cache, owner)
         elif files.exists(Paths.recipe(owner)):
             _plans(cache, owner)
-            _adopted(cache, owner, _commits(cache, owner))
+            _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
                 index.merge(files, owner, plan.number, [unit.unit for unit in plan.units])
             _scale(cache, owner)
 
 
 def _unreadable_scans(cache: Cache) -> None:
-    """Set aside the documents of earlier scans whose table is lost; `encode` makes that of the last one again."""
+    """Set aside earlier scans whose table is lost. `encode` makes the table of the last scan again."""
     forgotten: set[str] = set()
     with suppress(IntegrityError):
         forgotten = cache.forgotten_scans()
@@ -67,16 +71,16 @@ def _unreadable_scans(cache: Cache) -> None:
                 cache.files.set_aside(name)
 
 
-def _replaced_ones(cache: Cache, folder: str) -> None:
-    """Fill the gaps in a folder of which only the last document counts: each says what the one after it says."""
-    found = _numbers(cache, folder)
-    for number in sorted(set(range(max(found, default=0))) - set(found), reverse=True):
-        after = cache.files.document(Paths.numbered(folder, number + 1))
-        cache.files.put(Paths.numbered(folder, number), layout.seal(after))
+def _fill_gaps(cache: Cache, folder: str) -> None:
+    """Fill the gaps in a numbered folder of which only the last document counts, with copies of the next document."""
+    numbers = _numbers(cache, folder)
+    for number in sorted(set(range(max(numbers, default=0))) - set(numbers), reverse=True):
+        successor = cache.files.document(Paths.numbered(folder, number + 1))
+        cache.files.put(Paths.numbered(folder, number), layout.seal(successor))
 
 
 def _numbers(cache: Cache, folder: str) -> list[int]:
-    """The numbers of the documents that are there, whatever is missing."""
+    """The numbers of the existing documents; unlike `Files.numbers` it accepts gaps."""
     return [int(name[:-5]) for name in cache.files.names(folder) if name.endswith(".json")]
 
 
@@ -91,7 +95,7 @@ def _readable(cache: Cache, table: str) -> bool:
 
 
 def _plans(cache: Cache, recipe: str) -> None:
-    """Make the plans again that are lost, or whose table is, of the commits of their units."""
+    """Derive lost plans, and plans whose table is lost, from the commits of their units."""
     files, folder = cache.files, Paths.plans(recipe)
     for number in _numbers(cache, folder):
         table = cache.plan(recipe, number).table
@@ -100,14 +104,14 @@ def _plans(cache: Cache, recipe: str) -> None:
             files.set_aside(Paths.table(table, "parquet"))
     listed = {int(name.removesuffix(".json")) for name in files.names(f"segments/{recipe}")}
     listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.names(f"units/{recipe}/{name}")}
-    found = _numbers(cache, folder)
-    for number in sorted(set(range(max([-1, *listed, *found]) + 1)) - set(found)):
-        with suppress(IntegrityError):  # a shard of it is lost, too: its plan stays lost until that is back
-            _planned(cache, recipe, number, index.commits(files, recipe, number))
+    numbers = _numbers(cache, folder)
+    for number in sorted(set(range(max([-1, *listed, *numbers]) + 1)) - set(numbers)):
+        with suppress(IntegrityError):  # one of its shards is lost, too: the plan stays lost until the shard is back
+            _add_plan(cache, recipe, number, index.commits(files, recipe, number))
 
 
-def _planned(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> None:
-    """Publish a plan that lists the units of some commits, in this order."""
+def _add_plan(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> None:
+    """Publish a plan of the units of some commits, in this order."""
     units: list[Unit] = []
     tables = [_work(cache, recipe, [])]
     for commit in commits:
@@ -118,20 +122,20 @@ def _planned(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> N
 
 
 def _work(cache: Cache, recipe: str, commits: list[Commit]) -> pa.Table:
-    """Rows of a plan's table for the records and rejects of some commits. What of a picture no scan says is null."""
+    """Rows of a plan's table for the records and rejects of some commits. Columns of pictures in no scan are null."""
     files, rows = cache.files, list[dict[str, Any]]()
     reader = shard.Reader(files, recipe)
     known = cache.recipe(recipe)
     for commit in commits:
         if commit.shard is not None:
             for row in shard.read_table(files, Paths.shard(recipe, commit.shard))[1].to_pylist():
-                own = {"key": row["key"]}
+                work = {"key": row["key"]}
                 if isinstance(known, layout.LatentRecipe):
-                    own |= {side: row[side] * known.compression for side in ("height", "width")}
+                    work |= {side: row[side] * known.compression for side in ("height", "width")}
                 elif row["key"] != layout.null_key(known.id):
                     at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
-                    own["caption"] = reader.caption(commit.shard, *at)
-                rows.append(own)
+                    work["caption"] = reader.caption(commit.shard, *at)
+                rows.append(work)
         for reject in commit.rejects:
             rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
     if isinstance(known, layout.TextRecipe):
@@ -144,7 +148,7 @@ def _work(cache: Cache, recipe: str, commits: list[Commit]) -> pa.Table:
 def _pictures(
     cache: Cache, recipe: layout.LatentRecipe, sizes: set[tuple[int, int]]
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """By key: which pictures of the last scans would be records of some sizes."""
+    """(key, columns of a plan's row) for each picture of the last scans at each of some sizes."""
     for source in cache.sources():
         scan = cache.last_scan(source)
         if scan is None or scan["latent"] != recipe.name or not _readable(cache, scan["table"]):
@@ -161,54 +165,58 @@ def _pictures(
 
 
 def _commits(cache: Cache, owner: str) -> list[Commit]:
-    """Commit the units whose shard is there and right. Returns commits of the shards that are of no plan."""
+    """Commit the units whose shard exists and is intact.
+
+    Returns:
+        Commits of intact shards that belong to no plan; none of a pack, whose plan cannot be derived.
+    """
     files = cache.files
     planned = {unit.unit: (plan, unit) for plan in cache.plans(owner) for unit in plan.units}
-    done = [commit for plan in cache.plans(owner) for commit in index.commits(files, owner, plan.number)]
-    shards, units = {commit.shard for commit in done}, {commit.unit for commit in done}
-    others = []
+    commits = [commit for plan in cache.plans(owner) for commit in index.commits(files, owner, plan.number)]
+    shards, units = {commit.shard for commit in commits}, {commit.unit for commit in commits}
+    unplanned = []
     for entry in files.walk(f"shards/{owner}"):
         digest = entry.name.rpartition("/")[2].removesuffix(".tar")
         with suppress(IntegrityError, FileNotFoundError):
             if digest in shards or (named := shard.read_head(files, entry.name)["unit"]) in units:
                 continue
             if files.digest(entry.name) != digest:
-                files.set_aside(entry.name)  # nobody committed it: its records are still to be made
+                files.set_aside(entry.name)  # not committed: its records are still to be made
                 continue
             adopted = index.adopted_unit(owner, digest)
-            unit = named if named in planned else adopted
+            unit_id = named if named in planned else adopted
             _, table = shard.read_table(files, entry.name)
             record_table = files.put_content(index.table_bytes(table), "tables", "arrow")
-            how = {"rebuilt": True, **({index.ADOPTED: True} if unit == adopted else {})}
-            commit = Commit(unit, digest, entry.size, table.num_rows, record_table, (), how)
-            if unit not in planned:
-                others.append(commit)
+            provenance = {"rebuilt": True, **({index.ADOPTED: True} if unit_id == adopted else {})}
+            commit = Commit(unit_id, digest, entry.size, table.num_rows, record_table, (), provenance)
+            if unit_id not in planned:
+                unplanned.append(commit)
                 continue
-            plan, own = planned[unit]
-            rejects = () if owner.startswith(PACKED) else tuple(_left_out(cache, plan, own, table))
-            index.publish_commit(files, owner, plan.number, Commit(**{**vars(commit), "rejects": rejects}))
-            units.add(unit)
-    return [] if owner.startswith(PACKED) else others
+            plan, unit = planned[unit_id]
+            rejects = () if owner.startswith(PACKED) else tuple(_missing_records(cache, plan, unit, table))
+            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects))
+            units.add(unit_id)
+    return [] if owner.startswith(PACKED) else unplanned
 
 
-def _left_out(cache: Cache, plan: Plan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
+def _missing_records(cache: Cache, plan: Plan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
     rows = cache.table(plan.table).slice(unit.start, unit.count)
-    there = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
-    for row in rows.filter(pc.invert(there)).to_pylist():
+    present = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
+    for row in rows.filter(pc.invert(present)).to_pylist():
         yield Reject(row["key"].hex(), row.get("item") or row.get("caption") or "", LOST, retry=True)
 
 
-def _adopted(cache: Cache, recipe: str, commits: list[Commit]) -> None:
-    """Make shards whose plan is lost records of this cache again, as those of another cache."""
+def _adopt(cache: Cache, recipe: str, commits: list[Commit]) -> None:
+    """Add the shards of a lost plan to this cache, as `bucket` adopts those of another cache."""
     if commits:
         number = len(_numbers(cache, Paths.plans(recipe)))
-        _planned(cache, recipe, number, commits)
+        _add_plan(cache, recipe, number, commits)
         for commit in commits:
             index.publish_commit(cache.files, recipe, number, commit)
 
 
 def _scale(cache: Cache, recipe: str) -> None:
-    """Name the channel scales again that the records of an int8 recipe were made with."""
+    """Derive the document of the channel scales of an int8 recipe from a record that was made with them."""
     files = cache.files
     if files.exists(Paths.scale(recipe)) or codec.storage_of(cache.recipe(recipe)) != codec.INT8:
         return

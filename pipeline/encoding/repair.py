@@ -1,25 +1,28 @@
 """Repair: make the damaged records of a shard again, and only those.
 
-What: the batches that hold damaged records are encoded again in their old composition; the shard is written anew from
-them and from the intact records. On the same kind of machine its digest is the old one: the file is replaced in
-place, and every snapshot that refers to it is whole again.
+The batches that hold damaged records are encoded again in their old composition. The shard is written anew from them
+and from the intact records. On the same kind of machine its digest is the old one: the file is replaced in place, and
+every snapshot that refers to it is whole again.
 Why: one flipped byte in 100 GB should cost one batch, not a store.
-Price: where hardware or libraries differ the bytes differ; then the damaged records go into a new plan (a later plan
-wins), and snapshots made before have to be made again with `sana-pipe bucket`.
+Price: where hardware or libraries differ, the bytes differ. Then the damaged records go into a new plan (a later plan
+wins), and earlier snapshots have to be made again with `sana-pipe bucket`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Mapping
+from functools import cache as remembered
+from functools import partial
 
 from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.findings import Finding, Replaced
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.encoding import worker
-from pipeline.errors import IntegrityError
-
-Encode = Callable[[Plan, Unit, index.Commit, Container[bytes]], Iterable[worker.Made]]
-"""Encodes the batches of a unit that hold one of the given keys, in the way that its commit's provenance names."""
+from pipeline.config import Config
+from pipeline.encoding import unit_records
+from pipeline.encoding.scan import reopen
+from pipeline.encoding.unit_encoder import UnitEncoder
+from pipeline.errors import IntegrityError, UserError
 
 
 def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
@@ -34,49 +37,82 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
     return False
 
 
-def repair_unit(
-    cache: Cache,
-    recipe: layout.Recipe,
-    finding: audit.Finding,
-    encode: Encode,
-    again: dict[str, set[bytes]],
-    records: Callable[[], index.RecordIndex],
-) -> str:
-    """Restore the shard of one finding.
+class Repairs:
+    """Repairs shards of a cache. One encoder at a time is in memory.
 
     Args:
-        records: opens the index of the recipe, as it is after the last shard that was `replaced`.
-        again: of each shard the keys of damaged records that another shard has; kept true.
-
-    Returns:
-        `restored` (byte for byte), `replaced` (the damaged records are in later plans) or `failed: <reason>`.
+        locations: source name -> where it is now, for sources that have moved since the scan.
     """
-    plan, unit = audit.unit_of(cache, recipe.name, finding.plan, finding.unit)
-    commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
-    assert commit.shard is not None
-    damaged = set(audit.bad_records(cache, recipe.name, commit))
-    bad = set(map(bytes.fromhex, audit.not_replaced(records, commit, sorted(damaged))))
-    made: dict[bytes, worker.Record] = {}
-    for done, rejects in encode(plan, unit, commit, damaged):
-        made.update((record.key, record) for record in done)
-        lost = [reject for reject in rejects if bytes.fromhex(reject.key) in bad]
-        if lost:
-            return f"failed: {lost[0].item}: {lost[0].reason}"
-    if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
-        again.pop(commit.shard, None)
-        return "restored"
-    if not damaged:
-        return "failed: the shard's own description is damaged and cannot be made again as it was"
-    if bad:  # the others are in a later plan already
-        _replace(cache, recipe, plan, unit, commit, bad, made)
-    again[commit.shard] = damaged
-    return "replaced"
+
+    def __init__(self, config: Config, cache: Cache, locations: Mapping[str, str]):
+        self.config, self.cache, self.locations = config, cache, locations
+        self.encoder = UnitEncoder(config, cache, {}, check=True)
+        self._indexes: dict[str, Callable[[], index.RecordIndex]] = {}
+
+    def unit(self, finding: Finding, replaced: Replaced) -> str:
+        """Restore the shard of a finding.
+
+        Args:
+            replaced: updated.
+
+        Returns:
+            `restored` (byte for byte), `replaced` (the damaged records are in later plans) or `failed: <reason>`.
+
+        Raises:
+            UserError: the source or the model is not there.
+        """
+        recipe = self.cache.recipe(finding.recipe)
+        # Opened at the first damage, and again after a shard was replaced, which may have added a plan.
+        opened = self._indexes.pop(recipe.name, None) or remembered(partial(self.cache.index, recipe.name))
+        outcome = self._unit(recipe, finding, replaced, opened)
+        self._indexes = {recipe.name: opened} if outcome == "restored" else {}
+        return outcome
+
+    def _unit(
+        self, recipe: layout.Recipe, finding: Finding, replaced: Replaced, opened: Callable[[], index.RecordIndex]
+    ) -> str:
+        cache = self.cache
+        plan, unit = audit.unit_of(cache, recipe.name, finding.plan, finding.unit)
+        commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
+        assert commit.shard is not None
+        damaged = set(audit.bad_records(cache, recipe.name, commit))
+        unreplaced = set(map(bytes.fromhex, audit.unreplaced_keys(opened, commit, sorted(damaged))))
+        self._open_sources(plan, unit)
+        made: dict[bytes, unit_records.Record] = {}
+        for batch, rejects in self.encoder.remake(plan, unit, commit, damaged):
+            made.update((record.key, record) for record in batch)
+            lost = [reject for reject in rejects if bytes.fromhex(reject.key) in unreplaced]
+            if lost:
+                return f"failed: {lost[0].item}: {lost[0].reason}"
+        if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
+            replaced.pop(commit.shard, None)
+            return "restored"
+        if not damaged:
+            return "failed: the shard's own description is damaged and cannot be made again as it was"
+        if unreplaced:  # the others are in a later plan already
+            _replace(cache, recipe, plan, unit, commit, unreplaced, made)
+        replaced[commit.shard] = damaged
+        return "replaced"
+
+    def _open_sources(self, plan: Plan, unit: Unit) -> None:
+        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
+        for name in names:
+            if name in self.encoder.sources:
+                continue
+            try:
+                source = reopen(self.cache, name, self.config.data, self.locations.get(name))
+            except UserError as error:
+                raise UserError(
+                    f"damaged latents need source {name!r}: {error.what}", fix=f"--data {name}=DIR, where it is now"
+                ) from None
+            self.encoder.sources[name] = source
 
 
 def _restored(
-    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, worker.Record]
+    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.Record]
 ) -> bool:
-    """Write a shard anew from its intact records and those that were made again; whether its bytes are the old ones."""
+    """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
     reader = shard.Reader(cache.files, recipe.name)
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
@@ -91,7 +127,7 @@ def _restored(
             if "caption_offset" in row:
                 where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
                 caption = reader.caption(commit.shard, *where)
-            stored = bytes(reader.stored(*where_stored))  # as it is: encoding a lossy record anew would change it
+            stored = bytes(reader.stored(*where_stored))  # unchanged: compressing a lossy record again would change it
             writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
         digest, _, _ = writer.finish(only=commit.shard)
     return digest == commit.shard
@@ -103,23 +139,24 @@ def _replace(
     plan: Plan,
     unit: Unit,
     commit: index.Commit,
-    bad: set[bytes],
-    made: dict[bytes, worker.Record],
+    keys: set[bytes],
+    made: dict[bytes, unit_records.Record],
 ) -> None:
-    """Commit the damaged records as a plan of their own."""
+    """Commit the remade records of these keys as a new plan."""
     rows = cache.table(plan.table).slice(unit.start, unit.count)
-    wanted = [i for i, key in enumerate(rows.column("key").to_pylist()) if key in bad]
-    table = rows.take(wanted)
+    table = rows.take([i for i, key in enumerate(rows.column("key").to_pylist()) if key in keys])
+    in_order = table.column("key").to_pylist()
     while True:
         number = len(cache.files.numbers(Paths.plans(recipe.name)))
-        keys = table.column("key").to_pylist()
-        own = Unit(layout.digest("unit", recipe.name, str(number), *keys).hex(), 0, len(keys), unit.batch)
-        if cache.add_plan(recipe.name, number, [own], table):
+        added_unit = Unit(
+            layout.digest("unit", recipe.name, str(number), *in_order).hex(), 0, len(in_order), unit.batch
+        )
+        if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)
     how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", *layout.PROVENANCE)}
-    records = [made[key] for key in keys]
-    again = worker.encode(cache, recipe, added, own, [(records, [])], lambda done, bad: None, how)
-    if again.records != len(keys):
+    records = [made[key] for key in in_order]
+    new_commit = unit_records.write_unit(cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how)
+    if new_commit.records != len(in_order):
         raise IntegrityError(f"plan {number} of {recipe.name}: not every repaired record could be stored")
-    index.merge(cache.files, recipe.name, number, [own.unit])
+    index.merge(cache.files, recipe.name, number, [added_unit.unit])

@@ -1,17 +1,17 @@
-"""Scan: a source's items, with what is needed to plan work: digests, sizes, captions, and what cannot be used.
+"""Scan: the items of a source, with all that planning needs: digests, sizes, captions, reasons of rejects.
 
-What: one row per item: key, size, mtime, image digest, width and height after orientation, captions, or the reason why
-the item is left out.
-Why: a row whose size and mtime are unchanged keeps its digest, so a second scan reads no pixels; the table is stored
-in the cache, so that `bucket` works where the sources are not.
-A part of a source (a tar, a parquet file) whose stamp is unchanged is not even listed again: its rows are taken over.
-The rest is cut into fragments (`fragments`), a part with a stamp or `RUN` items of another: each is read by one of the
-processes, and one that a killed process has read is not read again. A fragment without a new picture is no such
-thing: looking at its files is all it needs, and every process does that.
-Price: a first scan reads every file once (the digest needs all bytes). `--rehash` reads them again. Each process lists
-every part that has no stamp and asks for the size and time of each of its files. Of a server that tells no time or
-ETag nothing can be shared or taken over. A part with a stamp is not cut: of a single huge tar one process reads all.
-What could not be read is tried again by the next scan, not by the one that continues this one.
+A scan is a table with one row per item: key, size, mtime, image digest, width and height after orientation, captions,
+or the reason why the item is left out.
+Why: an item with unchanged size and mtime keeps its digest, so a second scan reads no pixels. The table is stored in
+the cache, so that `bucket` works without the sources. A part of a source (a tar, a parquet file) with an unchanged
+stamp is not even listed: its rows are taken from the last scan. The rest is cut into fragments (see `fragments`): a
+part with a stamp, or `RUN` items of a part without. Each fragment is read by one process, and a fragment that a killed
+process has read is not read again. Fragments without new pictures are not distributed: checking file times is cheap, so
+every process does it.
+Price: a first scan reads every file once (the digest needs all bytes); `--rehash` reads them again. Each process lists
+every part that has no stamp, and asks for the size and time of each of its files. Without times or ETags from the
+server nothing can be shared or reused. A part with a stamp is not cut, so a single huge tar is read by one process.
+Unreadable items are tried again by the next scan, but not when an interrupted scan continues.
 """
 
 from __future__ import annotations
@@ -57,24 +57,23 @@ SCAN = pa.schema(
         ("where", pa.string()),
     ]
 )
-"""`reject` is null for usable items. `part`, `stamp` and `where` say where an item's bytes are inside an archive or a
-table (see `Source`); they are null for files, and missing in tables of earlier versions."""
+"""`reject` is null for usable items. `part`, `stamp` and `where` locate an item inside an archive or a table (see
+`Source`); they are null for files, and missing in tables of earlier versions."""
 
 AHEAD = 1024
-"""Items that may wait for a reader: a listing is not held in memory twice, and stays near what is being read."""
+"""Limit on listed items that wait for a reader, so that the listing stays close to the reading."""
 
 RUN = 2048
-"""Items of a fragment, where the source has no parts that say when they have changed."""
+"""Items of a fragment in a part without a stamp."""
 
 RULE = "fragment-2"
-"""Counts the rules by which rows are made, so that a later version takes over no fragment of this one."""
-
+"""Version of the rules that make rows. A version with other rules does not use fragments of this one."""
 
 HEADS = (1 << 16, 1 << 20)
-"""Bytes that `from_header` reads of a picture; the second number where the first was not enough."""
+"""Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
 
 Look = Callable[[Source, str, int, int], dict[str, Any]]
-"""(source, key, max_pixels, max_bytes) -> the columns `digest`, `width`, `height`, `reject`, as far as found."""
+"""(source, key, max_pixels, max_bytes) -> the known ones of the columns `digest`, `width`, `height`, `reject`."""
 
 
 def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
@@ -87,17 +86,17 @@ def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decod
 
 
 def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
-    """Size of a picture from its first bytes, as far as they tell: nothing at all if its header lies further behind.
+    """Size of a picture from its first bytes; empty if its header lies further behind.
 
-    An orientation that stands behind the pixels (possible in PNG and WebP) is not seen.
+    An orientation behind the pixels (possible in PNG and WebP) is not seen.
     """
     try:
         size = source.stat(key)[0]
         for length in HEADS:
             data = source.head(key, length)
-            found = _size(data, max_pixels, max_bytes)
-            if "width" in found or len(data) >= size or _limited(found["reject"]):
-                return found
+            columns = _size(data, max_pixels, max_bytes)
+            if "width" in columns or len(data) >= size or _limited(columns["reject"]):
+                return columns
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return {}
@@ -128,25 +127,24 @@ def scan(
     """Read a source's listing and headers.
 
     Args:
-        name: the source's name, under which an earlier scan is looked up.
-        cache: where; None: there is no earlier scan.
+        name: of the source, under which the cache stores its scans.
+        cache: has the last scan; None: there is none.
         rehash: do not trust size and mtime.
-        progress: called with the number of items done so far, and of all (None while only listing them can tell).
-        refuse: (height, width) of a readable picture -> why it is left out all the same, or None. Asked anew on every
-            scan, so that a changed policy takes effect on known rows.
-        look: how a picture that is not known is examined.
-        fragments: shares the work and makes it resumable; None: all of it is done here, and nothing is written.
+        progress: called with the number of items done, and the total (None while it is unknown).
+        refuse: (height, width) of a readable picture -> why it is left out, or None. Asked in every scan, so that a
+            changed policy applies to known rows.
+        look: examines a new picture.
+        fragments: shares the work and makes it resumable; None: this process does everything, and writes nothing.
 
     Raises:
         UserError: two items have the same sample id, or this is another data set under a known name.
         Stopped: a signal asked for the end.
     """
+    settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
     while True:
-        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.far else 1))
+        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.is_remote else 1))
         try:
-            tables = _Scan(
-                source, name, cache, pool, (max_pixels, max_bytes), look, rehash, progress, fragments
-            ).tables()
+            tables = _Scan(source, name, cache, pool, settings, fragments).tables()
             break
         except ScanSuperseded:
             continue
@@ -162,7 +160,7 @@ def scan(
 
 @dataclass
 class _Piece:
-    """Some rows of the table: taken from the last scan, or to be made of a run."""
+    """Rows of the table: taken from the last scan, or to be made from a run."""
 
     table: pa.Table | None
     part: str = ""
@@ -170,6 +168,17 @@ class _Piece:
     run: Run | None = None
     looked: Future[Seen] | None = None
     seen: Seen = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """See `scan`."""
+
+    max_pixels: int
+    max_bytes: int
+    rehash: bool
+    look: Look
+    progress: Callable[[int, int | None], None]
 
 
 class _Scan:
@@ -181,68 +190,72 @@ class _Scan:
         name: str,
         cache: Cache | None,
         pool: ThreadPoolExecutor,
-        limits: tuple[int, int],
-        look: Look,
-        rehash: bool,
-        progress: Callable[[int, int | None], None],
+        settings: _Settings,
         fragments: Fragments | None,
     ):
-        self.source, self.name, self.pool = source, name, pool
-        self.limits, self.look, self.rehash = limits, look, rehash
-        self.progress, self.fragments = progress, fragments
-        trusted = None if rehash else cache
+        self.source, self.name, self.pool, self.settings, self.fragments = source, name, pool, settings, fragments
+        trusted = None if settings.rehash else cache
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
         self._known: dict[str, dict[str, Any]] | None = None
-        self._taken_over = False
+        self._reused = False
         self._done = 0
-        self._whole: int | None = None
+        self._total: int | None = None
 
     def tables(self) -> list[pa.Table]:
         """The pieces of the table, in the source's order."""
         pieces = self._pieces()
         counts = [len(p.table) if p.table is not None else p.run.count if p.run is not None else 0 for p in pieces]
-        self._whole = None if None in counts else sum(count or 0 for count in counts)
-        new: list[tuple[_Piece, Future[bytes]]] = []
+        self._total = None if None in counts else sum(count or 0 for count in counts)
+        shared = self._make_unshared(pieces)
+        if self.fragments is not None:
+            self._gather(self.fragments, shared)
+        if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
+            self.source.rule.check_seen()
+        return [piece.table for piece in pieces if piece.table is not None]
+
+    def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
+        """Make the pieces without new pictures. Returns the others, by fragment id."""
+        identities: list[tuple[_Piece, Future[bytes]]] = []
         for piece in pieces:
             if piece.run is not None and piece.looked is not None:
                 self._check()
                 piece.seen = piece.looked.result()
                 if self.fragments is not None and self._new(piece):
-                    new.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
-                    continue
-                piece.table = self._made(piece)
+                    identities.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
+                else:
+                    piece.table = self._made(piece)
             elif piece.table is not None:
                 self._reach(len(piece.table))
-        shared: dict[str, _Piece] = {}
-        for piece, identity in new:
+        settings, shared = self.settings, dict[str, _Piece]()
+        for piece, identity in identities:
             self._check()
-            decides = (*map(str, self.limits), str(self.rehash))
-            shared[layout.digest(RULE, self.name, *decides, piece.part, identity.result()).hex()] = piece
-        taken, rule = 0, self.source.rule
-        made: set[str] = set()
+            decisive = (str(settings.max_pixels), str(settings.max_bytes), str(settings.rehash))
+            shared[layout.digest(RULE, self.name, *decisive, piece.part, identity.result()).hex()] = piece
+        return shared
 
-        def make(one: str) -> Rows:
+    def _gather(self, fragments: Fragments, shared: dict[str, _Piece]) -> None:
+        """Have the shared pieces made by all processes."""
+        rule, ignored_elsewhere = self.source.rule, 0
+        made_here: set[str] = set()
+
+        def make(fragment: str) -> Rows:
             before = self.source.ignored
-            table = self._made(shared[one])
-            made.add(one)
+            table = self._made(shared[fragment])
+            made_here.add(fragment)
             return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
-        def arrived(one: str, rows: Rows) -> None:
-            nonlocal taken
-            shared[one].table = rows.table
-            if one not in made:
+        def arrived(fragment: str, rows: Rows) -> None:
+            nonlocal ignored_elsewhere
+            shared[fragment].table = rows.table
+            if fragment not in made_here:
                 self._reach(len(rows.table))
-                taken += rows.ignored
+                ignored_elsewhere += rows.ignored
                 if rule is not None:
                     rule.seen.update(rows.columns)
 
-        if self.fragments is not None:
-            self.fragments.gather(list(shared), make, arrived, self._scans)
-        self.source.ignored += taken
-        if rule is not None and not self._taken_over:  # what is taken over has passed this check
-            rule.check_seen()
-        return [piece.table for piece in pieces if piece.table is not None]
+        fragments.gather(list(shared), make, arrived, self._scans)
+        self.source.ignored += ignored_elsewhere
 
     def _pieces(self) -> list[_Piece]:
         pieces = []
@@ -251,32 +264,33 @@ class _Scan:
             self._check()
             run = runs.get(part.name)
             if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
-                self._taken_over = True
+                self._reused = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
             if self._known is None:
                 self._known = _known(self._last)
-            for own in self.source.runs(part, RUN):
-                pieces.append(_Piece(None, part.name, part.stamp, own, self.pool.submit(own.look)))
+            for source_run in self.source.runs(part, RUN):
+                looked = self.pool.submit(source_run.look)
+                pieces.append(_Piece(None, part.name, part.stamp, source_run, looked))
         return pieces
 
     def _new(self, piece: _Piece) -> bool:
-        """Whether the piece has a picture that is not known, as far as one can tell without listing it."""
+        """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
         return piece.stamp is not None or any(
             not isinstance(seen, Unreadable) and self._before(key, *seen) is None for key, seen in piece.seen.items()
         )
 
     def _before(self, key: str, size: int, mtime: int) -> dict[str, Any] | None:
-        """The row of the last scan, if the bytes are those."""
+        """The row of the last scan, if size and mtime are unchanged."""
         row = (self._known or {}).get(key)
         return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
 
     def _made(self, piece: _Piece) -> pa.Table:
-        """List a piece and read what is new in it."""
+        """List a piece and read its new pictures."""
         assert piece.run is not None
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
         tables = []
-        for row in _mapped(self.pool, lambda found: self._row(found, piece.seen), piece.run.items()):
+        for row in _mapped(self.pool, lambda item: self._row(item, piece.seen), piece.run.items()):
             self._check(in_hand=True)
             row |= {"part": piece.part or None, "stamp": piece.stamp}
             for column, values in columns.items():
@@ -287,57 +301,58 @@ class _Scan:
                 columns = {column: [] for column in SCAN.names}
         return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
 
-    def _row(self, found: Item | Reject, known: Seen) -> dict[str, Any]:
-        if isinstance(found, Reject):
-            return _row(found.key, reject=found.reason)
-        captions = [{"text": text, "weight": weight} for text, weight in found.captions]
-        meta = json.dumps(found.meta, sort_keys=True, ensure_ascii=False, default=str)
-        own = {"captions": captions, "meta": meta, "where": found.where}
+    def _row(self, item: Item | Reject, stats: Seen) -> dict[str, Any]:
+        """The row of an item. stats: item -> (size, mtime), as far as asked for."""
+        if isinstance(item, Reject):
+            return _row(item.key, reject=item.reason)
+        captions = [{"text": text, "weight": weight} for text, weight in item.captions]
+        meta = json.dumps(item.meta, sort_keys=True, ensure_ascii=False, default=str)
+        listed = {"captions": captions, "meta": meta, "where": item.where}
         try:
-            seen = known.get(found.key) or self.source.stat(found.key)
-            if isinstance(seen, Unreadable):
-                raise seen
+            stat = stats.get(item.key) or self.source.stat(item.key)
+            if isinstance(stat, Unreadable):
+                raise stat
         except OSError as error:
-            return _row(found.key, **own, reject=f"unreadable: {error}")
-        before = self._before(found.key, *seen)
+            return _row(item.key, **listed, reject=f"unreadable: {error}")
+        before = self._before(item.key, *stat)
         if before is not None:
-            return {**before, **own}
-        read = self.look(self.source, found.key, *self.limits)
-        return _row(found.key, size=seen[0], mtime_ns=seen[1], **own, **read)
+            return {**before, **listed}
+        read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
+        return _row(item.key, size=stat[0], mtime_ns=stat[1], **listed, **read)
 
     def _reach(self, rows: int) -> None:
         self._done += rows
-        self.progress(self._done, self._whole)
+        self.settings.progress(self._done, self._total)
 
     def _check(self, in_hand: bool = False) -> None:
         if self.fragments is not None:
-            self.fragments.stop.check_batch() if in_hand else self.fragments.stop.check()
+            self.fragments.worker.stop.check_batch() if in_hand else self.fragments.worker.stop.check()
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:
     """The source of the last scan, ready to read its items.
 
     Args:
-        location: where it is now; default: where it was.
+        location: where the source is now; default: where it was scanned.
 
     Raises:
-        UserError: no such source was scanned, or it is not there any more.
+        UserError: no such source was scanned, or it has gone.
     """
     scan = cache.last_scan(name)
     if scan is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
     table = cache.table(scan["table"])
-    found = list(places(table))
-    parts = sorted({part for _, part, _ in found})
+    inside = list(places(table))
+    parts = sorted({part for _, part, _ in inside})
     source = detect.reopen(
         location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
     )
-    source.recall(found)
+    source.recall(inside)
     return source
 
 
 def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
-    """(item, part, where) of the usable items that lie inside something: what `Source.recall` takes."""
+    """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
     if "where" not in table.column_names:
         return
     inside = table.filter(pc.is_valid(table.column("where")))
@@ -347,10 +362,10 @@ def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
 def _mapped(
     pool: ThreadPoolExecutor, work: Callable[[Item | Reject], dict[str, Any]], listing: Iterable[Item | Reject]
 ) -> Iterator[dict[str, Any]]:
-    """`pool.map` in order, with at most `AHEAD` of the listing taken before it is needed."""
+    """`pool.map` in order that takes at most `AHEAD` items of the listing in advance."""
     waiting: deque[Any] = deque()
-    for found in listing:
-        waiting.append(pool.submit(work, found))
+    for item in listing:
+        waiting.append(pool.submit(work, item))
         if len(waiting) >= AHEAD:
             yield waiting.popleft().result()
     while waiting:
@@ -358,7 +373,7 @@ def _mapped(
 
 
 def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Table:
-    """The table with today's policy: a row that has a width has no other reason to be left out."""
+    """The table after the present policy. A row with a width was readable, so only a policy can reject it."""
     columns = (table.column(column).to_pylist() for column in ("height", "width", "reject"))
     verdicts = [
         reject if width is None else refuse(height, width) for height, width, reject in zip(*columns, strict=True)
@@ -369,10 +384,10 @@ def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Tab
 def _unique(name: str, table: pa.Table) -> None:
     ids: dict[int, str] = {}
     for item in table.filter(pc.is_null(table.column("reject"))).column("item").to_pylist():
-        own = layout.sample_id(name, item)
-        if ids.setdefault(own, item) != item:
+        sample_id = layout.sample_id(name, item)
+        if ids.setdefault(sample_id, item) != item:
             raise UserError(
-                f"items {ids[own]!r} and {item!r} of source {name!r} have the same 64-bit sample id",
+                f"items {ids[sample_id]!r} and {item!r} of source {name!r} have the same 64-bit sample id",
                 fix="rename one of the two files",
             )
 
@@ -383,7 +398,7 @@ def _row(item: str, **values: Any) -> dict[str, Any]:
 
 
 def _table(cache: Cache, scan: dict[str, Any]) -> pa.Table | None:
-    """The table of a scan; None if it is lost or damaged: then every item is read again."""
+    """The table of a scan; None if it is lost or damaged, so that every item is read again."""
     try:
         return cache.table(scan["table"])
     except IntegrityError as error:
@@ -404,7 +419,7 @@ def _last(cache: Cache, name: str) -> pa.Table | None:
 
 
 def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
-    """Part -> (stamp, first row, rows), for the parts whose rows may be taken over as they are."""
+    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged."""
     parts, stamps = (table.column(column).to_pylist() for column in ("part", "stamp"))
     again = {
         part
@@ -425,8 +440,8 @@ def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
 def _known(last: pa.Table | None) -> dict[str, dict[str, Any]]:
     if last is None:
         return {}
-    # An item that was left out for its captions was never read; one whose bytes were bad stays bad while unchanged.
-    # Only a limit may be raised since; it stands in the reason.
+    # An item that was rejected for its captions was never read. Bad bytes stay bad while unchanged, except if a limit
+    # was the reason, because the limit may be higher now.
     rows = last.to_pylist()
     return {r["item"]: r for r in rows if r["digest"] is not None and not _limited(r["reject"] or "")}
 
@@ -452,22 +467,24 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
 
 
 def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
-    """How many pictures that the last scan of a source could use are missing in `table`: neither their items nor their
-    bytes are in it, or only among what cannot be read. A picture that a setting leaves out is not missing.
+    """How many usable pictures of the last scan are missing in `table`.
+
+    A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves
+    out is not missing.
 
     Args:
-        most: the largest share of the pictures of the last scan that may be missing.
+        most: the largest share of the pictures of the last scan that may be missing, from 0 to 1.
 
     Raises:
-        UserError: more are.
+        UserError: more are missing.
     """
     last = _last(cache, name)
     if last is None:
         return 0
     before = last.select(["item", "digest"]).filter(pc.is_null(last.column("reject")))
     now = table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
-    there = pc.is_in(arrow.text(before.column("item")), value_set=arrow.text(now.column("item")))
-    lost = before.filter(pc.invert(there))
+    present = pc.is_in(arrow.text(before.column("item")), value_set=arrow.text(now.column("item")))
+    lost = before.filter(pc.invert(present))
     lost = lost.filter(pc.invert(pc.is_in(lost.column("digest"), value_set=now.column("digest"))))
     if len(lost) > most * len(before):
         here = dict(zip(*(table.column(column).to_pylist() for column in ("item", "reject")), strict=True))

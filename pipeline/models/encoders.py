@@ -1,9 +1,9 @@
 """The frozen networks: pictures to latents, latents back to pictures, and (from `text`) captions to rows.
 
-What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (DC-AE's decoder alone), and `describe_vae`, which says
-from the files alone what decides a latent's values. `TextEncoder` and `describe_text` are those of the module `text`.
-Why: latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
-beyond need, and a recipe changes exactly when a value could change.
+What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (DC-AE's decoder alone), and `describe_vae`, which reads
+from the files what decides a latent's values. `TextEncoder` and `describe_text` come from the module `text`.
+Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
+unnecessarily, and a recipe changes exactly when a value could change.
 Price: describing a model reads all of its weights to digest them.
 """
 
@@ -68,11 +68,11 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 
 
 def describe_vae(config: VaeConfig) -> dict[str, Any]:
-    """What decides the value of a latent, read from files without building the module.
+    """What decides the value of a latent, from files, without building the module.
 
     Returns:
-        weights (32 hex digits over the encoder's tensors and its architecture; neither the decoder nor the place they
-        came from counts), compression (pixels per latent side), channels, dtype, scaling_factor, tiling (always False).
+        weights (32 hex digits over the encoder's tensors and its architecture, not the decoder or the origin),
+        compression (pixels per latent side), channels, dtype, scaling_factor, tiling (always False).
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -93,7 +93,7 @@ def vae_shape(folder: Path) -> tuple[int, int]:
     """Pixels per latent side, and latent channels, of the VAE whose `config.json` is in a folder.
 
     Raises:
-        ModelError: there is none, or it is of another class of model.
+        ModelError: it is missing, or of another class of model.
     """
     settings = _vae_settings(folder)
     return _compression(settings), int(_vae_architecture(settings)["latent_channels"])
@@ -144,7 +144,7 @@ def _exact_convolutions() -> contextlib.AbstractContextManager[None]:
 
 
 def _half_autoencoder(config: VaeConfig, keep: str, device: torch.device) -> tuple[AutoencoderDC, dict[str, Any], Path]:
-    """AutoencoderDC with only its `encoder` or its `decoder`; the other half never has storage."""
+    """AutoencoderDC with only its `encoder` or its `decoder`; the other half is never allocated."""
     from diffusers import AutoencoderDC
 
     folder = resolve(config)
@@ -182,8 +182,8 @@ class LatentEncoder:
         self.model, self.dtype = model, config.dtype
         self.compression, self.channels, self.scaling_factor = compression, channels, scaling_factor
         self.device = next(model.parameters()).device
-        # x / 255 * 2 - 1 for each of the 256 values, made on the CPU: a GPU divides by a constant through its
-        # reciprocal, which is another last bit.
+        # x / 255 * 2 - 1 for each of the 256 values, computed on the CPU: a GPU multiplies by the reciprocal instead
+        # of dividing, which changes the last bit.
         levels = torch.arange(256, dtype=torch.float32) / 255 * 2 - 1
         self._levels = levels.to(self.device, DTYPES[config.dtype])
 
@@ -212,7 +212,7 @@ class LatentEncoder:
 
         Raises:
             ModelError: pictures of another type or shape.
-            NonFiniteError: names the batch rows.
+            NonFiniteError: with the batch rows.
         """
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise ModelError("pictures must be uint8 (b, H, W, 3)", found=f"{images.dtype} {images.shape}")
@@ -261,7 +261,7 @@ class LatentDecoder:
             uint8 (b, H, W, 3), RGB: round(255 * clamp(x / 2 + 1/2, 0, 1)).
 
         Raises:
-            NonFiniteError: names the batch rows.
+            NonFiniteError: with the batch rows.
         """
         z = (latents.to(self.device, torch.float32) / self.scaling_factor).to(DTYPES[self.dtype])
         with _exact_convolutions():

@@ -1,13 +1,14 @@
 """From `id`, `subfolder`, `revision`, `variant` to files on this machine.
 
-What: `resolve` gives the local folder of a hub id or of a folder that `save_pretrained` wrote; `weight_files` gives the
-safetensors files of that folder, sharded or not. Of a repository only the files that are used are fetched.
-Why: recipes are made from the bytes of the weights, so every part has to agree on which bytes those are; and a mistyped
-id, a gated model or a machine without network must end in a sentence that says what to do.
-Which files: released repositories hold several sets of the same weights side by side. As the libraries that wrote them
-do, an index goes before a single file in diffusers' folders and after it in transformers'. The index of a variant has
-three names: transformers' and today's diffusers' `model.safetensors.index.bf16.json`, that of diffusers before 0.31,
-`diffusion_pytorch_model.safetensors.bf16.index.json`, and `diffusion_pytorch_model.bf16.safetensors.index.json`.
+What: `resolve` returns the local folder of a hub id or of a folder that `save_pretrained` wrote; `weight_files` returns
+the safetensors files of that folder, sharded or not. Only files that are used are fetched.
+Why here for all models: recipes are digests of the weights' bytes, so every module has to agree on which files those
+are; and a mistyped id, a gated model or a missing network must end in an error that says what to do.
+Which files: released repositories hold several sets of the same weights. As in the libraries that wrote them, an index
+takes precedence over a single file in diffusers' folders, and the reverse in transformers'. The index of a variant has
+three possible names: `model.safetensors.index.bf16.json` (transformers, recent diffusers),
+`diffusion_pytorch_model.safetensors.bf16.index.json` (diffusers before 0.31) and
+`diffusion_pytorch_model.bf16.safetensors.index.json`.
 Price: weights in pickle files (`*.bin`) are refused, since reading them runs code. A repository is asked twice: for its
 JSON files and its list of files, then for the weights.
 """
@@ -36,7 +37,7 @@ _INDEX = re.compile(rf"^{_STEM}(?:\.(?P<a>\w+))?\.safetensors(?:\.(?P<b>\w+))?\.
 
 
 class ModelError(UserError):
-    """Weights, a model's configuration or a tokenizer that cannot be found or cannot be right."""
+    """Weights, a model's configuration or a tokenizer that is missing or invalid."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class WeightSet:
     """One of the sets of weights in a folder.
 
     Attributes:
-        files: names of the files that are there, in order.
-        missing: names that the index has besides.
+        files: names of the files present, in order.
+        missing: further names in the index.
         size: bytes of all of them.
-        index: the index's name, if the set is that of an index.
-        instead_of: the file or index of the same variant that is not used.
+        index: the index's name, if the set has one.
+        instead_of: the unused file or index of the same variant.
     """
 
     variant: str | None
@@ -60,7 +61,7 @@ class WeightSet:
 
 
 def is_local(weights: Weights) -> bool:
-    """Whether `weights.id` is a folder or file on this machine (it goes before a hub id of the same spelling)."""
+    """Whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
     return Path(weights.id).expanduser().exists()
 
 
@@ -75,19 +76,19 @@ def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: 
     Args:
         weights: `id` is a folder or a hub id; `subfolder` is inside it. Or a file, `hf://OWNER/NAME/FILE` on the hub.
         patterns: file name patterns inside the subfolder to fetch from the hub (default: the JSON files and one set of
-            weights). They do not matter for a folder.
+            weights). Ignored for a local folder.
         widest: without a variant, the set of weights of the highest precision (see `choose`).
 
     Raises:
         ModelError: neither a folder nor a hub id; no such repository, revision or subfolder; a gated repository; no
-            network and nothing, or not all of it, in the hub's cache.
+            network and the hub's cache lacks some of it.
     """
     place, weights = _place(weights)
     if place is not None:
         return place
     what = f"the hub repository {weights.id!r}"
     if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
-        root = _download(weights.model_copy(update={"id": file[1], "subfolder": None}), (file[2], _beside(file[2])))
+        root = _download(weights.model_copy(update={"id": file[1], "subfolder": None}), (file[2], _config_of(file[2])))
         if not (root / file[2]).is_file():
             raise _no_file(file[1], file[2])
         return root / file[2]
@@ -98,13 +99,13 @@ def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: 
 
 @dataclass(frozen=True)
 class Look:
-    """What using some weights would take.
+    """Files and download size of some weights.
 
     Attributes:
-        place: the folder, with its JSON files; or where the file is or will be.
+        place: the folder, with its JSON files; or the path of the file, present or not.
         files: names of the weight files.
         size: their bytes.
-        to_fetch: those of them that are not on this machine yet.
+        to_fetch: bytes still to be downloaded.
     """
 
     place: Path
@@ -114,59 +115,59 @@ class Look:
 
 
 def look(weights: Weights, *, widest: bool = False) -> Look:
-    """See what is there without fetching more than JSON files. Arguments and errors as in `resolve`."""
+    """Inspect weights; fetches JSON files only. Arguments and errors as in `resolve`."""
     place, weights = _place(weights)
     if place is not None and place.is_file():
         return Look(place, (place.name,), place.stat().st_size, 0)
     if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
         return _look_at_file(weights, file[1], file[2])
-    found = None
+    listing = None
     if place is None:
         folder = _below(_download(weights, ("*.json",)), weights, f"the hub repository {weights.id!r}")
-        found = sizes(weights)
+        listing = sizes(weights)
     else:
         folder = place
-    there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     try:
-        chosen = choose(folder, weights.variant, found, widest=widest)
+        chosen = choose(folder, weights.variant, listing, widest=widest)
     except ModelError as error:
-        if place is not None or found is not None:
+        if place is not None or listing is not None:
             raise
-        raise ModelError(  # offline: what the cache holds has to do
+        raise ModelError(  # offline, and the cache is incomplete
             f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
             expected=error.expected,
             found=error.found,
             fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
         ) from None
-    wanted = {name: (found or there)[name] for name in chosen.files}
-    to_fetch = sum(size for name, size in wanted.items() if there.get(name) != size)
-    return Look(folder, chosen.files, sum(wanted.values()), to_fetch)
+    sizes_of = {name: (listing or local)[name] for name in chosen.files}
+    to_fetch = sum(size for name, size in sizes_of.items() if local.get(name) != size)
+    return Look(folder, chosen.files, sum(sizes_of.values()), to_fetch)
 
 
 def _look_at_file(weights: Weights, repository: str, file: str) -> Look:
     name, parent = Path(file).name, Path(file).parent.as_posix()
-    held = weights.model_copy(update={"id": repository, "subfolder": None if parent == "." else parent})
-    listing = sizes(held)
+    folder = weights.model_copy(update={"id": repository, "subfolder": None if parent == "." else parent})
+    listing = sizes(folder)
     if listing is not None and name not in listing:
         raise _no_file(repository, file)
-    root = _download(held.model_copy(update={"subfolder": None}), (_beside(file),) if listing else (file,))
-    there, size = (root / file).is_file(), (listing or {}).get(name, 0)
-    return Look(root / file, (name,), (root / file).stat().st_size if there else size, 0 if there else size)
+    root = _download(folder.model_copy(update={"subfolder": None}), (_config_of(file),) if listing else (file,))
+    present, size = (root / file).is_file(), (listing or {}).get(name, 0)
+    return Look(root / file, (name,), (root / file).stat().st_size if present else size, 0 if present else size)
 
 
 def _no_file(repository: str, file: str) -> ModelError:
     return ModelError(f"the hub repository {repository!r} has no file {file!r}", fix="correct `id`")
 
 
-def _beside(file: str) -> str:
+def _config_of(file: str) -> str:
     return Path(file).with_name("config.json").as_posix()
 
 
 def _place(weights: Weights) -> tuple[Path | None, Weights]:
-    """The folder or file on this machine; None for what is on the hub. A file's path on the hub goes to `subfolder`.
+    """The folder or file on this machine; None if on the hub. A file's path on the hub is moved to `subfolder`.
 
     Raises:
-        ModelError: neither; no such subfolder.
+        ModelError: neither, or no such subfolder.
     """
     root = Path(weights.id).expanduser()
     if root.is_file():
@@ -191,7 +192,7 @@ def fetch_command(weights: Weights) -> str:
 
 
 def sizes(weights: Weights) -> dict[str, int] | None:
-    """Name and bytes of the files that the hub has in `weights.subfolder`; None where it cannot be reached.
+    """Name -> bytes of the hub's files in `weights.subfolder`; None if it cannot be reached.
 
     Raises:
         ModelError: no such repository or revision.
@@ -202,19 +203,19 @@ def sizes(weights: Weights) -> dict[str, int] | None:
     prefix = f"{weights.subfolder}/" if weights.subfolder else ""
     with _explained(weights):
         try:
-            told = HfApi().model_info(weights.id, revision=weights.revision, files_metadata=True)
+            info = HfApi().model_info(weights.id, revision=weights.revision, files_metadata=True)
         except OfflineModeIsEnabled:
             return None
         except Exception as error:
             if not _is_network(error):
                 raise
             return None
-    there = {
-        one.rfilename.removeprefix(prefix): one.size or 0
-        for one in told.siblings or ()
-        if one.rfilename.startswith(prefix)
+    files = {
+        file.rfilename.removeprefix(prefix): file.size or 0
+        for file in info.siblings or ()
+        if file.rfilename.startswith(prefix)
     }
-    return {name: size for name, size in there.items() if "/" not in name}
+    return {name: size for name, size in files.items() if "/" not in name}
 
 
 def _below(root: Path, weights: Weights, what: str) -> Path:
@@ -242,13 +243,13 @@ def _download(weights: Weights, patterns: tuple[str, ...]) -> Path:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether an error is one of the libraries that huggingface_hub speaks HTTP with."""
+    """Whether an error comes from one of huggingface_hub's HTTP libraries."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 
 
 @contextlib.contextmanager
 def _explained(weights: Weights) -> Iterator[None]:
-    """The hub's errors as sentences that say what to do."""
+    """Turn the hub's errors into ModelErrors with a fix."""
     from huggingface_hub import errors
 
     prefix = f"{weights.subfolder}/" if weights.subfolder else ""
@@ -304,8 +305,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without its progress bars, which would break the progress line of whoever loads a model."""
+def no_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars, which would break our progress line."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -346,25 +347,25 @@ def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
 def choose(
     folder: Path, variant: str | None = None, listing: Mapping[str, int] | None = None, *, widest: bool = False
 ) -> WeightSet:
-    """The set of weights that is used.
+    """Choose a set of weights.
 
     Args:
-        listing: name and bytes of files that could be fetched into the folder; default: what lies in it.
-        widest: without a variant, the set with the most bytes, that is the one of the highest precision; of equally
-            large ones that without a variant's name. Otherwise no variant means the files without one.
+        listing: name -> bytes of files that could be fetched into the folder; default: the files in it.
+        widest: without a variant, take the set with the most bytes, so of the highest precision; of equally large
+            ones that without a variant's name. Otherwise no variant means the files without one.
 
     Raises:
         ModelError: as `weight_files`.
     """
-    there = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()} if listing is None else listing
-    sets = weight_sets(folder, there)
+    files = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()} if listing is None else listing
+    sets = weight_sets(folder, files)
     if variant is None and widest:
-        sets.sort(key=lambda one: (-one.size if one.files else 1, one.variant or ""))
+        sets.sort(key=lambda s: (-s.size if s.files else 1, s.variant or ""))
     else:
-        sets = [one for one in sets if one.variant == variant]
+        sets = [s for s in sets if s.variant == variant]
     if not sets:
-        others = sorted(n for n in there if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
-        names = sorted({one.variant for one in weight_sets(folder, there) if one.files and one.variant})
+        others = sorted(n for n in files if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
+        names = sorted({s.variant for s in weight_sets(folder, files) if s.files and s.variant})
         middle = f".{variant}" if variant else ""
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),
@@ -377,10 +378,10 @@ def choose(
     best = sets[0]
     if best.missing:
         other = ""
-        if (whole := next((one for one in sets if not one.missing), None)) is not None:
-            named = whole.variant not in (None, best.variant)
-            how = f"set `variant: {whole.variant}`" if named else f"remove {best.index}"
-            other = f", or {how}: {whole.files[0]} is whole"
+        if (complete := next((s for s in sets if not s.missing), None)) is not None:
+            named = complete.variant not in (None, best.variant)
+            how = f"set `variant: {complete.variant}`" if named else f"remove {best.index}"
+            other = f", or {how}: {complete.files[0]} is complete"
         raise ModelError(
             f"{folder / (best.index or '')} names weight files that are not there",
             found="missing: " + ", ".join(best.missing[:8]) + (" .." if len(best.missing) > 8 else ""),
@@ -389,33 +390,37 @@ def choose(
     return best
 
 
-def weight_sets(folder: Path, there: Mapping[str, int]) -> list[WeightSet]:
+def weight_sets(folder: Path, files: Mapping[str, int]) -> list[WeightSet]:
     """Every set of weights, diffusers' first: the files of an index, or a single file. Indexes are read from `folder`.
 
-    An index of whose files none is there stands for a set without files.
+    An index without any of its files is a set without files.
+
+    Args:
+        files: name -> bytes.
 
     Raises:
         ModelError: an index that cannot be read.
     """
     single: dict[tuple[str, str | None], str] = {}
     index: dict[tuple[str, str | None], str] = {}
-    for name in sorted(there):
-        if (found := _WEIGHTS.match(name)) and not found["shard"] and not (found["a"] and found["b"]):
-            single[found["stem"], found["a"] or found["b"]] = name
-        elif found := _INDEX.match(name):
-            index.setdefault((found["stem"], found["a"] or found["b"] or found["c"]), name)
+    for name in sorted(files):
+        if (match := _WEIGHTS.match(name)) and not match["shard"] and not (match["a"] and match["b"]):
+            single[match["stem"], match["a"] or match["b"]] = name
+        elif match := _INDEX.match(name):
+            index.setdefault((match["stem"], match["a"] or match["b"] or match["c"]), name)
     sets = []
     for stem, variant in sorted({*single, *index}, key=lambda key: (STEMS.index(key[0]), key[1] or "")):
         options = []
         if (file := single.get((stem, variant))) is not None:
-            options.append(WeightSet(variant, (file,), (), there[file]))
+            options.append(WeightSet(variant, (file,), (), files[file]))
         if (file := index.get((stem, variant))) is not None:
             names, total = _shards(folder / file)
-            have = tuple(name for name in names if name in there)
-            missing = tuple(name for name in names if name not in there)
-            size = max(total if missing else 0, sum(there[name] for name in have))
-            if have or not options:
-                options.insert(0 if stem == STEMS[0] else len(options), WeightSet(variant, have, missing, size, file))
+            present = tuple(name for name in names if name in files)
+            missing = tuple(name for name in names if name not in files)
+            size = max(total if missing else 0, sum(files[name] for name in present))
+            if present or not options:
+                place = 0 if stem == STEMS[0] else len(options)
+                options.insert(place, WeightSet(variant, present, missing, size, file))
         if len(options) > 1:
             options[0] = replace(options[0], instead_of=options[1].index or options[1].files[0])
         sets.append(options[0])
@@ -423,10 +428,10 @@ def weight_sets(folder: Path, there: Mapping[str, int]) -> list[WeightSet]:
 
 
 def _shards(index: Path) -> tuple[list[str], int]:
-    """The files that an index names, in order, and the bytes that it says they have."""
+    """The files that an index names, in order, and their total bytes according to it."""
     content = read_json(index)
-    weight_map, about = content.get("weight_map"), content.get("metadata")
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
-    total = about.get("total_size") if isinstance(about, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return sorted({str(name) for name in weight_map.values()}), int(total) if isinstance(total, int | float) else 0

@@ -1,13 +1,13 @@
-"""Files with NVlabs' names: what their trainer writes (`checkpoints/NAME.pth`) and their repository and ComfyUI load.
+"""Weight files with NVlabs' names, as their trainer writes (`checkpoints/NAME.pth`) and ComfyUI reads, too.
 
-What: `parts` says which of our parameters each of their tensors consists of, `read` opens a `.pth` or a safetensors
-file, and `renamed` gives it our names.
-Why: released checkpoints and those of people who train with NVlabs' code come in this form. The names are those that
-NVlabs' `tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are one tensor there, one
-below the other, and GLUMBConv's channels are in diffusers' order.
-Why no pickle: torch reads such a file with `weights_only`, which runs no code of it but what builds arrays of numbers.
-Price: a file says neither how many heads cross attention has (known for the released widths) nor, without its
-`pos_embed`, the base of a position embedding; `config.json` beside the file goes before what the shapes say.
+What: `parts` maps each of their tensors to our parameters, `read` opens a `.pth` or safetensors file, and `renamed`
+returns its tensors under our names.
+Why: released checkpoints and those of users of NVlabs' code come in this form. The names are those that NVlabs'
+`tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are concatenated into one tensor, and
+GLUMBConv's channels are in diffusers' order.
+Safety: torch reads such a file with `weights_only`, which builds tensors and numpy arrays and runs no other code.
+Price: a file lacks the number of heads of cross attention (known for the released widths) and, without its `pos_embed`,
+the base of a position embedding; a `config.json` beside the file overrides what the shapes say.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipeline.errors import UserError
 from pipeline.models.sana_config import SanaConfig, read_config
 
 BUFFERS = ("pos_embed", "y_embedder.y_embedding")
-"""Buffers of their model, which is no part of ours: a table that is computed, and the rows of the empty caption."""
+"""Buffers of their model that ours lacks: a computed table, and the rows of the empty caption."""
 
 CROSS_HEADS = {1152: 16, 2240: 20}
-"""Width -> heads of cross attention, of NVlabs' registered models. Those of self attention are `_HEAD` wide."""
+"""Width -> heads of cross attention in NVlabs' models. Heads of self attention are `_HEAD` wide."""
 
 _HEAD = 32
 
@@ -40,7 +40,7 @@ _ARRAYS: list[Any] = [
     *((_rebuild, "numpy.core.multiarray._reconstruct"), (_rebuild, "numpy._core.multiarray._reconstruct")),
     *(np.ndarray, np.dtype, type(np.dtype("uint32"))),
 ]
-"""What builds an array of numpy 1 or 2: their trainer saves the state of numpy's generator beside the weights."""
+"""Globals that build an array of numpy 1 or 2: their trainer saves the state of numpy's generator, too."""
 
 _ENDS = {
     "patch_embed.proj": "x_embedder.proj",
@@ -75,7 +75,7 @@ _ORDER = ("to_q", "to_k", "to_v")
 
 
 def their_name(name: str) -> str:
-    """NVlabs' name of the tensor that one of our parameters is (a part of).
+    """NVlabs' name of the tensor that contains one of our parameters.
 
     Raises:
         UserError: their model has no such parameter.
@@ -89,27 +89,27 @@ def their_name(name: str) -> str:
 
 
 def parts(names: Iterable[str]) -> dict[str, list[str]]:
-    """Each of their tensors with the parameters that it consists of, from the first row to the last."""
-    found: dict[str, list[str]] = {}
+    """Their tensor -> our parameters that it consists of, from the first row to the last."""
+    tensors: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(their_name(name), []).append(name)
-    for together in found.values():
-        together.sort(key=lambda name: next((i for i, word in enumerate(_ORDER) if f".{word}." in name), 0))
-    return found
+        tensors.setdefault(their_name(name), []).append(name)
+    for members in tensors.values():
+        members.sort(key=lambda name: next((i for i, word in enumerate(_ORDER) if f".{word}." in name), 0))
+    return tensors
 
 
 def read(path: Path) -> tuple[SanaConfig, dict[str, Any]]:
-    """The model's shape, and slices (as safetensors gives them) by their names.
+    """The model's shape, and lazy slices (safetensors' interface) by NVlabs' names.
 
     Raises:
-        UserError: it is not such a file, or of a model that this package does not implement (named).
+        UserError: another kind of file, or a model that this package does not implement.
     """
     stored = _open(path)
-    return _config(path, stored), {name: one for name, one in stored.items() if name not in BUFFERS}
+    return _config(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}
 
 
 def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Slices by our names, in diffusers' channel order; what has no name of ours keeps its own."""
+    """Slices by our names, in diffusers' channel order; tensors without a counterpart keep their names."""
     slices = dict(stored)
     for theirs, ours in parts(names).items():
         if (whole := slices.pop(theirs, None)) is None:
@@ -121,7 +121,7 @@ def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 class _Stored:
-    """A tensor of a `.pth` file, as safetensors gives slices."""
+    """A tensor of a `.pth` file with safetensors' interface of slices."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -170,12 +170,12 @@ def _open(path: Path) -> dict[str, Any]:
             fix="fetch it again; a file with more than tensors and numbers is not loaded: reading it runs code",
         ) from None
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
-    tensors = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
-    return {str(name): _Stored(one) for name, one in tensors.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return {str(name): _Stored(tensor) for name, tensor in tensors.items()}
 
 
 def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
-    shapes = {name: tuple(one.get_shape()) for name, one in stored.items()}
+    shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
     try:
         width, channels, patch = shapes["x_embedder.proj.weight"][:3]
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})

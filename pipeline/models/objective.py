@@ -1,11 +1,11 @@
 """Sana's training objective: flow matching with shifted logit-normal times.
 
 What: from a standard normal draw to noise level and timestep, from latents and noise to the model's input and target,
-and the loss per sample. Everything in float32; randomness is the caller's, so that a sample's draw can be keyed by its
-identity instead of by the process that happens to hold it.
-Why exactly so: a model fine-tuned under another schedule, or under the same schedule rounded to bf16, is trained on
-noise levels that the sampler never visits. diffusers' training scripts differ from NVlabs' trainer in three points
-(float timesteps, a descending table, bf16 sigmas); this follows the trainer.
+and the loss per sample. Everything in float32; the caller draws random numbers, so that they can be keyed by the
+sample's identity instead of its process.
+Why NVlabs' schedule exactly: under another one, or the same one rounded to bf16, a model is trained on noise levels
+that the sampler never visits. diffusers' training scripts differ from NVlabs' trainer in three points (float timesteps,
+a descending table, bf16 sigmas); this follows the trainer.
 Price: 1000 discrete levels, the lowest of which adds no noise at all (probability 2.5e-12 at mean 0, std 1). Where
 1000 sigma is a whole number, the trainer's double arithmetic sometimes falls one timestep short (at shift 3: entries
 100 and 700 of the table); here the exact value is taken.
@@ -36,7 +36,7 @@ class FlowMatching:
         level = torch.arange(TIMESTEPS, dtype=torch.float64) / TIMESTEPS
         shifted = config.shift * level / (1 + (config.shift - 1) * level)
         self.table = shifted.float()
-        # the margin mends whole numbers that rounding left just below; all others are at least 1/(1000 shift) away
+        # the margin corrects whole numbers that rounding left just below; all others are at least 1/(1000 shift) away
         self.timestep_table = (shifted * TIMESTEPS + 1e-9).floor().float()
 
     def sigmas(self, logit: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class FlowMatching:
             logit: (B,) float32 standard normal draws.
 
         Returns:
-            sigma (B,) float32 in [0, 1), and timesteps (B,) float32 = floor(1000 sigma), which is what the model gets;
+            sigma (B,) float32 in [0, 1), and timesteps (B,) float32 = floor(1000 sigma), the model's input;
             on the device of `logit`. A draw selects the same entry on every device: the index is computed on the CPU
             in float64.
         """
@@ -61,12 +61,12 @@ class FlowMatching:
         return (1 - level) * latents.float() + level * noise.float()
 
     def target(self, latents: Tensor, noise: Tensor) -> Tensor:
-        """What the model should predict, noise - latents, float32."""
+        """The target of the prediction, noise - latents, float32."""
         return noise.float() - latents.float()
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Mean squared error of each sample, (B,) float32. Sum over the global batch and divide by its size: samples
-        of one batch share a shape, so that this is the mean over all elements.
+        """Mean squared error of each sample, (B,) float32. Samples of one batch share a shape, so their mean over
+        the global batch is the mean over all elements.
 
         Raises:
             ValueError: shapes differ (broadcasting would hide it).

@@ -2,8 +2,8 @@
 
 What: our own loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
 Why not `SanaPipeline`: constructing it imports the text encoder and the autoencoder, and it draws one resolution per
-call from prompts. Here captions are cached rows, so nothing but the transformer is on the device, and a validation in
-the middle of training costs no import of an encoder.
+call from prompts. Here captions are cached rows, so only the transformer is on the device, and validation during
+training imports no encoder.
 Price: the loop has to agree with `SanaPipeline(output_type="latent", use_resolution_binning=False)`; a test compares
 the two on the same weights.
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
-    """Sana's sampler settings: second-order DPM-Solver++ on flow sigmas. An exported pipeline carries the same."""
+    """Sana's sampler settings: second-order DPM-Solver++ on flow sigmas. An exported pipeline has the same."""
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
     return DPMSolverMultistepScheduler(
@@ -71,14 +71,14 @@ def sample(
         captions, mask: (N, L, D) text rows and (N, L) bool.
         null_captions, null_mask: the empty caption, (M, D) and (M,), or the same with a leading 1 or N. M may differ
             from L: the shorter of the two is padded with masked zeros. Not needed at guidance 1.
-        noise: (N, C, h, w) standard normal: where the solver starts.
+        noise: (N, C, h, w) standard normal, the solver's start.
         shape: if given, checked against the last dimensions of `noise`.
         steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).
         guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
         flow_shift: that of training.
         batch: at most this many pictures at once; None takes all.
-        dtype: of what the model is given; None takes that of its parameters. A sharded model that computes in another
-            precision than it stores needs it.
+        dtype: of the model's inputs; None takes that of its parameters. Required for a sharded model that computes in
+            another precision than it stores.
         on_step: called with (model calls done, model calls in all).
 
     Returns:
@@ -117,19 +117,19 @@ def sample(
     try:
         for first in range(0, count, size):
             part = slice(first, first + size)
-            rows, keep = captions[part], mask[part]
+            rows, row_mask = captions[part], mask[part]
             if null is not None:
-                rows, keep = torch.cat([null[0][part], rows]), torch.cat([null[1][part], keep])
+                rows, row_mask = torch.cat([null[0][part], rows]), torch.cat([null[1][part], row_mask])
             solver = scheduler(flow_shift)
             solver.set_timesteps(steps, device=device)
             latents = noise[part].to(device, torch.float32)
             for timestep in solver.timesteps:
-                given = latents if null is None else torch.cat([latents, latents])
-                times = timestep.to(torch.float32).expand(given.shape[0])
-                flow = model(given.to(dtype), rows, keep, times).float()
+                inputs = latents if null is None else torch.cat([latents, latents])
+                times = timestep.to(torch.float32).expand(inputs.shape[0])
+                flow = model(inputs.to(dtype), rows, row_mask, times).float()
                 if null is not None:
-                    without, conditional = flow.chunk(2)
-                    flow = without + guidance * (conditional - without)
+                    unconditional, conditional = flow.chunk(2)
+                    flow = unconditional + guidance * (conditional - unconditional)
                 latents = solver.step(flow, timestep, latents, return_dict=False)[0]
                 calls += 1
                 if on_step is not None:
@@ -152,5 +152,5 @@ def _expand(captions: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def _pad(captions: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    room = length - captions.shape[1]
-    return F.pad(captions, (0, 0, 0, room)), F.pad(mask, (0, room), value=False)
+    padding = length - captions.shape[1]
+    return F.pad(captions, (0, 0, 0, padding)), F.pad(mask, (0, padding), value=False)

@@ -1,456 +1,29 @@
-"""The Sana transformer in plain PyTorch, with the parameter names of diffusers' `SanaTransformer2DModel`.
+"""The Sana transformer: layers of `sana_layers`, shape of `sana_config`, first values of `sana_init`.
 
-What: `SanaTransformer` and its layers. Its shape is in `sana_config`, first values in `sana_init`, weight files in
-`sana_files`.
-Why our own: the training process must not import diffusers' pipelines (they bring every encoder in); linear attention
-has to stay in float32 under autocast, which diffusers' does not; and the gated convolution needs a channel layout that
-any sharding strategy can cut. The block takes plain tensors, so checkpointing, FSDP2 and pipeline stages wrap it from
-outside; the model knows nothing of how it is spread.
-Layout: GLUMBConv's 2H channels are stored interleaved [value 0, gate 0, value 1, gate 1, ..] instead of [all values,
-all gates]. A contiguous slice of channels is then a valid smaller GLUMBConv, whatever the number of slices. diffusers'
-order exists only in files.
-Price: this file has to follow diffusers' numerics by hand; the tests hold outputs and gradients of both against each
-other.
-
-Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427) and the defaults of diffusers' class.
+Weight files are read in `sana_files`; `sana_stage` is a part of the model for pipeline parallelism.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
 from pipeline.models.sana_init import initial_value
-
-_SELF_NORM_EPS = 1e-5
-_SINUSOID_WIDTH = 256
-_SINUSOID_MAX_PERIOD = 10_000.0
-_MASK_BIAS = -10_000.0
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; statistics in float32, result in the weight's dtype."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        full = x.float()
-        full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.eps)
-        return full.to(self.weight.dtype) * self.weight
-
-
-class _LayerNorm(nn.LayerNorm):
-    """Layer norm in the dtype of its input, also where its parameters have another one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type == "meta":  # autocast does not know the device
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-def _by_head(x: Tensor, head_dim: int) -> Tensor:
-    """(B, N, heads*head_dim) of any dtype -> (B, heads, N, head_dim) float32, contiguous: one pass casts and moves."""
-    heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
-    return heads.to(torch.float32, memory_format=torch.contiguous_format)
-
-
-def _joined(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, heads, N, head_dim) -> (B, N, heads*head_dim), contiguous: the way back."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
-
-
-def _parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(q), relu(k) (B, h, N, d) and [v, 1] (B, h, N, d+1), float32; the ones carry the denominator."""
-    ones = F.pad(value.unflatten(2, (-1, head_dim)), (0, 1), value=1.0).flatten(2)
-    return _by_head(F.relu(query), head_dim), _by_head(F.relu(key), head_dim), _by_head(ones, head_dim + 1)
-
-
-def _moments(k: Tensor, v: Tensor) -> Tensor:
-    """[V, 1]^T relu(K): (B, h, d+1, d)."""
-    return torch.matmul(v.transpose(2, 3), k)
-
-
-class _LinearAttention(torch.autograd.Function):
-    """Keeps its three inputs in their own dtype for the backward pass, and nothing else. What ordinary autograd would
-    keep (float32 copies of all three in another layout, the product, its denominators) is computed again: two small
-    products, paid for by the copies that are not made."""
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-        with _without_autocast(query.device):
-            q, k, v = _parts(query, key, value, head_dim)
-            out = torch.matmul(_moments(k, v), q.transpose(2, 3))  # (B, h, d+1, N), as diffusers: equal bit for bit
-            return _joined((out[:, :, :-1] / (out[:, :, -1:] + eps)).transpose(2, 3), value.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query, key, value, ctx.head_dim, ctx.eps = inputs
-        ctx.save_for_backward(query, key, value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
-        with _without_autocast(query.device):
-            q, k, v = _parts(query, key, value, ctx.head_dim)
-            moments = _moments(k, v)
-            out = torch.matmul(q, moments.transpose(2, 3))
-            scale = out[..., -1:] + ctx.eps
-            gradient = _by_head(gradients[0], ctx.head_dim)
-            of_scale = -(gradient * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
-            of_out = torch.cat([gradient / scale, of_scale], dim=-1)  # (B, h, N, d+1)
-            of_moments = torch.matmul(of_out.transpose(2, 3), q)
-            of_query = _joined(torch.matmul(of_out, moments), query.dtype)
-            of_key = _joined(torch.matmul(v, of_moments), key.dtype)
-            of_value = _joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
-            relu = torch.ops.aten.threshold_backward
-            return relu(of_query, query, 0), relu(of_key, key, 0), of_value, None, None
-
-
-def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
-    """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
-
-    Args:
-        query, key, value: (B, N, heads*head_dim), any floating dtype. They alone are kept for the backward pass.
-
-    Returns:
-        (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A position
-        whose denominator is zero yields zero.
-    """
-    return _LinearAttention.apply(query, key, value, head_dim, eps)
-
-
-class _Attention(nn.Module):
-    """Projections that self and cross attention share. Head counts follow from the projections' widths at run time, so
-    that a module whose projections were cut across devices still works on its part."""
-
-    norm_q: RMSNorm | None
-    norm_k: RMSNorm | None
-
-    def __init__(
-        self,
-        dim: int,
-        context_dim: int,
-        heads: int,
-        head_dim: int,
-        bias: bool,
-        dropout: float,
-        norm_eps: float | None,
-    ):
-        super().__init__()
-        inner = heads * head_dim
-        self.head_dim = head_dim
-        self.norm_q = None if norm_eps is None else RMSNorm(inner, eps=norm_eps)
-        self.norm_k = None if norm_eps is None else RMSNorm(inner, eps=norm_eps)
-        self.to_q = nn.Linear(dim, inner, bias=bias)
-        self.to_k = nn.Linear(context_dim, inner, bias=bias)
-        self.to_v = nn.Linear(context_dim, inner, bias=bias)
-        self.to_out = nn.ModuleList([nn.Linear(inner, dim), nn.Dropout(dropout)])
-
-    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of `x`, keys and values of `context`, each (B, tokens, heads*head_dim)."""
-        query, key, value = self.to_q(x), self.to_k(context), self.to_v(context)
-        if self.norm_q is not None and self.norm_k is not None:
-            query, key = self.norm_q(query), self.norm_k(key)
-        return query, key, value
-
-    def output(self, x: Tensor) -> Tensor:
-        for layer in self.to_out:
-            x = layer(x)
-        return x
-
-
-class SelfAttention(_Attention):
-    """Linear attention over image tokens."""
-
-    eps: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.output(linear_attention(*self.project(x, x), self.head_dim, self.eps).to(x.dtype))
-        return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
-
-
-class Packed(NamedTuple):
-    """Where captions lie that follow one another without padding.
-
-    captions: (B + 1,) int32, the first row of each and the end of the last. images: (B + 1,) int32, the same for the
-    image tokens. longest: no caption has more rows.
-    """
-
-    captions: Tensor
-    images: Tensor
-    longest: int
-
-
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: Packed) -> Tensor:
-    """Softmax attention of each sample's queries over its own caption rows.
-
-    On a GPU one kernel (`torch.nn.attention.varlen`, bf16 or fp16); elsewhere one call per sample, which is right but
-    not fast.
-
-    Args:
-        query: (B, N, heads, head_dim). key, value: (T, heads, head_dim). Every sample has at least one row.
-
-    Returns:
-        (B, N, heads, head_dim).
-    """
-    if query.device.type == "cuda":
-        count = query.shape[1]
-        out = varlen_attn(query.flatten(0, 1), key, value, where.images, where.captions, count, where.longest)
-        assert isinstance(out, Tensor)
-        return out.unflatten(0, (-1, count))
-    bounds = where.captions.tolist()
-    q, k, v = query.transpose(1, 2), key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # (.., heads, rows, d)
-    parts = [
-        F.scaled_dot_product_attention(q[i : i + 1], k[:, :, first:end], v[:, :, first:end])
-        for i, (first, end) in enumerate(itertools.pairwise(bounds))
-    ]
-    return torch.cat(parts).transpose(1, 2)
-
-
-class CrossAttention(_Attention):
-    """Softmax attention of image tokens over caption tokens."""
-
-    def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor | Packed) -> Tensor:
-        """`mask_bias` is (B, 1, 1, L), 0 where attention is allowed and -10000 elsewhere, for captions (B, L, D); or
-        says where captions (T, D) without padding lie."""
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, captions))
-        value = value.to(query.dtype)  # under autocast the norms leave float32, the value projection bf16
-        if isinstance(mask_bias, Packed):
-            return self.output(packed_attention(query, key, value, mask_bias).flatten(2))
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_bias.to(query.dtype))
-        return self.output(out.transpose(1, 2).flatten(2))
-
-
-class GLUMBConv(nn.Module):
-    """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down. Channels of the first
-    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.conv_inverted = nn.Conv2d(dim, 2 * hidden, 1)
-        self.conv_depth = nn.Conv2d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
-        self.conv_point = nn.Conv2d(hidden, dim, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, D, H, W) -> (B, D, H, W)."""
-        x = self.conv_depth(F.silu(self.conv_inverted(x)))
-        value, gate = x.unflatten(1, (-1, 2)).unbind(2)  # x[:, 0::2], x[:, 1::2] with a cheaper backward
-        return self.conv_point(value * F.silu(gate))
-
-
-class SanaTransformerBlock(nn.Module):
-    """Linear self attention, cross attention, gated convolution; the first and last are modulated by the timestep."""
-
-    def __init__(self, config: SanaConfig, numerics: Numerics):
-        super().__init__()
-        dim, qk = config.inner_dim, config.qk_norm is not None
-        self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=config.norm_eps)
-        self.attn1 = SelfAttention(
-            dim,
-            dim,
-            config.num_attention_heads,
-            config.attention_head_dim,
-            bias=config.attention_bias,
-            dropout=config.dropout,
-            norm_eps=_SELF_NORM_EPS if qk else None,
-        )
-        self.attn1.eps = numerics.attention_eps
-        self.norm2 = _LayerNorm(dim, elementwise_affine=config.norm_elementwise_affine, eps=config.norm_eps)
-        self.attn2 = CrossAttention(
-            dim,
-            config.cross_attention_dim,
-            config.num_cross_attention_heads,
-            config.cross_attention_head_dim,
-            bias=True,
-            dropout=config.dropout,
-            norm_eps=numerics.cross_norm_eps if qk else None,
-        )
-        self.ff = GLUMBConv(dim, config.glu_channels)
-        self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        captions: Tensor,
-        mask_bias: Tensor | Packed,
-        modulation: Tensor,
-        height: int,
-        width: int,
-    ) -> Tensor:
-        """One block. Matrix products take the dtype of `captions`; norms, gates and sums that of `hidden`.
-
-        Args:
-            hidden: (B, height*width, D) image tokens, row by row; the dtype of `captions`, or float32.
-            captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
-            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or where the unpadded captions lie.
-            modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution.
-            height, width: of the token grid.
-
-        Returns:
-            (B, height*width, D), dtype of `hidden`.
-        """
-        table = self.scale_shift_table + modulation.to(hidden.dtype)
-        shift1, scale1, gate1, shift2, scale2, gate2 = table.chunk(6, dim=1)
-
-        x = self.norm1(hidden) * (1 + scale1) + shift1
-        hidden = hidden + gate1 * self.attn1(x.to(captions.dtype))
-
-        hidden = hidden + self.attn2(hidden.to(captions.dtype), captions, mask_bias)
-
-        x = self.norm2(hidden) * (1 + scale2) + shift2
-        x = self.ff(x.to(captions.dtype).unflatten(1, (height, width)).permute(0, 3, 1, 2))
-        return hidden + gate2 * x.flatten(2).transpose(1, 2)
-
-
-def timestep_sinusoid(timesteps: Tensor) -> Tensor:
-    """(B,) float32 in [0, 1000) -> (B, 256) float32: 128 cosines, then 128 sines, periods up to 2 pi 10^4.
-
-    Raises:
-        TypeError: not float32. bf16 keeps 8 bits: 873 becomes 872, which costs nine times the gradient error of all
-            the rest of a bf16 model.
-    """
-    if timesteps.dtype != torch.float32:
-        raise TypeError(
-            f"timesteps arrive as {timesteps.dtype} and must be float32: something cast the model's inputs "
-            "(FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False) on the root)"
-        )
-    half = _SINUSOID_WIDTH // 2
-    steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
-    frequency = torch.exp(-math.log(_SINUSOID_MAX_PERIOD) * steps / half)
-    angle = timesteps[:, None] * frequency[None]
-    return torch.cat([angle.cos(), angle.sin()], dim=-1)
-
-
-def position_embedding(
-    height: int, width: int, dim: int, *, base: int, scale: float, device: torch.device | None = None
-) -> Tensor:
-    """Sine/cosine position embedding of a token grid, (height*width, dim) float32.
-
-    Coordinates are stretched so that any grid spans `base / scale` units. The first half of the channels carries the
-    column and the second half the row, each half sines then cosines. Angles in float64.
-    """
-    where = torch.device("cpu") if device is not None and device.type == "mps" else device  # mps has no float64
-    count = dim // 4
-    omega = 1.0 / 10_000 ** (torch.arange(count, dtype=torch.float64, device=where) / count)
-
-    def table(length: int) -> Tensor:
-        position = torch.arange(length, dtype=torch.float32, device=where) / (length / base) / scale
-        angle = position.double()[:, None] * omega[None]
-        return torch.cat([angle.sin(), angle.cos()], dim=1).float().to(device)
-
-    columns = table(width)[None].expand(height, width, -1)
-    rows = table(height)[:, None].expand(height, width, -1)
-    return torch.cat([columns, rows], dim=-1).flatten(0, 1)
-
-
-def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, L) bool, True = attend -> (B, 1, 1, L) in `dtype`, 0 or -10000."""
-    return (~mask).to(dtype)[:, None, None, :] * _MASK_BIAS
-
-
-class PatchEmbed(nn.Module):
-    """Latents to tokens: a strided convolution, plus a position embedding where `interpolation_scale` asks for one
-    (Sana at 512 and 1024 px has none). The embedding is computed for the shape at hand and is no buffer: nothing to
-    lose when a model is built on the meta device, nothing to be cast to bf16, any height and width."""
-
-    def __init__(self, config: SanaConfig):
-        super().__init__()
-        self.patch_size = config.patch_size
-        self.base = config.sample_size // config.patch_size
-        self.scale = config.interpolation_scale
-        self.proj = nn.Conv2d(config.in_channels, config.inner_dim, config.patch_size, stride=config.patch_size)
-
-    def forward(self, latents: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: offloading and
-        recomputation rebuild saved tensors contiguous and would otherwise find other strides than those that were
-        saved."""
-        x = self.proj(latents)
-        height, width = x.shape[-2:]
-        x = x.flatten(2).transpose(1, 2)
-        x = x if dtype is None else x.to(dtype)
-        if self.scale is not None:
-            embedding = position_embedding(
-                height, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device
-            )
-            x = (x + embedding).to(x.dtype)
-        return x.contiguous()
-
-
-class _TwoLayers(nn.Module):
-    """linear_1, activation, linear_2."""
-
-    def __init__(self, inputs: int, dim: int, activation: nn.Module):
-        super().__init__()
-        self.linear_1 = nn.Linear(inputs, dim)
-        self.act = activation
-        self.linear_2 = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(self.act(self.linear_1(x)))
-
-
-class _TimestepEmbedder(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.timestep_embedder = _TwoLayers(_SINUSOID_WIDTH, dim, nn.SiLU())
-
-
-class TimeEmbed(nn.Module):
-    """Timestep to its embedding and to the six modulation vectors that all blocks share."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.emb = _TimestepEmbedder(dim)
-        self.linear = nn.Linear(dim, 6 * dim)
-
-    def forward(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(B,) float32 -> modulation (B, 6, D), embedding (B, D), both computed in `dtype`."""
-        embedded = self.emb.timestep_embedder(timestep_sinusoid(timesteps).to(dtype))
-        return self.linear(F.silu(embedded)).unflatten(1, (6, -1)), embedded
-
-
-class ModulatedNorm(nn.Module):
-    """Layer norm, scaled and shifted by the timestep's embedding plus a learned table."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-
-    def forward(self, hidden: Tensor, embedded: Tensor, table: Tensor) -> Tensor:
-        """(B, N, D) in the dtype of `hidden`."""
-        shift, scale = (table[None] + embedded[:, None].to(hidden.dtype)).chunk(2, dim=1)
-        return self.norm(hidden) * (1 + scale) + shift
-
-
-def _places(mask: Tensor, tokens: int) -> Packed:
-    """Where captions lie whose rows `mask` counts, found on the device and without waiting for it."""
-    ends = F.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    images = torch.arange(0, (len(mask) + 1) * tokens, tokens, dtype=torch.int32, device=mask.device)
-    return Packed(ends, images, mask.shape[1])
-
-
-# --------------------------------------------------------------------------------------------------------- model
-
-
-class SanaTransformer(nn.Module):
-    """Sana's transformer. `config` is its shape; `blocks` is what strategies wrap, one by one."""
+from pipeline.models.sana_layers import (
+    ModulatedNorm,
+    PatchEmbed,
+    RMSNorm,
+    SanaEnds,
+    SanaTransformerBlock,
+    TimeEmbed,
+    TwoLayers,
+)
+from pipeline.models.sana_stage import SanaStage
+
+
+class SanaTransformer(SanaEnds):
+    """Sana's transformer. `config` is its shape."""
 
     def __init__(self, config: SanaConfig, numerics: Numerics = DIFFUSERS):
         super().__init__()
@@ -458,7 +31,7 @@ class SanaTransformer(nn.Module):
         dim = config.inner_dim
         self.patch_embed = PatchEmbed(config)
         self.time_embed = TimeEmbed(dim)
-        self.caption_projection = _TwoLayers(config.caption_channels, dim, nn.GELU(approximate="tanh"))
+        self.caption_projection = TwoLayers(config.caption_channels, dim, nn.GELU(approximate="tanh"))
         self.caption_norm = RMSNorm(dim, eps=1e-5)
         self.transformer_blocks = nn.ModuleList(
             [SanaTransformerBlock(config, numerics) for _ in range(config.num_layers)]
@@ -469,12 +42,12 @@ class SanaTransformer(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order."""
+        """The transformer blocks in order, which strategies wrap one by one."""
         return list(self.transformer_blocks)
 
     @property
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """How a block is cut over processes: role of each submodule (`pipeline.parallel.tensor_parallel`)."""
+        """Role of each submodule of a block under tensor parallelism (`pipeline.parallel.tensor_parallel`)."""
         plan = {"attn1": "region", "attn2": "region", "ff": "region"}
         for attention in ("attn1", "attn2"):
             plan |= {f"{attention}.{name}": "column" for name in ("to_q", "to_k", "to_v")}
@@ -483,58 +56,20 @@ class SanaTransformer(nn.Module):
                 plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
         return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
 
-    def stage(self, start: int, stop: int) -> SanaTransformer:
-        """Blocks [start, stop) as a part of this model, sharing its parameters (`pipeline.models.sana_stage`)."""
-        from pipeline.models.sana_stage import SanaStage  # which builds on this class
-
+    def stage(self, start: int, stop: int) -> SanaStage:
+        """Blocks [start, stop) as a pipeline stage that shares this model's parameters."""
         return SanaStage(self, start, stop)
-
-    def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
-        """Height and width in tokens of these latents.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
-        p = self.config.patch_size
-        if latents.shape[-2] % p or latents.shape[-1] % p:
-            raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")
-        if mask.dtype != torch.bool:
-            raise TypeError(f"the caption mask must be bool (True = attend), not {mask.dtype}")
-        return latents.shape[-2] // p, latents.shape[-1] // p
-
-    def embed(
-        self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:
-        """What precedes the blocks; arguments as in `forward`.
-
-        Returns:
-            hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
-            where unpadded captions lie, modulation (B, 6, D), embedded (B, D).
-        """
-        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
-        modulation, embedded = self.time_embed(timesteps, latents.dtype)
-        context = self.caption_norm(self.caption_projection(captions))
-        if captions.ndim == 2:
-            return hidden, context, _places(mask, hidden.shape[1]), modulation, embedded
-        return hidden, context, mask_bias(mask, latents.dtype), modulation, embedded
-
-    def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
-        """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""
-        p = self.config.patch_size
-        x = self.proj_out(self.norm_out(hidden, embedded, self.scale_shift_table).to(embedded.dtype))
-        x = x.reshape(x.shape[0], height, width, p, p, -1).permute(0, 5, 1, 3, 2, 4)
-        return x.reshape(x.shape[0], -1, height * p, width * p).contiguous()
 
     def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
         """Predict the flow (noise minus data).
 
         Args:
             latents: (B, C, H, W) noised latents, in the model's dtype.
-            captions: (B, L, caption_channels) text rows, in the model's dtype; or (T, caption_channels), those rows
-                alone that the mask shows, one sample after the other.
+            captions: (B, L, caption_channels) text rows, in the model's dtype; or (T, caption_channels), only the rows
+                that the mask shows, one sample after the other.
             mask: (B, L) bool, True = attend. The mask is a finite bias: a sample without any True attends to all L
-                rows as if none were masked, and yields no NaN. For captions without padding each sample's True stand
-                first, and there is at least one.
+                rows as if none were masked, and yields no NaN. For captions without padding the True of each sample
+                come first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
 
         Returns:
@@ -553,16 +88,16 @@ class SanaTransformer(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Overwrite every parameter with NVlabs' from-scratch initialisation (see `initial_value`). The values depend
-        on the seed and the parameter's name only: not on device, order or the rest of the model."""
+        only on the seed and the parameter's name, not on the device or the order."""
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(name, tuple(parameter.shape), seed, self.config))
 
     def reset_buffers(self) -> None:
-        """To be called after `to_empty`, which leaves buffers undefined. This model derives its position embedding in
-        the forward pass and registers none; should one have been added from outside, its content is unknown here.
+        """Call it after `to_empty`, which leaves buffers undefined. This model has none (it computes its position
+        embedding in the forward pass).
 
         Raises:
-            RuntimeError: there is a buffer that this method cannot restore.
+            RuntimeError: a buffer was added from outside; its content is unknown here.
         """
         names = [name for name, _ in self.named_buffers()]
         if names:

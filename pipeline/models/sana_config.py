@@ -1,9 +1,9 @@
-"""The shape of a Sana transformer: diffusers' `config.json` and what of it this package implements.
+"""The shape of a Sana transformer: the part of diffusers' `config.json` that this package implements.
 
-What: `SanaConfig`, out of a folder (`read_config`) or out of the run's configuration (`SanaConfig.from_arch`).
-Why: a checkpoint of a model that we do not implement (Sana-Sprint's guidance embedding and scaled timesteps, learned
-variance) is refused by the field that says so, before any weight is read.
-Price: fields that diffusers adds have to be added here; until then its folders are refused by the key's name.
+What: `SanaConfig`, from a folder (`read_config`) or from the run's configuration (`SanaConfig.from_arch`).
+Models that we do not implement (Sana-Sprint's guidance embedding and scaled timesteps, learned variance) are refused
+before any weight is read; the error names the field.
+Price: fields that diffusers adds have to be added here; until then its folders are refused.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SanaConfig:
 
     @property
     def tensor_parallel_parts(self) -> dict[str, int]:
-        """How many equal parts there are of what tensor parallelism cuts, by name."""
+        """Number of equal parts of what tensor parallelism shards, by name."""
         return {
             "self-attention heads": self.num_attention_heads,
             "cross-attention heads": self.num_cross_attention_heads,
@@ -113,12 +113,12 @@ class SanaConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> SanaConfig:
-        """Read the contents of a diffusers `config.json`. Keys that start with `_` are diffusers' own bookkeeping.
+        """Read the contents of a diffusers `config.json`. Keys that start with `_` are diffusers' bookkeeping.
 
         Raises:
             ConfigError: another class, or a key this model does not know (its meaning would be lost).
         """
-        name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # transformers' models have the other
+        name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # the second key is transformers'
         if name != CLASS_NAME:
             raise ConfigError(f"{source} describes another model", expected=CLASS_NAME, found=name)
         known = {field.name for field in fields(cls)}
@@ -132,23 +132,23 @@ class SanaConfig:
 
     @classmethod
     def from_arch(cls, arch: ArchConfig, sample_size: int) -> SanaConfig:
-        """The configuration of a model trained from scratch; `sample_size` serves where `arch` leaves it open."""
+        """The configuration of a model trained from scratch; `sample_size` is the default of `arch.sample_size`."""
         width = arch.num_attention_heads * arch.attention_head_dim
         given = arch.model_dump()
         given["sample_size"] = sample_size if arch.sample_size is None else arch.sample_size
         return cls(out_channels=arch.in_channels, cross_attention_dim=width, **given)
 
     def to_dict(self) -> dict[str, Any]:
-        """What diffusers' `config.json` holds."""
+        """The contents of diffusers' `config.json`."""
         return {"_class_name": CLASS_NAME, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """How a Sana transformer computes, beside its shape; not in `config.json`. The defaults are those of diffusers.
+    """Numerics of a Sana transformer, which `config.json` lacks. The defaults are diffusers'.
 
-    fp32_residual: the tokens between the blocks, the norms over them and the gates are float32, whatever the dtype of
-        the matrix products.
+    fp32_residual: tokens between the blocks, their norms and the gates are float32 for any dtype of the matrix
+        products.
     cross_norm_eps: of the RMS norms of cross attention's queries and keys.
     attention_eps: added to the denominator of linear attention.
     """
@@ -165,7 +165,7 @@ def read_config(folder: Path) -> SanaConfig:
     """`config.json` of a diffusers transformer folder.
 
     Raises:
-        UserError: there is none, it is not JSON, or it describes a model that this package does not implement.
+        UserError: missing, not JSON, or of a model that this package does not implement.
     """
     path = Path(folder) / "config.json"
     try:
@@ -184,8 +184,8 @@ def read_config(folder: Path) -> SanaConfig:
 
 
 def with_sample_size(config: SanaConfig, sample_size: int) -> SanaConfig:
-    """The same model at another base resolution, where that changes no value: without a position embedding only
-    `SanaPipeline`'s choice of aspect-ratio bins depends on it.
+    """The same model at another base resolution. Without a position embedding that changes no value, only
+    `SanaPipeline`'s choice of aspect-ratio bins.
 
     Raises:
         ConfigError: the model has a position embedding, whose base is the sample size.

@@ -1,11 +1,11 @@
 """Sana's weights in and out of a diffusers folder, and of files with NVlabs' names.
 
-What: `WeightFiles` reads any slice of a parameter out of safetensors in one file or in shards with an index,
-`load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. Between diffusers'
-channel order, which exists only in files, and ours stand `interleave` and `deinterleave`.
-Why: a folder is refused by the file, parameter or key that is wrong with it, not by a tensor's shape deep in a load.
-Why a writer of our own: safetensors' takes a whole file's tensors at once (5 GB by default); the format is a length, a
-JSON header and the bytes.
+What: `WeightFiles` reads any slice of a parameter from safetensors in one file or in shards with an index;
+`load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. `interleave` and
+`deinterleave` convert between diffusers' channel order, which exists only in files, and ours.
+Errors name the wrong file, parameter or key instead of failing deep in a load.
+Why not safetensors' writer: it needs all tensors of a file at once (5 GB by default); the format is a length, a JSON
+header and the bytes.
 Price: the header has to follow that format; the tests read it back with safetensors and diffusers.
 """
 
@@ -27,7 +27,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
-MAX_SHARD_BYTES = 5_000_000_000  # diffusers' own default, "5GB"
+MAX_SHARD_BYTES = 5_000_000_000  # diffusers' default, "5GB"
 
 _GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
 
@@ -90,12 +90,12 @@ class WeightFiles:
     Args:
         place: local folder, or file.
         variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None
-            takes the set of the highest precision that is there.
+            takes the set of the highest precision.
 
     Attributes:
-        config: what `config.json` says, or the shapes of NVlabs' file.
+        config: from `config.json`, or from the shapes of NVlabs' file.
         shapes: name and shape of every parameter.
-        taken: what was opened, in words.
+        description: the opened files, for the log.
 
     Raises:
         UserError: no such folder or files, a damaged file, parameters missing, unexpected or of another shape (named).
@@ -120,10 +120,10 @@ class WeightFiles:
         for name, shape in expected.items():
             _check_shape(name, shape, self.shapes[name], str(place))
         kinds = "/".join(sorted({self.dtype(name) for name in expected}))
-        self.taken = f"{', '.join(names)} ({kinds}) of {place}{note}"
+        self.description = f"{', '.join(names)} ({kinds}) of {place}{note}"
 
     def dtype(self, name: str) -> str:
-        """The file's dtype of a parameter, in safetensors' words (`F32`, `BF16`)."""
+        """The file's dtype of a parameter, as safetensors names it (`F32`, `BF16`)."""
         return str(self._slices[name].get_dtype())
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -156,7 +156,7 @@ def load_transformer(
     """Build from a diffusers transformer folder; `dtype=None` keeps the file's. Errors as in `load_weights`."""
     config, weights = load_weights(folder, variant)
     for name in list(weights):
-        # a copy: what was loaded is a mapping of the file, which may change or shrink later
+        # a copy: the loaded tensor maps the file, which may change or shrink later
         weights[name] = weights[name].to(device=device, dtype=dtype, copy=True)
     model = SanaTransformer.on_meta(config)
     model.load_state_dict(weights, assign=True)
@@ -174,12 +174,12 @@ def save_weights(
 ) -> None:
     """Write a folder that diffusers' `SanaTransformer2DModel.from_pretrained` and `load_weights` read.
 
-    Each file is written beside its place and renamed; the index and `config.json` come last. Weight files of an
+    Each file is written under a temporary name and renamed; the index and `config.json` come last. Weight files of an
     earlier export in the same folder are removed at the end.
 
     Args:
-        state_dict: every parameter in full, in our layout, on any device; taken out and converted one at a time, so a
-            mapping that reads them from a file holds no more than one.
+        state_dict: every parameter in full, in our layout, on any device; read and converted one at a time, so a
+            mapping that reads from a file needs memory for one.
         config: written as `config.json`.
         folder: created if absent.
         dtype: of the files.
@@ -192,14 +192,14 @@ def save_weights(
     shapes = expected_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
     shards: list[list[str]] = [[]]
-    room, total = max_shard_bytes, 0
+    free, total = max_shard_bytes, 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        if shards[-1] and size > room:
+        if shards[-1] and size > free:
             shards.append([])
-            room = max_shard_bytes
+            free = max_shard_bytes
         shards[-1].append(name)
-        room -= size
+        free -= size
         total += size
 
     written: list[str] = []
@@ -227,12 +227,11 @@ def save_weights(
 def save_nvlabs(
     state_dict: Mapping[str, Tensor], config: SanaConfig, folder: Path, stem: str, dtype: torch.dtype
 ) -> None:
-    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, which `WeightFiles`
-    reads beside them: their names do not say how many heads cross attention has, nor the base of a position embedding.
+    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, from which `WeightFiles`
+    takes what they lack: the heads of cross attention and the base of a position embedding.
 
-    The buffers of their model that are computed or replaced at its start (`pos_embed`, `y_embedder.y_embedding`) are
-    left out, as a file without both is what their converter to diffusers takes. Arguments and errors as in
-    `save_weights`.
+    The buffers that their model computes or replaces at its start (`pos_embed`, `y_embedder.y_embedding`) are left
+    out: their converter to diffusers expects a file without them. Arguments and errors as in `save_weights`.
     """
     shapes = expected_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
@@ -240,7 +239,7 @@ def save_nvlabs(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, nvlabs.parts(shapes), shapes, state_dict, dtype)
-        with safe_open(path, framework="pt") as file:  # mapped, so that the other file needs no memory for the whole
+        with safe_open(path, framework="pt") as file:  # mapped: the other file needs no memory for the whole model
             temporary = folder / f"{stem}.pth.tmp"
             torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, temporary)
         os.replace(temporary, folder / f"{stem}.pth")
@@ -256,10 +255,10 @@ def write_file(
     state_dict: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """One safetensors file, written beside its place and renamed.
+    """Write one safetensors file under a temporary name, then rename it.
 
     Args:
-        tensors: name in the file and the parameters that it consists of, one below the other.
+        tensors: name in the file -> the parameters whose rows it concatenates.
 
     Raises:
         UserError: a parameter of another shape, or one with values that `dtype` cannot hold (named).
@@ -284,7 +283,7 @@ def write_file(
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    """What precedes the bytes of a safetensors file with these tensors, one after the other
+    """The header of a safetensors file with these tensors, one after the other
     (https://github.com/huggingface/safetensors#format)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -293,20 +292,21 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
         entries[name] = {"dtype": _STORED_AS[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the bytes begin aligned
+    text += b" " * (-len(text) % 8)  # align the bytes that follow
     return len(text).to_bytes(8, "little") + text
 
 
 def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], where: str) -> None:
-    there = set(names)
-    missing = [name for name in shapes if name not in there]
-    unexpected = sorted(there - shapes.keys())
+    present = set(names)
+    missing = [name for name in shapes if name not in present]
+    unexpected = sorted(present - shapes.keys())
     if missing or unexpected:
-        parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unexpected {_some(unexpected)}"] * bool(unexpected)
+        groups = ("missing", missing), ("unexpected", unexpected)
+        parts = [f"{what} {_listed(group)}" for what, group in groups if group]
         raise UserError(
             f"{where} does not hold the parameters of its configuration: {'; '.join(parts)}",
             expected=f"{len(shapes)} parameters",
-            found=f"{len(there)}",
+            found=f"{len(present)}",
         )
 
 
@@ -319,7 +319,7 @@ def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], w
         )
 
 
-def _some(names: Iterable[str], limit: int = 8) -> str:
+def _listed(names: Iterable[str], limit: int = 8) -> str:
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more

@@ -4,8 +4,8 @@ What: `forward_flops` of one forward pass, `training_flops` of a forward and a b
 addition are two operations, matrix products and convolutions alone are counted, as torch's `flop_counter` does.
 Why by hand: the counter has to run the model; this is arithmetic and can be done for every step.
 A training pass is three forward passes (each product's gradient is two products of its size), less the gradients of
-the model's inputs, which nobody asks for. What is computed a second time (checkpointed blocks, parts of attention)
-does not count: it is the work of saving memory, not of the model. Hence "model FLOPs" (PaLM, arXiv 2204.02311, app. B).
+the model's inputs, which are not computed. Recomputation (checkpointed blocks, parts of attention) does not count: it
+saves memory and is no work of the model. Hence "model FLOPs" (PaLM, arXiv 2204.02311, app. B).
 """
 
 from __future__ import annotations

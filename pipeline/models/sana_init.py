@@ -1,7 +1,7 @@
 """NVlabs' from-scratch initialisation of Sana, one parameter at a time.
 
-Why by parameter: a value depends on the seed and the parameter's name only, so a process that holds a part of the model
-draws just that, and every way to spread the model starts from the same weights.
+Why by parameter: a value depends only on the seed and the parameter's name, so a process draws just the parameters that
+it holds, and every parallel strategy starts from the same weights.
 Price: the rules are keyed by names, which have to follow the module tree of `pipeline.models.sana`.
 """
 
@@ -19,7 +19,6 @@ from pipeline.models.sana_config import SanaConfig
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConfig) -> Tensor:
     """NVlabs' from-scratch value of one parameter, float32 on the CPU, in our layout.
 
-    A generator per parameter, keyed by seed and name: a process that holds a part of the model can draw just that.
     Rules (NVlabs/Sana `diffusion/model/nets/sana_multi_scale.py`, `sana.py`, `norms.py`):
     linear weights Xavier-uniform (over the fused qkv and kv matrices they are slices of), linear biases 0; patch
     convolution Xavier-uniform as a linear layer; timestep and caption layers N(0, 0.02); caption norm 0.01, other

@@ -1,10 +1,10 @@
-"""A slice of the Sana transformer: some of its blocks, for models that are cut into consecutive stages.
+"""A pipeline stage of the Sana transformer: consecutive blocks, with the ends of the model on the outer stages.
 
-What: `SanaStage` owns blocks [start, stop) under the names they have in the whole model; the first stage also what
+What: `SanaStage` has blocks [start, stop) under the names they have in the whole model; the first stage also has what
 precedes the blocks, the last one what follows them. The state dicts of all stages together are that of the model.
-Between stages travel the image tokens, the captions after their projection, the six modulation vectors and the
-timestep's embedding. The caption mask and the token grid are given to every stage.
-Why the conditioning travels along: each of its tensors is computed once, from parameters that exist once, so that the
+A stage sends the image tokens, the projected captions, the six modulation vectors and the timestep's embedding to the
+next one. Every stage is given the caption mask and the token grid.
+Why the conditioning is sent along: each of its tensors is computed once, from parameters that exist once, so that the
 gradients are those of the whole model; computing it on every stage would need copies of these parameters.
 Price: with 1024 image and 300 caption tokens, 30 % more bytes between stages than the image tokens alone.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.sana import SanaTransformer, mask_bias
+from pipeline.models.sana_layers import SanaEnds, mask_bias
 
 
-class _Dense(torch.autograd.Function):
-    """Identity whose gradient is contiguous, as whoever sends it to the stage before needs it."""
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity with a contiguous gradient, which can be sent to the previous stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ class _Dense(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class SanaStage(SanaTransformer):
+class SanaStage(SanaEnds):
     """Blocks [start, stop) of `model`, sharing its modules and parameters.
 
     Raises:
         ValueError: no blocks, or blocks that the model does not have.
     """
 
-    def __init__(self, model: SanaTransformer, start: int, stop: int):
-        nn.Module.__init__(self)
+    def __init__(self, model: SanaEnds, start: int, stop: int):
+        super().__init__()
         blocks = model.blocks
         if not 0 <= start < stop <= len(blocks):
             raise ValueError(f"blocks {start} to {stop} of {len(blocks)}")
@@ -50,7 +50,7 @@ class SanaStage(SanaTransformer):
             self.time_embed = model.time_embed
             self.caption_projection = model.caption_projection
             self.caption_norm = model.caption_norm
-        self.transformer_blocks = nn.ModuleDict({str(i): blocks[i] for i in range(start, stop)})  # type: ignore[assignment]
+        self.transformer_blocks = nn.ModuleDict({str(i): blocks[i] for i in range(start, stop)})
         if self.is_last:
             self.scale_shift_table = model.scale_shift_table
             self.norm_out = model.norm_out
@@ -61,8 +61,8 @@ class SanaStage(SanaTransformer):
         """The stage's blocks in order."""
         return list(self.transformer_blocks.children())
 
-    def forward(self, *inputs: Tensor, mask: Tensor, grid: tuple[int, int]) -> Any:  # type: ignore[override]
-        """What the stage makes of the first part of `split` or of what the stage before returned.
+    def forward(self, *inputs: Tensor, mask: Tensor, grid: tuple[int, int]) -> Any:
+        """Run the stage on the first part of `split` (first stage) or on the output of the previous stage.
 
         Args:
             mask, grid: the second part of `split`.
@@ -77,7 +77,7 @@ class SanaStage(SanaTransformer):
             hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
             conditions = context, modulation.clone(), embedded  # a copy, because FSDP2 warns of views
         else:
-            hidden, context, modulation, embedded = (_Dense.apply(x) for x in inputs)
+            hidden, context, modulation, embedded = (_ContiguousGradient.apply(x) for x in inputs)
             conditions = inputs[1:]  # type: ignore[assignment]
             bias = mask_bias(mask, context.dtype)
         for block in self.blocks:
@@ -87,16 +87,16 @@ class SanaStage(SanaTransformer):
         return hidden.contiguous(), *conditions
 
     def split(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """The inputs of `SanaTransformer.forward` as what the first stage takes and what every stage takes.
+        """Split the inputs of `SanaTransformer.forward` into those of the first stage and those of every stage.
 
         Raises:
-            TypeError, ValueError: as `SanaTransformer.forward`.
+            TypeError, ValueError: as `grid`.
         """
         latents, captions, mask, timesteps = inputs
         return (latents, captions, timesteps), {"mask": mask, "grid": self.grid(latents, mask)}
 
-    def received(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Stand-ins on the meta device for what the stages after the first receive, for these inputs of the model."""
+    def example_hidden(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Meta tensors like those passed between stages, for these inputs of the model."""
         latents, captions, mask, _ = inputs
         batch, dim = latents.shape[0], self.config.inner_dim
         height, width = self.grid(latents, mask)
@@ -108,6 +108,6 @@ class SanaStage(SanaTransformer):
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
-    def returned(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """A stand-in on the meta device for what the last stage returns, for these inputs of the model."""
+    def example_output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """A meta tensor like the output of the last stage, for these inputs of the model."""
         return torch.empty_like(inputs[0], device="meta", requires_grad=True)

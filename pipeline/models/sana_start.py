@@ -1,11 +1,11 @@
-"""The values that a Sana transformer starts from, slice by slice.
+"""Start values of a Sana transformer, slice by slice.
 
-What: `Stored` (a diffusers folder) and `Drawn` (a seed) give any slice of any parameter in our layout, and a short
+What: `Stored` (a diffusers folder) and `Drawn` (a seed) return any slice of any parameter in our layout, and a short
 fingerprint of the whole.
-Why by slice: a process that holds a part of the model reads or keeps just that part. Sana 1.6B in fp32 is 6.4 GB, which
-eight processes of one machine need not hold eight times.
-Price: a drawn parameter is drawn as a whole before its slice is cut out, on every process. The fingerprint samples:
-it tells one model from another, not one flipped bit.
+Why by slice: a process reads only its shards. Sana 1.6B in fp32 is 6.4 GB, which eight processes of one machine need
+not hold eight times.
+Price: every process draws a parameter as a whole before it takes its slice. The fingerprint covers a sample of the
+values: it distinguishes models, not single flipped bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALL = 1 << 16
 
 
 class Start(Protocol):
-    """Where the first values of a model come from."""
+    """A source of start values."""
 
     @property
     def config(self) -> SanaConfig:
@@ -42,7 +42,7 @@ class Start(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """The same on every process whose values are the same."""
+        """Equal on processes with equal values."""
         ...
 
 
@@ -50,7 +50,7 @@ class Stored(WeightFiles):
     """The values of a diffusers folder (see `WeightFiles`)."""
 
     def fingerprint(self) -> str:
-        """Of every parameter its dtype, its shape and up to 64 values of its first, middle and last row."""
+        """Covers dtype, shape and up to 64 values of the first, middle and last row of every parameter."""
         digest = xxhash.xxh3_128()
         for name, shape in sorted(self.shapes.items()):
             digest.update(f"{name} {shape} {self.dtype(name)}\0".encode())
@@ -73,7 +73,7 @@ class Drawn:
         return whole[tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))]
 
     def fingerprint(self) -> str:
-        """Of the shape, the seed and the values of all small parameters, which name torch's generator."""
+        """Covers shape, seed and the values of all small parameters, which depend on torch's generator."""
         digest = xxhash.xxh3_128(f"{self.config} {self.seed}".encode())
         for name, shape in sorted(self.shapes.items()):
             if torch.Size(shape).numel() <= _SMALL:

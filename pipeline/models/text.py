@@ -1,17 +1,17 @@
 """Captions to rows: Gemma-2 with Sana's selection rule, at the cost of the captions alone.
 
-What: `TextEncoder`, and `describe_text`, which says from the files alone what decides a row's values.
+What: `TextEncoder`, and `describe_text`, which reads from the files what decides a row's values.
 
 Why: Sana puts an instruction of some 230 tokens before every caption and pads to `max_length`, so the reference runs
 530 positions for a caption of 80. Attention is causal: the instruction's keys and values do not depend on the caption,
-and no row depends on padding to its right. So the instruction is run once and its keys and values serve every caption,
-captions of similar length share a batch, and hardly a position is padding.
+and no row depends on padding to its right. So the instruction is run once, its keys and values serve every caption,
+captions of similar length share a batch, and there is hardly any padding.
 
-How far to trust it: the instruction's last token merges with the caption's first word, so what is shared ends one token
-earlier, and each caption is checked to begin with exactly the shared tokens; one that does not is run in full. On the
-first batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded the
-reference's way (instruction and caption together, padded to the full length, with transformers' own masks and without a
-cache) and compared, token by token. Past the tolerance nothing is stored and the run ends with a message.
+Verification: the instruction's last token merges with the caption's first word, so the shared prefix ends one token
+earlier, and each caption is checked to begin with exactly the shared tokens; otherwise it is run in full. On the first
+batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded as in the
+reference (instruction and caption together, padded to the full length, with transformers' masks and without a cache)
+and compared, token by token. Beyond the tolerance nothing is stored and the run ends with an error.
 
 The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 0.02, the
 distance of bf16 from fp32 on the same captions; where the device's bf16 kernels depend on the shape of a batch, so that
@@ -19,15 +19,14 @@ the reference differs from itself, three times that difference instead, but neve
 one wrong token in the instruction gives 0.15, a mask that forgets it 1.
 
 `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
-recipe: under `auto` a cache only receives values of runs that the comparison let pass, so they differ from those of
-`exact` by no more than a batch of another size or another GPU does, and neither of these is part of the recipe. Which
-mode made a record is in its unit's provenance. On the CPUs tried bf16 rows came out equal bit for bit; that is not
-promised.
+recipe: under `auto` a cache receives only values that passed the comparison, so they differ from those of `exact` by no
+more than another batch size or GPU does, and those are not part of the recipe, either. The mode is in a unit's
+provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
-the eager implementation, the only one that has it on every device; the masks and the cache are this module's own, and
-rest on Gemma2Model taking masks by layer type, calling nothing but `update` of its cache, and handing on options to its
-attention function; the comparison would notice another Gemma2Model.
+the eager implementation, the only one that has it on every device; masks and cache are implemented here and rely on
+Gemma2Model taking masks by layer type, calling only `update` of its cache, and passing options to its attention
+function; the comparison would notice a change.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ import torch
 import xxhash
 
 from pipeline.config import TextConfig
-from pipeline.models.hub import ModelError, quiet, read_json, resolve, weight_files
+from pipeline.models.hub import ModelError, no_progress_bars, read_json, resolve, weight_files
 from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
-"""Name of the rule in `TextEncoder`: the first position and the last `max_length - 1` of the padded sequence."""
+"""Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
 
 BATCH_TOKENS = 8192
-"""Positions of one forward pass at most, padding included: enough to fill a GPU, little enough to fit beside Gemma."""
+"""Maximum positions of a forward pass, padding included: fills a GPU and fits beside Gemma."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}
-"""Largest relative error of a token that `auto` may show against the reference; see the module's text."""
+"""Largest allowed relative error of a token under `auto` against the reference; see the module docstring."""
 
-_NOISE_FACTOR, _MOST = 3.0, 0.1
+_NOISE_FACTOR, _MAX_TOLERANCE = 3.0, 0.1
 _COMPARED = 4
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -79,13 +78,13 @@ _TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
 
 
 def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
-    """What decides the rows of a caption, read from files without building the module.
+    """What decides the rows of a caption, from files, without building the module.
 
     Args:
-        instruction: the text that goes before every caption (`config.instruction` with the recipe's own filled in).
+        instruction: the text before every caption (`config.instruction`, or the recipe's default).
 
     Returns:
-        weights (32 hex digits; the same for a folder with the language model's head and one without), tokenizer (32
+        weights (32 hex digits; with or without the language model's head), tokenizer (32
         hex digits over its files), dtype, attention, instruction, normalisation, max_length, selection, width (of a
         row).
 
@@ -111,7 +110,7 @@ def text_width(folder: Path) -> int:
     """Values per row of the text encoder whose `config.json` is in a folder.
 
     Raises:
-        ModelError: there is none, or it is of another class of model.
+        ModelError: it is missing, or of another class of model.
     """
     return int(_text_architecture(folder)["hidden_size"])
 
@@ -130,16 +129,16 @@ def _text_settings(folder: Path) -> dict[str, Any]:
 
 def _text_architecture(folder: Path) -> dict[str, Any]:
     settings = _text_settings(folder)
-    found = {key: settings.get(key, default) for key, default in _TEXT_ARCHITECTURE.items()}
-    layers = found["num_hidden_layers"]
-    # Written as `layer_types` and `rope_parameters` by newer transformers, implied or flat in older files.
-    found["layer_types"] = settings.get("layer_types") or [
+    architecture = {key: settings.get(key, default) for key, default in _TEXT_ARCHITECTURE.items()}
+    layers = architecture["num_hidden_layers"]
+    # newer transformers write `layer_types` and `rope_parameters`; in older files they are implied or flat
+    architecture["layer_types"] = settings.get("layer_types") or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
     ]
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    found["rope_theta"] = float(rope.pop("rope_theta", None) or settings.get("rope_theta") or 10000.0)
-    found["rope"] = {} if rope.get("rope_type", "default") == "default" else rope
-    return found
+    architecture["rope_theta"] = float(rope.pop("rope_theta", None) or settings.get("rope_theta") or 10000.0)
+    architecture["rope"] = {} if rope.get("rope_type", "default") == "default" else rope
+    return architecture
 
 
 def _decoder_stack_tensor(name: str) -> str | None:
@@ -153,8 +152,8 @@ def _tokenizer_folder(config: TextConfig) -> Path:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """xxh3-128 over the content of the tokenizer's files; spacing, key order and keys that only say where a tokenizer
-    came from or how its last call padded do not count."""
+    """xxh3-128 over the content of the tokenizer's files, without spacing, key order and `_VOLATILE` keys (origin,
+    padding of the last call)."""
     present = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json") if (folder / name).is_file()]
     if not any(path.name in ("tokenizer.json", "tokenizer.model") for path in present):
         raise ModelError(
@@ -185,10 +184,10 @@ def _ordered(value: Any) -> Any:
 
 
 class _KeysAndValues:
-    """Takes the place of transformers' cache: records the keys and values of the first tokens, layer by layer.
+    """Replaces transformers' cache: records the keys and values of the first tokens, layer by layer.
 
-    It keeps every position in every layer (masks alone decide what a sliding window sees) and is not changed by use, so
-    one recording serves every batch of any size.
+    It stores every position in every layer (masks decide what a sliding window sees) and is read-only after recording,
+    so it serves every batch of any size.
     """
 
     def __init__(self) -> None:
@@ -223,10 +222,11 @@ def _attention_after_prefix(
     after_prefix: _KeysAndValues,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' eager attention of Gemma-2, operation by operation, over a prefix's keys and values and new ones.
+    """transformers' eager attention of Gemma-2, operation by operation, over the keys and values of a prefix and new
+    ones.
 
-    What it saves: the prefix's keys are multiplied with all captions' queries at once, without a copy for each caption,
-    and neither keys nor values are repeated for the query heads that share them.
+    It multiplies the prefix's keys with all captions' queries at once, without a copy for each caption, and does not
+    repeat keys and values for the query heads that share them.
 
     Args:
         query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
@@ -276,13 +276,13 @@ class _Prefix:
         self._cache.recording = False
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Hidden states (rows, longest row, width) of tokens that follow the prefix; beyond a row's end anything."""
+        """Hidden states (rows, longest row, width) of tokens after the prefix; undefined beyond a row's end."""
         return self._forward(rows, len(self.ids))
 
     def _forward(self, rows: Sequence[Sequence[int]], start: int) -> torch.Tensor:
         length = max(map(len, rows))
         device = self.bos.device if start else next(self.model.parameters()).device
-        # Token 0 stands where a row has ended: attention is causal, so no row sees it.
+        # token 0 as padding: attention is causal, so no row attends to it
         ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
         positions = torch.arange(start, start + length, device=device)
         config: Any = self.model.config
@@ -310,9 +310,9 @@ class _Prefix:
         dtype = next(self.model.parameters()).dtype
         behind = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
 
-        def mask(seen: torch.Tensor) -> torch.Tensor:
-            hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        def mask(visible: torch.Tensor) -> torch.Tensor:
+            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            return hidden.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
         causal = behind >= 0
         return {
@@ -322,8 +322,8 @@ class _Prefix:
 
 
 def _batches(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Members of similar length together: a batch's longest is at most a quarter and 8 tokens longer than its shortest,
-    and it has at most `BATCH_TOKENS` positions."""
+    """Batches of similar length: the longest member is at most a quarter plus 8 tokens longer than the shortest, and a
+    batch has at most `BATCH_TOKENS` positions."""
     batch: list[int] = []
     for i in sorted(members, key=lambda i: (lengths[i], i)):
         longest = lengths[i]
@@ -343,18 +343,18 @@ class TextEncoder:
 
     The rule (NVlabs/Sana `train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is cut and padded
     on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last `max_length - 1`
-    positions are kept, and of those the ones that are not padding count. The 2 stands for <bos> and the instruction's
-    trailing space, which merges with the caption's first word. Attention is causal, so rows do not depend on padding
-    to their right, and the padding is left out.
+    positions are kept, without padding. The 2 stands for <bos> and the instruction's trailing space, which merges with
+    the caption's first word. Attention is causal, so rows do not depend on the padding to their right, which is left
+    out.
 
     Attributes:
         width: values per row.
-        max_length: rows at most.
-        mode: `auto` or `exact`; see the module's text.
-        truncated: captions cut so far, because they had more tokens than the rule has room for.
+        max_length: maximum number of rows.
+        mode: `auto` or `exact`; see the module docstring.
+        truncated: captions cut so far because they were too long for the rule.
         tokens: caption tokens encoded so far.
-        unshared: captions so far that did not begin with the instruction's tokens, and were run in full.
-        largest_error: the largest difference from the reference that a comparison has shown; None before the first.
+        unshared: captions so far that did not begin with the instruction's tokens and were run in full.
+        largest_error: largest error of the comparisons so far; None before the first.
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, config: TextConfig, instruction: str):
@@ -388,7 +388,7 @@ class TextEncoder:
         weight_files(folder, config.variant)
         tokenizer = _load_tokenizer(_tokenizer_folder(config))
         try:
-            with quiet():
+            with no_progress_bars():
                 model, report = transformers.Gemma2Model.from_pretrained(
                     folder,
                     dtype=DTYPES[config.dtype],
@@ -404,11 +404,11 @@ class TextEncoder:
                 found=" ".join(str(error).split())[:600],
                 fix="fetch the folder again",
             ) from None
-        lost = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
-        if lost:  # transformers only warns, and trains nobody's random numbers
+        missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
+        if missing:  # transformers only warns and fills in random values
             raise ModelError(
                 f"the weights in {folder} lack tensors that the text encoder needs",
-                found=f"{len(lost)} missing, the first: {lost[0]}",
+                found=f"{len(missing)} missing, the first: {missing[0]}",
                 fix="fetch the folder again",
             )
         return cls(model.to(torch.device(device)).eval().requires_grad_(False), tokenizer, config, instruction)
@@ -421,17 +421,17 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[np.ndarray]:
-        """The rows of captions, in as many forward passes as their lengths ask for.
+        """The rows of captions, in batches of similar length.
 
         Args:
             captions: already normalised.
 
         Returns:
-            For each caption uint16 (n, width), n <= max_length: bits of the bf16 rows that count.
+            For each caption uint16 (n, width), n <= max_length: bits of its bf16 rows, without padding.
 
         Raises:
-            NonFiniteError: names the batch rows.
-            ModelError: the rows are not those of the reference (`mode: auto`, see the module's text).
+            NonFiniteError: with the batch rows.
+            ModelError: the rows differ from the reference (`mode: auto`, see the module docstring).
         """
         if not captions:
             return []
@@ -439,7 +439,7 @@ class TextEncoder:
         values = self._rows(rows)
         if self.mode == "auto":
             self._compare(captions, rows, values)
-        counts = [len(one) for one in values]
+        counts = [len(states) for states in values]
         rounded = torch.cat(values).to(torch.bfloat16)
         starts = np.cumsum([0, *counts[:-1]])
         finite = np.logical_and.reduceat(torch.isfinite(rounded).all(dim=1).cpu().numpy(), starts)
@@ -455,15 +455,15 @@ class TextEncoder:
         """The empty caption as classifier-free guidance uses it: without the instruction, padded to `max_length`.
 
         Returns:
-            uint16 (max_length, width): bits of all bf16 rows, those at padding positions included (Sana's trainer
-            reads them when it drops a caption), and the number of rows that count.
+            uint16 (max_length, width): bits of all bf16 rows, padding included (Sana's trainer reads it
+            when it drops a caption), and the number of rows that are no padding.
         """
         (ids,) = self._tokenize([""], truncation=False, instruction="")
         hidden = self._hidden([ids], self.max_length)
         return finite_bits(hidden, "text encoder", self.dtype)[0], len(ids)
 
     def _ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
-        """Tokens of instruction + caption, at most as many as the rule has room for, and how many captions were cut."""
+        """Tokens of instruction + caption, cut to the rule's length, and the number of captions that were cut."""
         rows = self._tokenize(captions, truncation=False)
         long = [i for i, ids in enumerate(rows) if len(ids) > self._room]
         if long:
@@ -475,23 +475,23 @@ class TextEncoder:
     def _tokenize(self, captions: Sequence[str], truncation: bool, instruction: str | None = None) -> list[list[int]]:
         prefix = self.instruction if instruction is None else instruction
         limit = {"truncation": True, "max_length": self._room} if truncation else {"truncation": False}
-        # verbose=False: the tokenizer would warn of lengths beyond the model's, which are cut afterwards.
+        # verbose=False: no warning of lengths beyond the model's, which are cut afterwards
         texts = [prefix + caption for caption in captions]
         return self.tokenizer(texts, add_special_tokens=True, padding=False, verbose=False, **limit)["input_ids"]
 
     def _rows(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """(n, width) for each row of tokens: the hidden states that count, on the device, not rounded."""
+        """(n, width) for each row of tokens: the selected hidden states, on the device, unrounded."""
         if self.mode == "exact":
             return self._in_full(rows, range(len(rows)), padded=True)
         shared = len(self._shared_ids)
-        alike = [i for i, ids in enumerate(rows) if shared and ids[:shared] == self._shared_ids]
+        with_prefix = [i for i, ids in enumerate(rows) if shared and ids[:shared] == self._shared_ids]
         values: dict[int, torch.Tensor] = {}
-        if alike:
+        if with_prefix:
             if self._prefix is None:
                 self._prefix = _Prefix(self.model, self._shared_ids)
             ends = [ids[shared:] for ids in rows]
-            for batch in _batches(alike, [len(ids) for ids in ends]):
-                if not ends[batch[-1]]:  # nothing but the prefix: possible without an instruction
+            for batch in _batches(with_prefix, [len(ids) for ids in ends]):
+                if not ends[batch[-1]]:  # the prefix alone: possible without an instruction
                     values.update((i, self._prefix.bos) for i in batch)
                     continue
                 hidden = self._prefix([ends[i] for i in batch])
@@ -503,7 +503,7 @@ class TextEncoder:
         return [values[i] for i in range(len(rows))]
 
     def _in_full(self, rows: Sequence[Sequence[int]], members: Sequence[int], padded: bool) -> list[torch.Tensor]:
-        """The rows of `members` without a shared prefix, `padded` to the full length as the reference pads."""
+        """The rows of `members` without a shared prefix; `padded`: to the full length, like the reference."""
         values: dict[int, torch.Tensor] = {}
         for batch in _batches(members, [self._room if padded else len(ids) for ids in rows]):
             longest = max(len(rows[i]) for i in batch)
@@ -513,7 +513,7 @@ class TextEncoder:
         return [values[i] for i in members]
 
     def _hidden(self, rows: Sequence[Sequence[int]], length: int) -> torch.Tensor:
-        """Hidden states (rows, length, width) as the reference computes them: padded, with transformers' own mask."""
+        """Hidden states (rows, length, width) as the reference computes them: padded, with transformers' mask."""
         ids = torch.full((len(rows), length), self.tokenizer.pad_token_id, dtype=torch.long)
         mask = torch.zeros((len(rows), length), dtype=torch.long)
         for i, row in enumerate(rows):
@@ -523,7 +523,7 @@ class TextEncoder:
         return out.last_hidden_state
 
     def _compare(self, captions: Sequence[str], rows: Sequence[Sequence[int]], values: Sequence[torch.Tensor]) -> None:
-        """Hold a few rows of this batch against the reference, if they are the first or longer than those before."""
+        """Compare a few rows of this batch with the reference, if they are the first or twice as long as before."""
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
         longest = len(values[order[-1]])
         if longest <= 2 * self._compared_to:
@@ -535,7 +535,7 @@ class TextEncoder:
         if self.dtype != "fp32":
             again = self._in_full(rows, [order[-1]], padded=False)[0]
             noise = _error(again, reference[picks.index(order[-1])])
-            limit = max(limit, min(_NOISE_FACTOR * noise, _MOST))
+            limit = max(limit, min(_NOISE_FACTOR * noise, _MAX_TOLERANCE))
         worst = max(errors)
         if not worst <= limit:
             caption = captions[picks[errors.index(worst)]]
@@ -550,7 +550,7 @@ class TextEncoder:
 
 
 def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) -> list[int]:
-    """How many rows each caption (already normalised) has, by the tokenizer alone.
+    """Number of rows of each (normalised) caption, from the tokenizer alone.
 
     Raises:
         ModelError: no such tokenizer.
@@ -565,7 +565,7 @@ def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) ->
 
 
 def _window(instruction: int, max_length: int) -> tuple[int, int]:
-    """Tokens that the selection rule has room for, and the first position after <bos> that it keeps.
+    """Maximum tokens under the selection rule, and the first position after <bos> that it keeps.
 
     Args:
         instruction: tokens of the instruction, <bos> included; 0 without one.
@@ -574,22 +574,22 @@ def _window(instruction: int, max_length: int) -> tuple[int, int]:
     return room, room - max_length + 1
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest |found - wanted| / |wanted| of a caption's tokens; infinite if only one of the two is finite, and
-    none if neither is: such a caption is rejected under either mode."""
-    if found.shape != wanted.shape:
+def _error(rows: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest |rows - reference| / |reference| of a caption's tokens; infinite if only one of the two is finite, 0
+    if neither is: such a caption is rejected under either mode."""
+    if rows.shape != reference.shape:
         return float("inf")
-    found, wanted = found.double(), wanted.double()
-    finite = bool(torch.isfinite(found).all()), bool(torch.isfinite(wanted).all())
+    rows, reference = rows.double(), reference.double()
+    finite = bool(torch.isfinite(rows).all()), bool(torch.isfinite(reference).all())
     if not all(finite):
         return float("inf") if any(finite) else 0.0
-    return float(((found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)).max())
+    return float(((rows - reference).norm(dim=1) / reference.norm(dim=1).clamp_min(1e-30)).max())
 
 
 def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    _tokenizer_digest(folder)  # says in our words that files are missing or broken
+    _tokenizer_digest(folder)  # a ModelError if files are missing or broken
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -1,13 +1,13 @@
-"""Small real models, made on the spot: what the demonstration and the tests run on instead of a download.
+"""Small real models, made locally, on which the demonstration and the tests run instead of a download.
 
 What: a 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
 tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
 repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`). Also a dozen captioned photographs that ship inside
 the scikit-image wheel.
-Why: they are of the same classes as the full-size ones and are read by the same code, so a machine without network,
-GPU or patience runs the true paths.
-Price: the VAE knows its own pictures and little else, and the text encoder tells captions apart without understanding
-them; neither says anything about quality at full size.
+Why: they have the same classes as the full-size models and are read by the same code, so the real code paths run in a
+minute without network and GPU.
+Price: the VAE reconstructs little beyond its training pictures, and the text encoder distinguishes captions without
+understanding them; neither says anything about quality at full size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from pipeline.errors import UserError
-from pipeline.models.hub import quiet
+from pipeline.models.hub import no_progress_bars
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -70,8 +70,8 @@ _PHOTOS = (
 def demo_photos(out: Path) -> list[tuple[Path, str]]:
     """Write a dozen colour photographs (four square, four landscape, four portrait) and a `.txt` caption beside each.
 
-    They are crops of photographs that ship inside the scikit-image wheel, so nothing is fetched. Existing files of
-    these names are overwritten.
+    They are crops of photographs that ship inside the scikit-image wheel, so there is no download. Existing
+    files of these names are overwritten.
 
     Returns:
         (picture, caption), in a fixed order.
@@ -122,7 +122,7 @@ def make_vae(
     """Make an f8 `AutoencoderDC`, fit it to `images`, and save it in `folder`.
 
     Each picture is cover-resized and centre-cropped to the size of nearest aspect ratio, with a little jitter of scale,
-    place and side so that the pictures' neighbourhoods are learnt, not single arrays. The loss is L1 on pixels and on
+    position and flips, so that it learns more than single arrays. The loss is L1 on pixels and on
     their differences to the neighbours (edges). Latents are drawn towards zero mean, unit deviation and short tails,
     and the decoder sees them with noise, since generated latents are never exact. The scaling factor is 1 / root mean
     square of the latents, as DC-AE defines it.
@@ -175,10 +175,9 @@ def make_vae(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread of computation: the same bits on any number of cores, and so the same recipe.
+    """Compute with one thread: the same bits, and so the same recipe, on any number of cores.
 
-    Two idle cores would be faster by a third; two busy ones slower several times, as threads wait for each other at
-    every small operation.
+    Two idle cores would be a third faster; two busy ones several times slower.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -191,7 +190,7 @@ def _one_thread() -> Iterator[None]:
 def _new_vae() -> AutoencoderDC:
     """The kinds of blocks of Sana's DC-AE (residual, then EfficientViT), four stages instead of six.
 
-    Each width holds the 3, 12, 48, 192 numbers that a pixel, and 2x2, 4x4, 8x8 pixels have: see `_start_linear`.
+    Widths are at least 3, 12, 48, 192, the values of 1, 2x2, 4x4 and 8x8 pixels: see `_start_linear`.
     """
     from diffusers import AutoencoderDC
 
@@ -215,17 +214,16 @@ def _new_vae() -> AutoencoderDC:
 
 @torch.no_grad()
 def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
-    """Make the network begin as the best linear code of 8x8 pixels: their principal components (PCA).
+    """Initialise the network as the best linear code of 8x8 pixels: their principal components (PCA).
 
-    From a random start, a minute of training gives blurs (21 dB on a dozen pictures, where plain PCA has 25). So:
-    blocks begin as the identity (their last norm's weight is 0); each downsampling begins as pixel-unshuffle and each
-    upsampling as pixel-shuffle, the block's own shortcut subtracted; the ends hold the components. The decoder's last
-    norm would erase the amplitude, therefore a fourth channel holds a large constant which fixes the norm, and a bias
-    keeps the colours positive through the ReLU. Channels that this code does not use keep their random start, unread
-    at first.
+    From a random start, a minute of training gives blurs (21 dB on a dozen pictures; plain PCA has 25). So blocks start
+    as the identity (their last norm's weight is 0), each downsampling as pixel-unshuffle and each upsampling as
+    pixel-shuffle, minus the block's shortcut; the ends hold the components. The decoder's last norm would erase the
+    amplitude, so a fourth channel holds a large constant that fixes the norm, and a bias keeps the colours positive
+    through the ReLU. Unused channels keep their random values, which are not read at first.
     """
     patches = [_signal(group.flatten(0, 1)) for group in groups]
-    for _ in range(3):  # thrice by 2 as the network does: the order of channels is another than once by 8
+    for _ in range(3):  # three times by 2 like the network: once by 8 would order the channels differently
         patches = [torch.nn.functional.pixel_unshuffle(patch, 2) for patch in patches]
     data = torch.cat([patch.permute(0, 2, 3, 1).reshape(-1, patch.shape[1]) for patch in patches])
     mean = data.mean(dim=0)
@@ -276,7 +274,7 @@ def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
 
 
 def _place(conv: torch.nn.Conv2d, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Make the first outputs of a convolution `matrix` @ (the first inputs) + `bias`, and nothing else."""
+    """Set the first outputs of a convolution to `matrix` @ (the first inputs) + `bias`."""
     rows, columns = matrix.shape
     conv.weight[:rows] = 0
     conv.weight[:rows, :columns, 1, 1] = matrix
@@ -354,7 +352,7 @@ def _fit(model: AutoencoderDC, groups: list[torch.Tensor], steps: int, batch: in
 
 
 def _edges(error: torch.Tensor) -> torch.Tensor:
-    """Mean absolute difference between neighbours of (b, 3, H, W): what a blurred picture gets wrong."""
+    """Mean absolute difference between neighbours of (b, 3, H, W), which penalises blur."""
     return error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
 
 
@@ -372,16 +370,16 @@ def make_text(
 ) -> dict[str, float]:
     """Make a small random `Gemma2Model` and a tokenizer trained on the captions, and save both.
 
-    The tokenizer is Gemma's kind: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁",
+    The tokenizer is like Gemma's: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁",
     <bos> comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word
     is known. The model has Gemma-2's parts in small: softcapped logits, a sliding window (shorter than the instruction)
     in every other layer, grouped queries. The embedding's deviation is raised so that token identity survives the
     unit-size outputs of the random layers, which is what lets a small Sana tell a dozen captions apart.
 
     Args:
-        captions: what the tokenizer is trained on, normalised and raw alike.
-        instruction: text that goes before the captions in use; trained on as well.
-        tokenizer_folder: where the tokenizer goes (default: a sibling `tokenizer` of `folder`).
+        captions: training texts of the tokenizer, normalised and raw.
+        instruction: text before the captions; also a training text.
+        tokenizer_folder: of the tokenizer (default: a sibling `tokenizer` of `folder`).
 
     Returns:
         parameters, vocabulary.
@@ -412,14 +410,14 @@ def make_text(
             embedding = model.embed_tokens.weight
             embedding.normal_(0.0, 4.0 / TEXT_WIDTH**0.5)
             embedding[tokenizer.pad_token_id].zero_()
-    with quiet():
+    with no_progress_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(tokenizer_folder or folder.parent / "tokenizer")
     return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
 
 
 def new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
-    """A tokenizer of Gemma's kind (see `make_text`) with at most `vocabulary` learnt pieces."""
+    """A tokenizer like Gemma's (see `make_text`) with at most `vocabulary` learnt pieces."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 

@@ -1,7 +1,6 @@
-"""What the frozen networks share: dtypes, the bits of bf16, and the digest that names their weights.
+"""Shared by the frozen networks: dtypes, bf16 bits, and the digest of their weights.
 
-Why: a recipe holds a digest over tensors, not over files, so that the same weights are the same recipe however they are
-sharded; and every stored value passes through one rounding.
+Why a digest over tensors, not files: equal weights are the same recipe however they are sharded.
 Price: the digest reads every byte of the weights (5 GB for Gemma-2-2b).
 """
 
@@ -24,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NonFiniteError(UserError):
-    """A network gave NaN or infinity. `rows` are the positions in the batch; the others were right."""
+    """A network returned NaN or infinity. rows: positions in the batch; all others are finite."""
 
     def __init__(self, module: str, rows: Sequence[int], dtype: str):
         self.rows = tuple(rows)
@@ -36,17 +35,19 @@ class NonFiniteError(UserError):
 
 
 def origin(weights: Weights) -> dict[str, Any]:
-    """Where weights of the hub came from, for the provenance of what they make; nothing for a local folder."""
+    """Hub id and revision, for the provenance of records; empty for a local folder."""
     if is_local(weights):
         return {}
     return {"model": weights.id, **({"revision": weights.revision} if weights.revision else {})}
 
 
 def digest(files: Sequence[Path], rename: Callable[[str], str | None], architecture: dict[str, Any]) -> str:
-    """xxh3-128 over the architecture and, in name order, name, dtype, shape and bytes of each tensor that is kept.
+    """xxh3-128 over the architecture and, in name order, name, dtype, shape and bytes of each chosen tensor.
 
-    Independent of sharding, of file names and of the order inside files. `rename` gives the name to use, or None to
-    leave a tensor out.
+    Independent of sharding, file names and the order inside files.
+
+    Args:
+        rename: stored name -> the name to use, or None to leave the tensor out.
     """
     state = xxhash.xxh3_128()
     for key in sorted(architecture):
@@ -91,7 +92,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def bf16_bits(values: torch.Tensor) -> np.ndarray:
-    """Round to bf16 (to nearest, ties to even) and give the bits: uint16, same shape, on the CPU."""
+    """Bits after rounding to bf16 (to nearest, ties to even): uint16, same shape, on the CPU."""
     return values.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
@@ -101,10 +102,10 @@ def from_bits(bits: np.ndarray) -> torch.Tensor:
 
 
 def finite_bits(values: torch.Tensor, module: str, dtype: str) -> np.ndarray:
-    """`bf16_bits`, refusing values that are not finite after rounding.
+    """`bf16_bits`, but refuses values that are not finite after rounding.
 
     Raises:
-        NonFiniteError: names the rows (first dimension).
+        NonFiniteError: with the rows (first dimension).
     """
     rounded = values.to(torch.bfloat16)
     bad = ~torch.isfinite(rounded).reshape(len(rounded), -1).all(dim=1)

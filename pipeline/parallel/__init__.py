@@ -1,1 +1,1 @@
-"""How a model is spread over processes and how its activations are kept: knows blocks, not models."""
+"""Strategies to parallelize a model and to save activation memory. They are handed blocks and know no model."""

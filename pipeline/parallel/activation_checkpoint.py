@@ -1,20 +1,19 @@
-"""What is kept of a block for the backward pass: all, some, its input alone; as it is, in 8 bits, in host memory.
+"""Activation checkpointing, compression and offload: what each block keeps for the backward pass.
 
-What: `keep_activations` gives each block of a model the way of `train.activation_checkpointing`,
+What: `apply_activation_checkpointing` sets up each block by `train.activation_checkpointing`,
 `train.activation_compression` and `train.activation_offload`.
-- full: the block's input is kept and the rest computed again. every-k: so for each k-th block.
-- selective: kept are also the results of matrix products and ungrouped convolutions whose contraction is at least as
-  long as their result is wide. What is wide or cheap per byte is computed again: the widening convolution, norms,
-  gates, attention over the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
-- compression: of a block that recomputes, its first input (what runs through the blocks; the rest is shared by all of
-  them); of any other block, what its Linear layers and its groups of convolutions keep.
-- offload: every saved tensor of a block, so its inputs if it recomputes. What `selective` adds stays on the device.
-Why this way: the block keeps its name, its parameters' names and its place in the state dict (a wrapper module would
-rename them), a deep copy of it recomputes the copy, and `fully_shard` on top gathers the parameters once for the
-recomputation. The class is exchanged for one that inherits from it, so nothing can be half on: a flag that is set
-while no function is installed, as in diffusers, does not exist.
+- full: save the block's input, recompute the rest. every-k: the same for each k-th block.
+- selective: also save the results of matrix products and ungrouped convolutions whose contraction is at least as long
+  as their result is wide. Wide or cheap results are recomputed: the widening convolution, norms, gates, attention over
+  the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
+- compression: of a recomputed block, its first input in 8 bits (the tokens; the other inputs are shared by all blocks);
+  of any other block, what its Linear layers and groups of convolutions save.
+- offload: every saved tensor of a block, so the inputs of a recomputed one. What `selective` adds stays on the device.
+Why by replacing the block's class with a subclass: parameter names and state dict stay as they are (a wrapper module
+would rename them), a deep copy recomputes the copy, `fully_shard` gathers the parameters once for the recomputation,
+and there is no flag that can be set without effect, as in diffusers.
 Price: full costs one more forward pass of each block per step, about a third of the step's arithmetic, selective about
-an eighth; see `compression` and `saved` for theirs.
+an eighth; see `compression` and `saved_tensors` for theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipeline.config import TrainConfig
-from pipeline.parallel.saved_tensors import Keeper
+from pipeline.parallel.saved_tensors import Offloader
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PRODUCTS = {  # operation: which argument holds the second factor, (contracted, result) dimension of it
@@ -41,52 +40,52 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How one block is kept. checkpointing: none, full or selective."""
+class ActivationPolicy:
+    """How one block treats its activations. checkpointing: none, full or selective."""
 
     checkpointing: str = "none"
-    keeper: Keeper | None = None
+    offloader: Offloader | None = None
 
 
-class Kept:
-    """Mixed in before a block's own class: its forward pass leaves behind what its `_Way` says."""
+class ManagedActivations:
+    """Mixin before a block's class: the forward pass follows `activation_policy`."""
 
-    kept: _Way
+    activation_policy: ActivationPolicy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = super().forward  # type: ignore[misc]
+        forward, policy = super().forward, self.activation_policy  # type: ignore[misc]
         if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        if self.kept.checkpointing == "full":
-            run = partial(checkpoint, run, use_reentrant=False)
-        elif self.kept.checkpointing == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, _policy)
-            run = partial(checkpoint, run, use_reentrant=False, context_fn=contexts)
-        keeper = self.kept.keeper
-        if keeper is None:
-            return run(*args, **kwargs)
-        recomputes = self.kept.checkpointing != "none"
-        with keeper.around(self, only=args[0] if recomputes else None, compress=recomputes):  # type: ignore[arg-type]
-            return run(*args, **kwargs)
+            return forward(*args, **kwargs)
+        recomputed = policy.checkpointing != "none"
+        if policy.checkpointing == "full":
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        elif policy.checkpointing == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+        if policy.offloader is None:
+            return forward(*args, **kwargs)
+        only = args[0] if recomputed else None
+        with policy.offloader.hooks(self, only=only, compress=recomputed):  # type: ignore[arg-type]
+            return forward(*args, **kwargs)
 
 
-class Compressed:
-    """Mixed in before the class of a Linear or a group of convolutions: what it saves is compressed."""
+class CompressedActivations:
+    """Mixin before the class of a Linear or a group of convolutions: its saved tensors are compressed."""
 
-    keeper: Keeper
+    offloader: Offloader
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with self.keeper.around(self):  # type: ignore[arg-type]
+        with self.offloader.hooks(self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 _CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 
-def _mix(module: nn.Module, mixin: type) -> None:
-    """Exchange the module's class for one that has `mixin` before it, once."""
+def _add_mixin(module: nn.Module, mixin: type) -> None:
+    """Replace the module's class by a subclass that has `mixin` first. Idempotent."""
     cls = type(module)
     if isinstance(module, mixin):
         return
@@ -96,55 +95,55 @@ def _mix(module: nn.Module, mixin: type) -> None:
 
 
 def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
-    """Set up every block as the configuration says, in place, before `fully_shard`. Twice is once.
+    """Set up each block in place, before `fully_shard`. Idempotent.
 
     Args:
-        blocks: all blocks of the model, in order. Their first argument is what runs through them.
+        blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
-    keeper = None
+    offloader = None
     if compress != "none" or train.activation_offload:
-        keeper = Keeper(None if compress == "none" else compress, train.activation_offload)
+        offloader = Offloader(None if compress == "none" else compress, train.activation_offload)
     every = int(mode.removeprefix("every-")) if mode.startswith("every-") else None
     for number, block in enumerate(blocks, start=1):
-        way = mode if every is None else ("full" if number % every == 0 else "none")
-        if way == "none" and keeper is not None and keeper.compress is not None:
-            for part in compressible(block):
-                _mix(part, Compressed)
-                part.keeper = keeper  # type: ignore[assignment]
-        outside = keeper if keeper is not None and (way != "none" or keeper.offload) else None
-        if way != "none" or outside is not None:
-            _mix(block, Kept)
-            block.kept = _Way(way, outside)  # type: ignore[assignment]
+        checkpointing = mode if every is None else ("full" if number % every == 0 else "none")
+        if checkpointing == "none" and offloader is not None and offloader.compress is not None:
+            for module in compressible_modules(block):
+                _add_mixin(module, CompressedActivations)
+                module.offloader = offloader  # type: ignore[assignment]
+        whole_block = offloader is not None and (checkpointing != "none" or offloader.offload)
+        if checkpointing != "none" or whole_block:
+            _add_mixin(block, ManagedActivations)
+            block.activation_policy = ActivationPolicy(checkpointing, offloader if whole_block else None)  # type: ignore[assignment]
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], how: str = "full") -> None:
-    """Turn recomputation on for each block (`how`: full or selective), in place, before `fully_shard`."""
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str = "full") -> None:
+    """Recompute each block (`mode`: full or selective); in place, before `fully_shard`."""
     for block in blocks:
-        _mix(block, Kept)
-        block.kept = _Way(how)  # type: ignore[assignment]
+        _add_mixin(block, ManagedActivations)
+        block.activation_policy = ActivationPolicy(mode)  # type: ignore[assignment]
 
 
-def compressible(block: nn.Module) -> list[nn.Module]:
-    """The parts of a block whose saved tensors bear 8 bits: Linear layers, and modules that hold convolutions (with the
-    activations and gates between them). Not norms, attention itself, modulation."""
-    found: list[nn.Module] = []
+def compressible_modules(block: nn.Module) -> list[nn.Module]:
+    """The parts of a block whose saved tensors tolerate 8 bits: Linear layers, and modules that contain convolutions
+    (with the activations and gates between them). Not norms, attention itself or modulation."""
+    modules: list[nn.Module] = []
     for child in block.children():
         group = any(isinstance(inner, _CONVOLUTIONS) for inner in child.children())
         if group or isinstance(child, (nn.Linear, *_CONVOLUTIONS)):
-            found.append(child)
+            modules.append(child)
         else:
-            found.extend(compressible(child))
-    return found
+            modules.extend(compressible_modules(child))
+    return modules
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Called for every operation of a block's forward pass: whether its result is kept."""
-    return CheckpointPolicy.MUST_SAVE if _pays(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Called for every operation of a block's forward pass."""
+    return CheckpointPolicy.MUST_SAVE if _worth_saving(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _pays(operation: Any, args: Sequence[Any]) -> bool:
-    """Much arithmetic per byte: 2 * contraction operations per value of the result."""
+def _worth_saving(operation: Any, args: Sequence[Any]) -> bool:
+    """Whether recomputation is expensive per byte: 2 * contraction operations per value of the result."""
     if operation in _PRODUCTS:
         which, contracted, result = _PRODUCTS[operation]
         factor: Tensor = args[which]

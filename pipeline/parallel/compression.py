@@ -1,10 +1,10 @@
 """Activations in 8 bits: blocks of 128 values that share one fp32 scale.
 
-What: `quantise` turns a flat tensor into codes and scales, `restore` turns them back.
-Why blocks of 128: one scale for a whole tensor is ruined by its largest value. Why int8 before fp8: at the same size
-its gradients are four times nearer to the exact ones, since a block of 128 spans few octaves.
+What: `quantise` turns a flat tensor into codes and scales, `restore` reverses it.
+Why blocks of 128: with one scale for a whole tensor its largest value decides the error of all others. Why int8 rather
+than fp8: at the same size its gradients are four times nearer to the exact ones, since 128 values span few octaves.
 Price: an error of at most 1/254 of the block's largest value (fp8 e4m3: 1/16 of each value), 1.03 bytes per value, and
-two passes over the tensor. A block with an infinite value or none comes back as not-a-number: it stays visible.
+two passes over the tensor. A block with an infinite value or a NaN comes back as NaN, so the damage stays visible.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def quantise(flat: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
 
 
 def restore(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The first `count` values that `quantise` was given, rounded, in `dtype`."""
+    """(count,) in `dtype`: the tensor that `quantise` was given, up to its rounding."""
     values = codes.view(-1, BLOCK).float().mul_(scales[:, None])
     return values.view(-1)[:count].to(dtype)

@@ -1,8 +1,8 @@
-"""Give the parameters of a spread model their values, each process its own part.
+"""Load parameter values into a parallel model, each process its own shards.
 
-What: `fill` asks a source for the boxes of the parameters that this process holds and copies them into place.
-Why through DCP's load planner: it knows which box of a tensor a process holds for every way to shard (also FSDP2 over
-tensor parallelism, where a shard is a slice of a slice), and it is what checkpoints are read with.
+What: `load_sharded` asks a source for the boxes of the parameters that this process holds and copies them into place.
+Why through DCP's load planner: it knows which box of a tensor a process holds for every sharding (also FSDP2 over
+tensor parallelism, where a shard is a slice of a slice), and checkpoints are read with it.
 Price: one box at a time is in host memory beside the parameters.
 """
 
@@ -32,25 +32,25 @@ class Source(Protocol):
 
 
 @torch.no_grad()
-def fill(module: nn.Module, source: Source) -> None:
+def load_sharded(module: nn.Module, source: Source) -> None:
     """Overwrite every parameter of `module` with the source's values, cast to its dtype. No process waits for another.
 
     Args:
-        module: with memory of its own (not on the meta device); it may hold some of the source's names only.
+        module: with allocated parameters (not on the meta device); it may hold a part of the source's names.
 
     Raises:
         KeyError: a parameter that the source does not name.
     """
     parameters = dict(module.named_parameters())
-    stored = {name: _described(source.shapes[name], parameter.dtype) for name, parameter in parameters.items()}
+    described = {name: _metadata(source.shapes[name], parameter.dtype) for name, parameter in parameters.items()}
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(dict(parameters), Metadata(state_dict_metadata=dict(stored)), is_coordinator=False)
+    planner.set_up_planner(dict(parameters), Metadata(state_dict_metadata=dict(described)), is_coordinator=False)
     for item in planner.create_local_plan().items:
         value = source.read(item.dest_index.fqn, item.storage_offsets, item.lengths)
         planner.resolve_tensor(item).copy_(value)
 
 
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+def _metadata(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
     size = torch.Size(shape)
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches travelling through.
+"""Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches passed between them.
 
-What: `stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through one of
-torch's schedules. A stage has the blocks of the model, cut and recomputing as they are, and is sharded as a whole model
-is, so products need nothing of their own.
-Why the shapes are declared: torch would otherwise run every stage once more to find them, for every new shape, and
-take the gradients of FSDP2 away afterwards. A schedule holds buffers for one shape only (another one ends the whole
-process from within gloo), and buckets change shapes, so there is one for each of the last few shapes.
+What: `build_stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through
+one of torch's schedules. A stage has blocks of the model with tensor parallelism and activation checkpointing already
+applied, and FSDP2 shards it like a whole model.
+Why the shapes are declared: otherwise torch runs every stage once more to infer them, for every new shape, and drops
+FSDP2's gradients afterwards. A schedule has buffers for one shape only (another shape ends the whole process from
+within gloo), and buckets change shapes, so the last few shapes have one schedule each.
 Price: a process idles for (pp_size - 1) / (microbatches + pp_size - 1) of a step under `1f1b` and `gpipe`, less under
-the others, and torch keeps a buffer of what a stage receives for every microbatch of each shape held. All microbatches
+the others, and torch allocates a receive buffer per stage for every microbatch of each cached shape. All microbatches
 of a step must have one size. It pays where the links between nodes are slow, or for a model whose blocks do not fit
 (Sana 4.8B); elsewhere FSDP2 alone is faster and simpler.
 """
@@ -36,73 +36,76 @@ SCHEDULES = {
     "interleaved_zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-"""Our names of torch's schedules."""
+"""`train.parallel.pp_schedule` -> torch's name."""
 _V_SHAPED = ("zbv",)
-_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
-_SHAPES_HELD = 4
+_IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+_CACHED_SHAPES = 4
 _SHOWN = 8
 
 Inputs = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """What a slice of a model must be able to do; see `pipeline.models.sana_stage.SanaStage`."""
+    """What a slice of a model must provide; see `pipeline.models.sana_stage.SanaStage`."""
+
+    @property
+    def blocks(self) -> list[nn.Module]: ...
 
     def split(self, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]: ...
 
-    def received(self, inputs: Inputs) -> Inputs: ...
+    def example_hidden(self, inputs: Inputs) -> Inputs: ...
 
-    def returned(self, inputs: Inputs) -> Tensor: ...
+    def example_output(self, inputs: Inputs) -> Tensor: ...
 
 
 # ---------------------------------------------------------------------------------------------------------- cutting
 
 
-def slices(blocks: int, stages: int) -> list[range]:
-    """The blocks of each stage, as equal as can be; the last stages get one more where they must, because the first
-    ones hold the activations of more microbatches."""
+def stage_ranges(blocks: int, stages: int) -> list[range]:
+    """The blocks of each stage, as equal as possible. The last stages get the remainder, because the first ones hold
+    the activations of more microbatches."""
     edges = [number * blocks // stages for number in range(stages + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-def stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
+def build_stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
     """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
 
     Args:
         model: with `stage(start, stop)`; see `pipeline.parallel.parallelize.Model`.
-        blocks: how many blocks it has.
+        blocks: their number.
         mesh: one dimension, the processes of a pipeline.
     """
     if mesh.size() == 1:
         return [model]
-    parts = slices(blocks, mesh.size() * parallel.stages_per_rank)
-    mine = [parts[number] for number in _numbers(mesh.get_local_rank(), mesh.size(), parallel)]
-    return [model.stage(part.start, part.stop) for part in mine]  # type: ignore[operator]
+    ranges = stage_ranges(blocks, mesh.size() * parallel.stages_per_rank)
+    numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
+    return [model.stage(ranges[n].start, ranges[n].stop) for n in numbers]  # type: ignore[operator]
 
 
-def _numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
-    """Which stages process `rank` of `size` has: every `size`-th one, or for a V the first and the last that remain."""
+def stage_numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
+    """The stages of process `rank` of `size`: every `size`-th one; for a V-shaped schedule one from each end."""
     if parallel.pp_schedule in _V_SHAPED:
         return [rank, 2 * size - 1 - rank]
     return [rank + size * turn for turn in range(parallel.stages_per_rank)]
 
 
-def joined(stages: Sequence[nn.Module]) -> nn.Module:
-    """The stages of one process as one module, for the optimizer and for checkpoints: the names are those of the whole
-    model. To be called after the stages were wrapped."""
-    return stages[0] if len(stages) == 1 else _Joined(stages)
+def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """The stages of one process as one module with the whole model's names, for the optimizer and for checkpoints. Call
+    it after `fully_shard`."""
+    return stages[0] if len(stages) == 1 else _JoinedStages(stages)
 
 
-class _Joined(nn.Module):
+class _JoinedStages(nn.Module):
     def __init__(self, stages: Sequence[nn.Module]):
         super().__init__()
         for stage in stages:
             for name, child in stage.named_children():
-                held = self._modules.get(name)
-                both = isinstance(held, nn.ModuleDict) and isinstance(child, nn.ModuleDict)
-                self.add_module(name, nn.ModuleDict({**held, **child}) if both else child)  # type: ignore[dict-item]
+                earlier = self._modules.get(name)
+                merge = isinstance(earlier, nn.ModuleDict) and isinstance(child, nn.ModuleDict)
+                self.add_module(name, nn.ModuleDict({**earlier, **child}) if merge else child)  # type: ignore[dict-item]
             if stage._parameters:
-                # One dictionary for both: FSDP2 exchanges the entries of the stage, and must not leave others here.
+                # The same dictionary, not a copy: FSDP2 replaces entries of the stage's.
                 self._parameters = stage._parameters
 
 
@@ -113,7 +116,7 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     """Refuse a model or batches that cannot go through the pipeline.
 
     Args:
-        shares: samples of a step for one pipeline (the global batch over the data-parallel processes), by bucket.
+        shares: samples of a step for one pipeline (global batch / data-parallel size), by bucket.
 
     Raises:
         ConfigError: with the values that would work.
@@ -129,14 +132,14 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
             fix=f"train.parallel.pp_size of at most {blocks // each}"
             + (f", or fewer stages on each with pp_schedule = 1f1b (at most {blocks})" if each > 1 else ""),
         )
-    wrong = [name for name, share in shares.items() if not _runs(schedule, size, share, microbatch)]
+    wrong = [name for name, share in shares.items() if not _fits(schedule, size, share, microbatch)]
     if not wrong:
         return
     first = shares[wrong[0]]
-    good = [m for m in range(1, max(shares.values()) + 1) if all(_runs(schedule, size, s, m) for s in shares.values())]
-    near = sorted(sorted(good, key=lambda m: abs(m - microbatch))[:_SHOWN])
-    simple = ("1f1b", "gpipe") if parallel.pp_stages_per_rank in (None, 1) else ()  # those that need nothing else
-    others = [name for name in simple if all(_runs(name, size, share, microbatch) for share in shares.values())]
+    sizes = [m for m in range(1, max(shares.values()) + 1) if all(_fits(schedule, size, s, m) for s in shares.values())]
+    near = sorted(sorted(sizes, key=lambda m: abs(m - microbatch))[:_SHOWN])
+    one_stage = ("1f1b", "gpipe") if parallel.pp_stages_per_rank in (None, 1) else ()
+    others = [name for name in one_stage if all(_fits(name, size, share, microbatch) for share in shares.values())]
     fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
     fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
     least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
@@ -150,41 +153,42 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     )
 
 
-def _runs(schedule: str, size: int, share: int, microbatch: int) -> bool:
+def _fits(schedule: str, size: int, share: int, microbatch: int) -> bool:
+    """Whether a schedule of `size` processes takes `share` samples in microbatches of this size."""
     count, rest = divmod(share, microbatch)
     if rest:
         return False
     if schedule == "1f1b":
         return count >= size
-    return count % max(1, count // size) == 0 if schedule in _ROUNDS else True
+    return count % max(1, count // size) == 0 if schedule in _IN_ROUNDS else True
 
 
 class Pipeline:
     """Runs the microbatches of a step through the stages of a group of processes.
 
     Args:
-        stages: this process's (see `stages`), wrapped.
+        stages: this process's (see `build_stages`), after `fully_shard`.
         mesh: one dimension, the processes of this pipeline in the order of their stages.
     """
 
     def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
         self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()
-        self.numbers = _numbers(mesh.get_local_rank(), mesh.size(), parallel)
+        self.numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
         self.total = mesh.size() * parallel.stages_per_rank
         self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
-        self.device = torch.device(mesh.device_type)  # parameters may wait in host memory: they do not tell
+        self.device = torch.device(mesh.device_type)  # not that of the parameters, which may be in host memory
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward_backward(
-        self, parts: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor], share: int
+        self, microbatches: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor], samples: int
     ) -> list[Tensor]:
-        """Accumulate the gradient of sum(losses) / share over all microbatches in this process's stages.
+        """Accumulate the gradient of sum(losses) / samples over all microbatches in this process's stages.
 
         Args:
-            parts: the model's inputs and the target of each microbatch, the same on every process of the pipeline.
+            microbatches: the model's inputs and the target of each, the same on every process of the pipeline.
             loss: (prediction, target) -> (b,) fp32 losses of the samples.
 
         Returns:
@@ -193,44 +197,45 @@ class Pipeline:
         Raises:
             ValueError: microbatches of different shapes.
         """
-        inputs, targets = zip(*parts, strict=True)
-        if len({tuple(tensor.shape for tensor in given) for given in inputs}) > 1:
+        inputs, targets = zip(*microbatches, strict=True)
+        if len({tuple(tensor.shape for tensor in tensors) for tensors in inputs}) > 1:
             raise ValueError("the microbatches of a step through a pipeline must have one shape")
         args, kwargs = self._stage.split(tuple(torch.cat(tensors) for tensors in zip(*inputs, strict=True)))
-        found: list[Tensor] = []
+        per_microbatch: list[Tensor] = []
 
-        def last(prediction: Tensor, target: Tensor) -> Tensor:
+        def scaled_loss(prediction: Tensor, target: Tensor) -> Tensor:
             losses = loss(prediction, target)
-            found.append(losses.detach())
-            return losses.sum() / share
+            per_microbatch.append(losses.detach())
+            return losses.sum() / samples
 
-        self._loss = last
-        schedule = self._for(len(inputs), inputs[0])
+        self._loss = scaled_loss
+        schedule = self._schedule_for(len(inputs), inputs[0])
         first = args if 0 in self.numbers else ()
         target = torch.cat(targets) if self.total - 1 in self.numbers else None
         schedule.step(*first, target=target, return_outputs=False, **kwargs)
         self._loss = None
-        losses = torch.cat(found) if found else targets[0].new_empty(sum(map(len, targets)), dtype=torch.float32)
+        sizes = [len(target) for target in targets]
+        losses = torch.cat(per_microbatch) if per_microbatch else targets[0].new_empty(sum(sizes), dtype=torch.float32)
         dist.broadcast(losses, group=self.group, group_src=self.last)
-        return list(losses.split([len(target) for target in targets]))
+        return list(losses.split(sizes))
 
     @property
     def _stage(self) -> Any:
         return self.stages[0]
 
-    def _for(self, count: int, inputs: Inputs) -> Any:
-        """The schedule for `count` microbatches of these shapes. The same steps meet the same shapes on every process
-        of the pipeline, so all of them make and forget the same schedules."""
+    def _schedule_for(self, count: int, inputs: Inputs) -> Any:
+        """The cached schedule for `count` microbatches of these shapes. Every process of the pipeline sees the same
+        shapes in the same order, so all of them make and evict the same schedules."""
         key = (count, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self._schedules:
-            self._schedules[key] = self._make(count, inputs)
-            if len(self._schedules) > _SHAPES_HELD:
+            self._schedules[key] = self._make_schedule(count, inputs)
+            if len(self._schedules) > _CACHED_SHAPES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _make(self, count: int, inputs: Inputs) -> Any:
-        received, returned = self._stage.received(inputs), self._stage.returned(inputs)
+    def _make_schedule(self, count: int, inputs: Inputs) -> Any:
+        hidden, output = self._stage.example_hidden(inputs), self._stage.example_output(inputs)
         first, _ = self._stage.split(inputs)
         stages = [
             PipelineStage(
@@ -238,15 +243,15 @@ class Pipeline:
                 number,
                 self.total,
                 self.device,
-                input_args=first if number == 0 else received,
-                output_args=returned if number == self.total - 1 else received,
+                input_args=first if number == 0 else hidden,
+                output_args=output if number == self.total - 1 else hidden,
                 group=self.group,
             )
             for stage, number in zip(self.stages, self.numbers, strict=True)
         ]
         kind = get_schedule_class(SCHEDULES[self.schedule])
-        several = self.schedule not in ("1f1b", "gpipe")
-        return kind(stages if several else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
+        takes_list = self.schedule not in ("1f1b", "gpipe")
+        return kind(stages if takes_list else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
 
     def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None

@@ -1,12 +1,12 @@
-"""What autograd keeps of a module, kept elsewhere or in fewer bytes: host memory, 8 bits, or both.
+"""Offload or quantise the tensors that autograd saves for the backward pass.
 
-What: `Keeper.around` is a context for a module's forward pass in which the tensors that autograd saves are replaced by
-`_Slot`s, and rebuilt when the backward pass asks for them.
-Left as they are: the module's parameters and buffers and every view of them (found by their storage while the forward
-pass runs: under FSDP2 they are then gathered, and a copy would keep the whole model alive), tensors of fewer than 1,024
-values, and for compression everything that is not floating point.
-Equal tensors are kept once (queries, keys and values share their input, all blocks share the captions). A tensor comes
-back with the size, strides and dtype it had: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
+What: `Offloader.hooks` is a context for a module's forward pass. In it every tensor that autograd saves is replaced by
+a `_StoredTensor` (in host memory, in 8 bits, or both) and rebuilt when the backward pass asks for it.
+Left as they are: the module's parameters and buffers and every view of them (recognised by their storage while the
+forward pass runs: under FSDP2 they are then gathered, and a copy would keep the whole model alive), tensors of fewer
+than 1,024 values, and for compression everything that is not floating point.
+Equal tensors are stored once (queries, keys and values share their input, all blocks share the captions). A tensor
+comes back with its size, strides and dtype: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
 block saves other tensors than before and the backward pass fails.
 Price: a copy to the host and back per tensor over PCIe (pinned memory, on the computing stream), or the two passes of
 `compression`.
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from pipeline.parallel.compression import Format, quantise, restore
 
 SMALLEST = 1024
-"""Tensors of fewer values are left alone: norm statistics, tables, masks."""
+"""Tensors of fewer values stay as they are: norm statistics, tables, masks."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def storage_of(tensor: Tensor) -> int:
     return local(tensor).untyped_storage()._cdata
 
 
-class _Slot:
-    """One saved tensor in the form in which it is kept: `parts` are its values in memory order, or codes and scales."""
+class _StoredTensor:
+    """One saved tensor in its stored form. `parts`: its values in memory order, or codes and scales."""
 
     __slots__ = (
         "__weakref__",
@@ -60,12 +60,12 @@ class _Slot:
 
     def __init__(self, tensor: Tensor, compress: Format | None, offload: bool):
         plain = local(tensor)
-        self.alive = StorageWeakRef(plain.untyped_storage())  # meanwhile no other storage gets this one's address
+        self.alive = StorageWeakRef(plain.untyped_storage())  # while it exists, its address is not reused
         self.shards: tuple[Any, ...] | None = None
         if isinstance(tensor, DTensor):
             self.shards = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
         self.size, self.stride, self.dtype, self.device = plain.size(), plain.stride(), plain.dtype, plain.device
-        flat = _once(plain).permute(_order(plain)).reshape(-1)
+        flat = _unexpanded(plain).permute(_order(plain)).reshape(-1)
         self.count, self.format = flat.numel(), compress
         self.parts: tuple[Tensor, ...] = quantise(flat, compress) if compress else (flat,)
         self.copied: torch.Event | None = None
@@ -91,7 +91,7 @@ class _Slot:
         expanded = [n > 1 and s == 0 for n, s in zip(self.size, self.stride, strict=True)]
         size = [1 if wide else n for n, wide in zip(self.size, expanded, strict=True)]
         extent = 1 + sum((n - 1) * s for n, s in zip(size, self.stride, strict=True))
-        if extent == self.count:  # without holes: the memory order is the memory
+        if extent == self.count:  # no gaps: the values in memory order are the memory
             return flat.as_strided(self.size, self.stride)
         memory = torch.empty(extent, dtype=self.dtype, device=self.device)
         order = sorted(range(len(size)), key=lambda d: -self.stride[d])
@@ -100,47 +100,47 @@ class _Slot:
         return memory.as_strided(self.size, self.stride)
 
 
-class Keeper:
-    """How one model's saved tensors are kept.
+class Offloader:
+    """Stores one model's saved tensors in another form.
 
     Args:
-        compress: 8-bit format, or None to keep values exact.
-        offload: keep them in host memory.
+        compress: 8-bit format, or None for exact values.
+        offload: store them in host memory.
 
     Attributes:
-        packed: tensors that were kept in another form so far, shared ones once.
+        stored: number of tensors stored so far, shared ones counted once.
     """
 
     def __init__(self, compress: Format | None = None, offload: bool = False):
-        self.compress, self.offload, self.packed = compress, offload, 0
-        self._slots: WeakValueDictionary[tuple[Any, ...], _Slot] = WeakValueDictionary()
+        self.compress, self.offload, self.stored = compress, offload, 0
+        self._live: WeakValueDictionary[tuple[Any, ...], _StoredTensor] = WeakValueDictionary()
 
     def host_bytes(self) -> int:
-        """Bytes that are held in host memory at this moment."""
-        return sum(part.nbytes for slot in self._slots.values() for part in slot.parts) if self.offload else 0
+        """Bytes that saved tensors occupy in host memory now."""
+        return sum(part.nbytes for stored in self._live.values() for part in stored.parts) if self.offload else 0
 
     @contextlib.contextmanager
-    def around(self, module: nn.Module, only: Tensor | None = None, compress: bool = True) -> Iterator[None]:
-        """What autograd saves inside is kept in this keeper's way.
+    def hooks(self, module: nn.Module, only: Tensor | None = None, compress: bool = True) -> Iterator[None]:
+        """Inside, this object stores what autograd saves.
 
         Args:
             module: runs its forward pass inside; its parameters and buffers are left as they are.
-            only: compress this tensor and the views of it alone.
-            compress: False leaves values exact here and only moves them.
+            only: compress this tensor and its views alone.
+            compress: False offloads without compression.
         """
-        own = _own(module)
+        module_storages = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
         chosen = None if only is None else storage_of(only)
 
-        def pack(tensor: Tensor) -> Tensor | _Slot:
-            if not _movable(tensor) or (where := storage_of(tensor)) in own:
+        def pack(tensor: Tensor) -> Tensor | _StoredTensor:
+            if not _storable(tensor) or (storage := storage_of(tensor)) in module_storages:
                 return tensor
-            squeeze = compress and tensor.is_floating_point() and tensor.itemsize > 1 and chosen in (None, where)
-            return self._slot(tensor, self.compress if squeeze else None)
+            squeeze = compress and tensor.is_floating_point() and tensor.itemsize > 1 and chosen in (None, storage)
+            return self._store(tensor, self.compress if squeeze else None)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
 
-    def _slot(self, tensor: Tensor, compress: Format | None) -> Tensor | _Slot:
+    def _store(self, tensor: Tensor, compress: Format | None) -> Tensor | _StoredTensor:
         if compress is None and not self.offload:
             return tensor
         plain = local(tensor)
@@ -154,45 +154,40 @@ class Keeper:
             compress,
             isinstance(tensor, DTensor),
         )
-        slot = self._slots.get(key)
-        if slot is None:
+        stored = self._live.get(key)
+        if stored is None:
             with torch.no_grad():
-                slot = self._slots[key] = _Slot(tensor, compress, self.offload)
-            self.packed += 1
-        return slot
+                stored = self._live[key] = _StoredTensor(tensor, compress, self.offload)
+            self.stored += 1
+        return stored
 
 
-def _own(module: nn.Module) -> set[int]:
-    """Storages of a module's parameters and buffers as they are now, under FSDP2 the gathered ones."""
-    return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _unpack(kept: Tensor | _Slot) -> Tensor:
-    if isinstance(kept, _Slot):
+def _unpack(saved: Tensor | _StoredTensor) -> Tensor:
+    if isinstance(saved, _StoredTensor):
         with torch.no_grad():
-            return kept.tensor()
-    return kept
+            return saved.tensor()
+    return saved
 
 
-def _movable(tensor: Tensor) -> bool:
-    """Whether it is worth moving and can be rebuilt exactly: values in places of their own, no unknown subclass."""
+def _storable(tensor: Tensor) -> bool:
+    """Whether the tensor is large enough and can be rebuilt exactly: no overlapping values, no unknown subclass."""
     if not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor):
         return False
     plain = local(tensor)
     if plain.layout != torch.strided:
         return False
-    once = _once(plain)
+    unexpanded = _unexpanded(plain)
     extent = 1
-    for dim in reversed(_order(once)):
-        if once.shape[dim] > 1:
-            if once.stride(dim) < extent:
+    for dim in reversed(_order(unexpanded)):
+        if unexpanded.shape[dim] > 1:
+            if unexpanded.stride(dim) < extent:
                 return False
-            extent += (once.shape[dim] - 1) * once.stride(dim)
-    return once.numel() >= SMALLEST
+            extent += (unexpanded.shape[dim] - 1) * unexpanded.stride(dim)
+    return unexpanded.numel() >= SMALLEST
 
 
-def _once(tensor: Tensor) -> Tensor:
-    """Expanded dimensions taken once."""
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """The tensor with expanded dimensions reduced to length 1."""
     for dim in range(tensor.ndim):
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)

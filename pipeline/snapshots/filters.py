@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import UserError
-from pipeline.sources.filenames import brief, shown
+from pipeline.sources.filenames import escaped, short_repr
 
 BUILTIN = {
     "source": "name of the source",
@@ -256,17 +256,17 @@ class Filter:
             return pc.cast(column, pa.float64())
         except pa.ArrowInvalid as error:
             raise self._wrong(
-                f"uses {ast.unparse(node)!r} as a number, but it has text", found=shown(str(error))
+                f"uses {ast.unparse(node)!r} as a number, but it has text", found=escaped(str(error))
             ) from None
 
     def _call(self, node: ast.expr, work: Callable[..., Any], *values: Any) -> Any:
         try:
             return _array(work(*values))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
-            raise self._wrong(f"cannot be computed at {ast.unparse(node)!r}", found=shown(str(error))) from None
+            raise self._wrong(f"cannot be computed at {ast.unparse(node)!r}", found=escaped(str(error))) from None
 
     def _wrong(self, what: str, **more: Any) -> UserError:
-        return UserError(f"{self.setting} {brief(self.text)} {what}", **more)
+        return UserError(f"{self.setting} {short_repr(self.text)} {what}", **more)
 
 
 def _column(node: ast.expr) -> str | None:
@@ -301,7 +301,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, pa.Array):
         kind = "numbers" if _numeric(value) else "booleans" if pa.types.is_boolean(value.type) else "text"
         return f"a column of {kind}"
-    return brief(value)
+    return short_repr(value)
 
 
 def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
@@ -362,5 +362,5 @@ def _typed(name: str, values: list[Any]) -> pa.Array:
     invalid = next(v for v in values if v is not None and (isinstance(v, bool) or not isinstance(v, valid | int)))
     raise UserError(
         f"the metadata field {name!r} cannot be used in a filter: not all of its values are numbers or text",
-        found=brief(invalid),
+        found=short_repr(invalid),
     )

@@ -461,7 +461,7 @@ def _grouped(
             left_out[bucket] = True
             joined.leave(
                 f"bucket {height}x{width} has fewer samples than one batch of {batch} "
-                "(keep them: bucket.small=carry, or a smaller bucket.batch)",
+                "(keep them: bucket.remainder=carry, or a smaller bucket.batch)",
                 samples,
             )
         else:
@@ -483,7 +483,7 @@ def _steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
     if visits < batch:
         return 0, "left out: smaller than one batch"
     rest = float(visits % batch)
-    note = f"{rest:g} samples, others each time, sit out an epoch (bucket.small=carry)" if rest else ""
+    note = f"{rest:g} samples, others each time, sit out an epoch (bucket.remainder=carry)" if rest else ""
     return visits // batch, note
 
 

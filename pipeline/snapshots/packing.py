@@ -141,8 +141,8 @@ class Packer:
         self._texts = snapshot.reader("text", ranged=True)
         self._blocks = _blocks(cache, plan)
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        """`pack_unit`, under the name that `pipeline.work.engine` calls. progress: called with (samples, 0)."""
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        """`pack_unit`, as `pipeline.work.engine` calls it. progress: called with (samples, 0)."""
         commit = self.pack_unit(unit)
         progress(unit.count, 0)
         return commit

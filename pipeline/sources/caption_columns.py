@@ -1,16 +1,18 @@
-"""Which captions a picture may be trained with, and how often: the rule from columns to weighted candidates.
+"""The caption rule: from columns of a row to weighted caption candidates.
 
-What: `CaptionRule` names the columns that hold captions, their weights, and the columns of their scores. `read` takes
-the candidates out of one row (of a table, a metadata file or a JSON beside a picture), `settle` gives the weights.
-Why: data sets say several things about a picture (short, long, by one captioner or another); a choice among them per
-visit is worth more than a choice for good, and a cache must therefore hold all of them.
+`CaptionRule` names the columns that hold captions, their weights, and the columns of their scores. `read` takes the
+candidates from one row (of a table, a metadata file or a JSON file beside a picture); `weigh` computes their weights.
+Why several: data sets have several captions per picture (short, long, of different captioners). Choosing one per visit
+is worth more than choosing one for good, so a cache holds all of them.
 
-Weights. Without scores a column's weight is its share (Sana's `proportion`); the entries of a list share their column's
-weight. With scores Sana's `clipscore` rule holds: candidates whose score reaches `threshold` are drawn in proportion to
-weight * score ** `power` (power 10 is Sana's temperature 0.1); if none reaches it, the best one alone is taken; one
-without a score, beside others with, is not drawn. Whatever is never drawn is not encoded, and counted.
-NVlabs' trainer takes the captions of columns as they are: not stripped, and a null one as the empty caption. So it is
-where `text.recipe` is `nvlabs` (`raw`).
+Weights without scores: the weight of a column is its share (Sana's `proportion`); the entries of a list share their
+column's weight.
+Weights with scores (Sana's `clipscore`): candidates whose score reaches `threshold` are drawn in proportion to weight *
+score ** `power` (power 10 is Sana's temperature 0.1). If none reaches it, the best alone is drawn. A candidate without
+a score is never drawn beside scored ones. Candidates that are never drawn are not encoded, and counted.
+
+NVlabs' trainer takes captions of columns unchanged: not stripped, and null as the empty caption. `raw` does the same;
+it is set where `text.recipe` is `nvlabs`.
 Price: a score that changes the weights changes the scan, not the encoded records.
 """
 
@@ -26,18 +28,18 @@ from typing import Any
 from pipeline.cache.layout import canonical
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.sources.filenames import brief, stem
+from pipeline.sources.filenames import short_repr, stem
 
-SEEN = 1000
-"""Columns that are remembered; rows with more than that have keys of their own, not columns."""
+MAX_COLUMNS = 1000
+"""Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
 
 TEXT_FILE = "txt"
-"""Stands for the text file beside a picture (or the .txt member of a tar) where columns are listed."""
+"""In a list of columns: the text file beside a picture, or the .txt member of a tar."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing said about a picture. score: None if nobody scored it."""
+    """A caption of a picture. score: None if it has none."""
 
     text: str
     weight: float = 1.0
@@ -45,8 +47,8 @@ class Candidate:
 
 
 @dataclass
-class Found:
-    """What one row holds: candidates, and why a caption in it is not one."""
+class RowCaptions:
+    """The candidates of one row, and reasons why captions in it cannot be used."""
 
     candidates: list[Candidate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -56,13 +58,15 @@ class Found:
 class CaptionRule:
     """See the module.
 
-    fields: (column, weight); listed: whether somebody listed them, so that a text file counts only if `txt` is there.
+    fields: (column, weight).
+    listed: whether the user listed `fields`; then text files are used only if `txt` is one of them.
     scores: (caption column, score column).
-    instead: columns to take where a row has none of `fields`.
-    default: what to say of a picture without any caption, as `data.caption` says it; None: nothing.
-    before, after: the text around every caption.
-    raw: captions of columns as they are, and null ones as empty.
-    seen: columns that rows had so far (at most `SEEN`), and `txt`.
+    threshold, power: of the scores.
+    fallback: columns to use for a row without any of `fields`.
+    default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
+    before, after: text around every caption.
+    raw: use captions of columns unchanged, and null as the empty caption.
+    seen: columns of the rows read so far (at most `MAX_COLUMNS`), and `txt`.
     """
 
     fields: tuple[tuple[str, float], ...] = (("text", 1.0),)
@@ -70,7 +74,7 @@ class CaptionRule:
     scores: tuple[tuple[str, str], ...] = ()
     threshold: float = 25.0
     power: float = 10.0
-    instead: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()
     default: str | None = None
     before: str = ""
     after: str = ""
@@ -99,7 +103,7 @@ class CaptionRule:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of tables and JSON objects; the text file is none."""
+        """The caption columns of tables and JSON objects, without `txt`."""
         return tuple(column for column, _ in self.fields if not (self.listed and column == TEXT_FILE))
 
     @property
@@ -109,26 +113,27 @@ class CaptionRule:
 
     @property
     def text_weight(self) -> float | None:
-        """Weight of the text beside a picture; None if it is not to be used."""
+        """Weight of the text file beside a picture; None if text files are not used."""
         return dict(self.fields).get(TEXT_FILE) if self.listed else 1.0
 
     def identity(self) -> str:
-        """Equal for rules that find the same candidates in the same row."""
-        values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.instead)
-        more = (self.default, self.before, self.after, self.raw)
-        own = [str(more)] if more != (None, "", "", False) else []  # rules of earlier versions keep their identity
-        return canonical([[*map(str, values), *own]]).decode()
+        """Equal for rules that read the same candidates from the same row."""
+        values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.fallback)
+        additions = (self.default, self.before, self.after, self.raw)
+        # Left out at their defaults, so that rules of earlier versions keep their identity.
+        changed = [str(additions)] if additions != (None, "", "", False) else []
+        return canonical([[*map(str, values), *changed]]).decode()
 
     def check_seen(self) -> None:
-        """To be called when the whole source has been listed.
+        """Check the listed columns after the whole source has been listed.
 
         Raises:
-            UserError: a column that somebody listed was in no row.
+            UserError: a listed column was in no row.
         """
         listed = [(self.setting, column) for column, _ in self.fields] if self.listed else []
         listed += [("data.caption_scores", column) for _, column in self.scores]
         for setting, column in listed:
-            if column not in self.seen and len(self.seen) < SEEN:
+            if column not in self.seen and len(self.seen) < MAX_COLUMNS:
                 near = difflib.get_close_matches(column, self.seen, n=1, cutoff=0.5)
                 raise UserError(
                     f"{setting} names the column {column!r}, which no item has",
@@ -137,49 +142,49 @@ class CaptionRule:
                 )
 
     def text_file(self, text: str, scores: dict[str, Any] | None = None) -> Candidate:
-        """What the text file beside a picture says. scores: by column; NVlabs call this caption `prompt`."""
+        """The candidate from the text file beside a picture. scores: by column; NVlabs call this caption `prompt`."""
         self.seen.add(TEXT_FILE)
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
         return Candidate(text, self.text_weight or 1.0, _number(score))
 
-    def wanting(self, columns: Iterable[str]) -> bool:
-        """Whether a table with these columns can give no caption at all."""
+    def lacks_captions(self, columns: Iterable[str]) -> bool:
+        """Whether a table with these columns cannot have any caption."""
         return self.default is None and bool(self.columns) and set(self.columns).isdisjoint(columns)
 
-    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> Found:
+    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
         """The candidates of a row.
 
         Args:
-            scores: scores by column from elsewhere; they go before those of the row.
+            scores: by column, from another file; they take precedence over those of the row.
         """
-        found = Found()
-        if len(self.seen) < SEEN:
+        captions = RowCaptions()
+        if len(self.seen) < MAX_COLUMNS:
             self.seen.update(row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
         present = [(column, weight) for column, weight in fields if column in row]
         if not present:
-            present = [(column, 1.0) for column in self.instead if column in row]
+            present = [(column, 1.0) for column in self.fallback if column in row]
         for column, weight in present:
-            self._read_column(row, column, weight, scores or {}, found)
-        if not found.candidates and not found.problems and self.default is None:
+            self._read_column(row, column, weight, scores or {}, captions)
+        if not captions.candidates and not captions.problems and self.default is None:
             missing = [column for column, _ in fields]
             empty = [column for column, _ in present]
-            found.problems += [f"has an empty {column!r}" for column in empty] or [
+            captions.problems += [f"has an empty {column!r}" for column in empty] or [
                 "has no " + " or ".join(map(repr, missing or ["caption column"]))
             ]
-        return found
+        return captions
 
     def _read_column(
-        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], found: Found
+        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], captions: RowCaptions
     ) -> None:
         value = row[column]
         values = value if isinstance(value, list) else [value]
-        told = scores.get(column)
-        if told is None:
-            told = row.get(dict(self.scores).get(column, ""))
-        numbers = told if isinstance(told, list) else [told] * len(values)
+        given = scores.get(column)
+        if given is None:
+            given = row.get(dict(self.scores).get(column, ""))
+        numbers = given if isinstance(given, list) else [given] * len(values)
         if len(numbers) != len(values):
-            found.problems.append(
+            captions.problems.append(
                 f"has {len(numbers)} scores for {len(values)} captions in {column!r}; they are not used"
             )
             numbers = [None] * len(values)
@@ -190,45 +195,48 @@ class CaptionRule:
             elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
-                found.problems.append(f"has {brief(text)} for {column!r}, which is not text")
+                captions.problems.append(f"has {short_repr(text)} for {column!r}, which is not text")
                 continue
             score = _number(number)
             if number is not None and score is None:
-                found.problems.append(f"has the score {brief(number)} for {column!r}, which is not a number")
+                captions.problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
             texts.append(Candidate(text if self.raw else text.strip(), weight, score))
-        found.candidates += [Candidate(one.text, one.weight / len(texts), one.score) for one in texts]
+        captions.candidates += [Candidate(text.text, text.weight / len(texts), text.score) for text in texts]
 
-    def settle(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
-        """Weighted captions, each text once, in the order given.
+    def weigh(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
+        """Weighted captions, each text once, in the order of the candidates.
 
         Args:
-            key, source: of the picture, for what is said of one without candidates.
+            key, source: of the picture, for the default caption.
 
         Returns:
-            (text, weight) with weights above zero; and how many candidates are never drawn.
+            (text, weight) with weights above zero; and the number of texts that are never drawn.
         """
         if not candidates and self.default is not None:
             candidates = [Candidate(self._default(key, source))]
-        weights = [one.weight for one in candidates]
-        scored = [one.score for one in candidates if one.score is not None]
-        if scored:
-            best = max(scored)
-            limit = self.threshold if best >= self.threshold else best
-            weights = [
-                one.weight * ((one.score / best) ** self.power if best > 0 else 1.0)
-                if one.score is not None and one.score >= limit
-                else 0.0
-                for one in candidates
-            ]
-            if best < self.threshold:  # the best one alone, the first of equals
-                first = next(i for i, one in enumerate(candidates) if one.score == best)
-                weights = [candidates[i].weight if i == first else 0.0 for i in range(len(candidates))]
-        kept: dict[str, float] = {}
-        for one, weight in zip(candidates, weights, strict=True):
+        weights: dict[str, float] = {}
+        for candidate, weight in zip(candidates, self._scored_weights(candidates), strict=True):
             if weight > 0:
-                kept[one.text] = max(weight, kept.get(one.text, 0.0))
-        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in kept.items())
-        return captions, len({one.text for one in candidates} - set(kept))
+                weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
+        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in weights.items())
+        return captions, len({candidate.text for candidate in candidates} - set(weights))
+
+    def _scored_weights(self, candidates: list[Candidate]) -> list[float]:
+        """The weight of each candidate by the rules in the module."""
+        scores = [candidate.score for candidate in candidates if candidate.score is not None]
+        if not scores:
+            return [candidate.weight for candidate in candidates]
+        best = max(scores)
+        if best < self.threshold:  # the best alone; the first of equals
+            first = next(i for i, candidate in enumerate(candidates) if candidate.score == best)
+            return [candidate.weight if i == first else 0.0 for i, candidate in enumerate(candidates)]
+
+        def weight(candidate: Candidate) -> float:
+            if candidate.score is None or candidate.score < self.threshold:
+                return 0.0
+            return candidate.weight * ((candidate.score / best) ** self.power if best > 0 else 1.0)
+
+        return [weight(candidate) for candidate in candidates]
 
     def _default(self, key: str, source: str) -> str:
         if self.default == "none":
@@ -242,7 +250,7 @@ class CaptionRule:
 
 
 def _number(value: Any) -> float | None:
-    """A score; CSV has numbers as text, and a score below zero is as bad as zero."""
+    """A score, at least zero, from a number or its text (CSV); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -1,9 +1,9 @@
-"""The text rules that come before the text encoder: instruction, normalisation, and the choice among captions.
+"""Text rules before the text encoder: instruction, normalisation, and the choice among captions.
 
-Why two recipes: `SanaPipeline` of diffusers lowers and strips the prompt and quotes one phrase of the instruction with
-single quotes, NVlabs' trainer does neither. The rows that a model is trained on should be those it meets at inference,
-so `diffusers` is the default; `nvlabs` continues a training that NVlabs' code began.
-Price: a caption's capitals do not reach the model under `diffusers`, as they do not at inference.
+Why two recipes: `SanaPipeline` of diffusers lower-cases and strips the prompt and quotes one phrase of the instruction
+with single quotes; NVlabs' trainer does neither. A model should be trained on the rows that it gets at inference, so
+`diffusers` is the default; `nvlabs` continues a training that NVlabs' code began.
+Price: with `diffusers` the capitals of a caption do not reach the model, as at inference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pipeline.config import TextConfig
 
-# A constant of the released models: the instruction that stands before every caption ("complex human instruction",
+# A constant of the released models: the instruction before every caption ("complex human instruction",
 # `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
 _INSTRUCTION = "\n".join(
     (
@@ -39,18 +39,18 @@ INSTRUCTIONS: dict[str, str] = {
     "diffusers": _INSTRUCTION.replace("{quote}", "'"),
     "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
 }
-"""Recipe name -> the instruction, 1,057 characters, ending in a space."""
+"""Recipe name -> the instruction (1,057 characters, with a space at the end)."""
 
 
 def instruction(config: TextConfig) -> str:
-    """The text that goes before every caption: the configured one, or the recipe's own when none is configured."""
+    """The text before every caption: the configured one, else the recipe's."""
     return INSTRUCTIONS[config.recipe] if config.instruction is None else config.instruction
 
 
 def normalise(caption: str, recipe: str) -> str:
-    """The caption as the tokenizer gets it (without the instruction).
+    """The caption as the tokenizer receives it, without the instruction.
 
-    `diffusers`: lower case, surrounding whitespace removed (SanaPipeline with `clean_caption=False`); `nvlabs`: as is.
+    `diffusers`: lower case, surrounding whitespace removed (SanaPipeline, `clean_caption=False`); `nvlabs`: unchanged.
     """
     if recipe == "diffusers":
         return caption.lower().strip()
@@ -60,7 +60,7 @@ def normalise(caption: str, recipe: str) -> str:
 
 
 def choose(weights: Sequence[float], draw: float) -> int:
-    """The index of a caption, picked in proportion to the weights (Sana's `caption_selection_type: proportion`).
+    """The index of a caption, drawn in proportion to the weights (Sana's `caption_selection_type: proportion`).
 
     Args:
         weights: one per candidate, finite, not negative, not all zero; they need not sum to one.

@@ -1,13 +1,12 @@
-"""What `--data` names: a folder, tars, tables or a listing, here or anywhere, and the `Source` that reads it.
+"""Open the source that `--data` names: a folder, tars, tables or a listing, local or remote.
 
-What: `open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`), looks at what is there unless told, and
-opens it.
-Why a look and not the name alone: `--data DIR` is what everybody types, for folders of pictures, of tars and of
-parquet alike. A folder that holds several kinds is refused with the choice, never guessed.
-Price: a folder is looked through until its first file of a known kind; a folder of pictures is then listed again.
+`open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`) and detects the format unless it is given.
+Why detection: `--data DIR` is what everybody types, for folders of pictures, of tars and of parquet alike. A folder
+with several kinds of data is refused with the choice, never guessed.
+Price: a folder is searched up to its first file of a known kind; a folder of pictures is then listed again.
 
-The root that keys are relative to: the folder itself; for a file its folder; for a pattern the folder before the first
-part that varies. So the keys of a set do not change when files are added to it, and `image_root` counts from there.
+Keys are relative to the folder itself; for a file to its folder; for a pattern to the folder before the first part that
+varies. So keys do not change when files are added to a set. `image_root` is relative to the same folder.
 """
 
 from __future__ import annotations
@@ -29,17 +28,20 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, extension, is_url, said
-from pipeline.sources.filesystem import Disk, Store, Unreadable
-from pipeline.sources.remote import Remote, last_part
-from pipeline.sources.source import METADATA_NAMES, FolderSource, Source, parse_json
+from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.metadata_files import METADATA_NAMES
+from pipeline.sources.remote import RemoteFilesystem, last_part
+from pipeline.sources.sidecars import parse_json
+from pipeline.sources.source import Source
 from pipeline.sources.tables import ListingSource, ParquetSource
 from pipeline.sources.tars import TarSource
 
 FORMATS = ("folder", "webdataset", "wids", "parquet", "jsonl", "csv")
 WIDS = "wids-meta.json"
-LOOKS = 10_000
-"""Files looked at before a folder counts as one of pictures."""
+MAX_EXAMINED = 10_000
+"""Files examined before a folder counts as a folder of pictures."""
 
 _KINDS = {"tar": "webdataset", "parquet": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv"}
 _SUFFIXES = {
@@ -49,7 +51,7 @@ _SUFFIXES = {
     "csv": ("csv",),
     "wids": ("json",),
 }
-_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PATTERN = re.compile(r"[{*?]")
 
 
@@ -65,36 +67,36 @@ def open_source(
 
     Args:
         data: a path, a URL or a pattern of either.
-        name: the source's name; default: the folder's, or the file's without its ending.
-        format: one of `FORMATS`; default: seen from what is there.
-        patience_s: how long a store that does not answer is waited for.
-        raw: captions as NVlabs' trainer takes them, see `candidates`.
+        name: the source's name; default: the folder's, or the file's without its extension.
+        format: one of `FORMATS`; default: detected.
+        patience_s: how long to wait for a store that does not answer.
+        raw: take captions as NVlabs' trainer does, see `CaptionRule`.
 
     Raises:
-        UserError: nothing is there, several kinds are there, or it is not of the format.
+        UserError: there is no data, data of several kinds, or of another format.
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
-    store, files, called = _resolve(data, patience_s)
+    filesystem, files, default_name = _resolve(data, patience_s)
     rule = CaptionRule.of(config, raw)
-    if files is None and format is None and not _is_folder(store, data):
+    if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:
-        format = format or _kind_of_folder(store, data)
+        format = format or _kind_of_folder(filesystem, data)
     elif format is None:
         format = _kind_of_files(files, data)
-    name = name or called
+    name = name or default_name
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
-        if isinstance(store, Disk):
+        if isinstance(filesystem, LocalFilesystem):
             return FolderSource(Path(data.removeprefix("file://")), rule, name)
-        return FolderSource(store, rule, name)
+        return FolderSource(filesystem, rule, name)
     if format == "wids":
-        told = _wids(store, files, data)
-        return TarSource(store, told, replace(rule, instead=("prompt",)), name, "wids", told)
+        counts = _wids(filesystem, files, data)
+        return TarSource(filesystem, counts, replace(rule, fallback=("prompt",)), name, "wids", counts)
     if files is None:
-        every = store.find()
+        every = filesystem.find()
         files = [file for file in every if extension(file) in _SUFFIXES[format]]
         if format in ("jsonl", "csv"):
             files = [file for file in files if posixpath.dirname(file) == ""]
@@ -105,45 +107,49 @@ def open_source(
                 fix="leave --format out, or give the folder that holds them",
             )
     if format == "webdataset":
-        return TarSource(store, files, rule, name)
+        return TarSource(filesystem, files, rule, name)
     if format == "parquet":
-        return ParquetSource(store, files, rule, name, image_field=config.image_field, image_root=config.image_root)
+        return ParquetSource(
+            filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root
+        )
     return ListingSource(
-        store, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
+        filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
     )
 
 
 def reopen(
     location: str, format: str, parts: Iterable[str], config: DataConfig, name: str, patience_s: float = PATIENCE_S
 ) -> Source:
-    """A source that was listed before, for reading: nothing is looked for.
+    """Open a source that was listed before, for reading, without detection.
 
     Args:
-        location, format, name: as the source said of itself.
-        patience_s: how long a store that does not answer is waited for.
+        location, format, name: attributes of the listed source.
         parts: the names of its parts.
+        patience_s: how long to wait for a store that does not answer.
 
     Raises:
-        UserError: it is not there any more.
+        UserError: it no longer exists.
     """
     rule = CaptionRule.of(config)
     if is_url(location):
-        store: Store = Remote(location, patience_s)
+        filesystem: Filesystem = RemoteFilesystem(location, patience_s)
     elif format == "folder":
         return FolderSource(Path(location), rule, name)
     else:
-        store = _disk(location, location)
+        filesystem = _disk(location, location)
     if format == "folder":
-        return FolderSource(store, rule, name)
+        return FolderSource(filesystem, rule, name)
     if format in ("webdataset", "wids"):
-        return TarSource(store, parts, rule, name, format)
+        return TarSource(filesystem, parts, rule, name, format)
     if format == "parquet":
-        return ParquetSource(store, parts, rule, name, image_field=config.image_field, image_root=config.image_root)
-    return ListingSource(store, (), rule, name, format=format)
+        return ParquetSource(
+            filesystem, parts, rule, name, image_field=config.image_field, image_root=config.image_root
+        )
+    return ListingSource(filesystem, (), rule, name, format=format)
 
 
-def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str]:
-    """The store, the files that are meant (None: all of the folder), and what to call them."""
+def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:
+    """(filesystem, names of the files or None for the whole folder, default name of the source)."""
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
     if remote:
@@ -151,65 +157,69 @@ def _resolve(data: str, patience_s: float) -> tuple[Store, list[str] | None, str
     pattern = _PATTERN.search(path)
     if pattern and (remote or not os.path.exists(path)):
         head, slash, rest = path[: pattern.start()].rpartition("/")
-        # A brace may hold slashes; the folder before it is what does not vary.
+        # A brace may contain slashes, so split before the pattern.
         rest = path[len(head) + len(slash) :]
-        store: Store = Remote(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
-        files = _expand(store, rest, data)
-        return store, files, last_part(head) if remote else Path(head or ".").resolve().name
+        filesystem: Filesystem = (
+            RemoteFilesystem(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
+        )
+        files = _expand(filesystem, rest, data)
+        return filesystem, files, last_part(head) if remote else Path(head or ".").resolve().name
     if remote:
         ending = extension(path)
-        if ending in _KINDS or path.endswith((*_PACKED, ".json")):
-            head, _, file = path.rpartition("/")
-            return Remote(head, patience_s), [file], file.partition(".")[0]
-        return Remote(path, patience_s), None, last_part(path)
+        if ending in _KINDS or path.endswith((*_COMPRESSED, ".json")):
+            head, _, base = path.rpartition("/")
+            return RemoteFilesystem(head, patience_s), [base], base.partition(".")[0]
+        return RemoteFilesystem(path, patience_s), None, last_part(path)
     if os.path.isfile(path):
-        given = Path(path)
-        return Disk(given.parent), [given.name], given.name.partition(".")[0]
-    return Disk(path), None, Path(path).resolve().name
+        file = Path(path)
+        return LocalFilesystem(file.parent), [file.name], file.name.partition(".")[0]
+    return LocalFilesystem(path), None, Path(path).resolve().name
 
 
-def _disk(folder: str, data: str) -> Disk:
+def _disk(folder: str, data: str) -> LocalFilesystem:
     if not os.path.isdir(folder):
         raise _missing(data, folder)
-    return Disk(folder)
+    return LocalFilesystem(folder)
 
 
 def _missing(data: str, path: str) -> UserError:
     try:
         os.stat(path)
-        why = None
+        reason = None
     except (OSError, ValueError) as error:
-        why = said(error)
+        reason = error_text(error)
     return UserError(
         f"the data folder {data!r} does not exist or may not be read",
-        found=why,
+        found=reason,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
         fix="sana-pipe encode --data DIR",
     )
 
 
-def _is_folder(store: Store, data: str) -> bool:
-    return not isinstance(store, Disk) or store.root.is_dir()
+def _is_folder(filesystem: Filesystem, data: str) -> bool:
+    return not isinstance(filesystem, LocalFilesystem) or filesystem.root.is_dir()
 
 
-def _expand(store: Store, pattern: str, data: str) -> list[str]:
+def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
     try:
         names = list(braceexpand.braceexpand(pattern))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{data}: is no pattern: {said(error)}", expected="such as shard-{0000..0099}.tar") from None
+        raise UserError(
+            f"{data}: is no pattern: {error_text(error)}", expected="such as shard-{0000..0099}.tar"
+        ) from None
     if not any("*" in name or "?" in name for name in names):
         return names
-    every = store.find()
-    found = [file for file in every if any(_matches(file, name) for name in names)]
-    if not found:
-        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {store.location}")
-    return found
+    every = filesystem.find()
+    matches = [file for file in every if any(_matches(file, name) for name in names)]
+    if not matches:
+        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {filesystem.location}")
+    return matches
 
 
 def _matches(file: str, pattern: str) -> bool:
-    """`*` and `?` within one part of the name, as in a shell."""
-    own, parts = file.split("/"), pattern.split("/")
-    return len(own) == len(parts) and all(map(fnmatch.fnmatchcase, own, parts))
+    """`*` and `?` match within one part of the path, as in a shell."""
+    parts, patterns = file.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _kind(file: str) -> str | None:
@@ -218,16 +228,16 @@ def _kind(file: str) -> str | None:
         return "wids"
     if base.lower() in METADATA_NAMES or extension(file) in EXTENSIONS:
         return "folder"
-    if base.lower().endswith(_PACKED):
-        return "packed"
+    if base.lower().endswith(_COMPRESSED):
+        return "compressed"
     kind = _KINDS.get(extension(file))
     return kind if kind in ("webdataset", "parquet") else None
 
 
-def _kind_of_folder(store: Store, data: str) -> str:
+def _kind_of_folder(filesystem: Filesystem, data: str) -> str:
     kinds: dict[str, str] = {}
     listings: list[str] = []
-    for file in _look(store):
+    for file in _sample(filesystem):
         kind = _kind(file)
         if kind is not None:
             kinds.setdefault(kind, file)
@@ -236,13 +246,13 @@ def _kind_of_folder(store: Store, data: str) -> str:
     if "wids" in kinds and kinds["wids"] == WIDS:
         return "wids"
     kinds.pop("wids", None)
-    if set(kinds) == {"packed"}:
+    if set(kinds) == {"compressed"}:
         raise UserError(
             f"{data}: holds compressed tars, which cannot be read by range",
-            found=kinds["packed"],
+            found=kinds["compressed"],
             fix="unpack them (.tar)",
         )
-    kinds.pop("packed", None)
+    kinds.pop("compressed", None)
     if len(kinds) > 1:
         raise UserError(
             f"{data}: holds data of several kinds",
@@ -254,17 +264,17 @@ def _kind_of_folder(store: Store, data: str) -> str:
     return next(iter(kinds), "folder")
 
 
-def _look(store: Store) -> Iterable[str]:
-    """Files of a folder, upper ones first; on a disk at most `LOOKS` of them, and no folder after those that decide."""
-    if not isinstance(store, Disk):
-        yield from store.find()
+def _sample(filesystem: Filesystem) -> Iterable[str]:
+    """Files of a folder, top level first; on a disk at most `MAX_EXAMINED`, down to the first level that decides."""
+    if not isinstance(filesystem, LocalFilesystem):
+        yield from filesystem.find()
         return
-    waiting, seen, decided = [""], 0, False
-    while waiting and seen < LOOKS and not decided:
+    waiting, examined, decided = [""], 0, False
+    while waiting and examined < MAX_EXAMINED and not decided:
         below: list[str] = []
         for folder in waiting:
             try:
-                with os.scandir(os.path.join(store.root, folder)) as entries:
+                with os.scandir(os.path.join(filesystem.root, folder)) as entries:
                     for entry in entries:
                         if entry.name.startswith("."):
                             continue
@@ -272,20 +282,22 @@ def _look(store: Store) -> Iterable[str]:
                         if entry.is_dir(follow_symlinks=False):
                             below.append(name)
                             continue
-                        seen += 1
+                        examined += 1
                         decided = decided or _kind(name) is not None
                         yield name
             except OSError:
                 continue
-            if seen >= LOOKS:
+            if examined >= MAX_EXAMINED:
                 break
         waiting = sorted(below)
 
 
 def _kind_of_files(files: list[str], data: str) -> str:
-    packed = [file for file in files if file.lower().endswith(_PACKED)]
-    if packed:
-        raise UserError(f"{data}: is a compressed tar, which cannot be read by range", found=packed[0], fix="unpack it")
+    compressed = [file for file in files if file.lower().endswith(_COMPRESSED)]
+    if compressed:
+        raise UserError(
+            f"{data}: is a compressed tar, which cannot be read by range", found=compressed[0], fix="unpack it"
+        )
     kinds = {"wids" if extension(file) == "json" else _KINDS.get(extension(file)) for file in files}
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
@@ -298,22 +310,23 @@ def _kind_of_files(files: list[str], data: str) -> str:
     return kind
 
 
-def _wids(store: Store, files: list[str] | None, data: str) -> dict[str, Any]:
-    """The tars that an index of NVlabs' loader lists -> how many samples it says they hold (None if it does not)."""
+def _wids(filesystem: Filesystem, files: list[str] | None, data: str) -> dict[str, Any]:
+    """Tar -> its number of samples (None if unknown), from an index of NVlabs' loader."""
     index = files[0] if files else WIDS
     try:
-        value = parse_json(store.read(index).decode("utf-8-sig"))
+        value = parse_json(filesystem.read(index).decode("utf-8-sig"))
     except (Unreadable, UnicodeDecodeError) as error:
-        raise UserError(f"{data}: {said(error)}", expected=f"a folder with {WIDS}, or that file") from None
+        raise UserError(f"{data}: {error_text(error)}", expected=f"a folder with {WIDS}, or that file") from None
     shards = value.get("shardlist") if isinstance(value, dict) else None
     urls = [shard.get("url") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
     if not urls or not all(isinstance(url, str) for url in urls):
         raise UserError(
-            f"{store.location}/{index}: is no index of tars",
+            f"{filesystem.location}/{index}: is no index of tars",
             expected='{"shardlist": [{"url": "0000.tar", ...}, ...]}',
             found=value if isinstance(value, str) else json.dumps(value)[:80],
         )
     folder = posixpath.dirname(index)
     assert isinstance(shards, list)
-    said_of = zip(urls, (shard.get("nsamples") for shard in shards if isinstance(shard, dict)), strict=True)
-    return {posixpath.normpath(posixpath.join(folder, str(url))): count for url, count in said_of}
+    counts = [shard.get("nsamples") for shard in shards if isinstance(shard, dict)]
+    tars = [posixpath.normpath(posixpath.join(folder, str(url))) for url in urls]
+    return dict(zip(tars, counts, strict=True))

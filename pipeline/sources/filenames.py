@@ -1,10 +1,7 @@
-"""Names of files that come from anywhere: which of them may be used, and how they are shown.
+"""Untrusted file names: which may be used, and how names, values and errors are printed.
 
-What: `hostile` says why a relative name must not be used as one; `shown`, `brief` and `said` make names, values and
-errors fit for a table or a terminal.
-Why here: folders, archives, tables and object stores all carry names that somebody else chose, and all must refuse the
-same ones.
-Price: names that some file systems allow (backslashes, control characters, bytes that are no UTF-8) are refused.
+Folders, archives, tables and object stores all carry names that other people chose, and all refuse the same ones.
+Price: names that some file systems allow (backslashes, control characters, bytes that are not UTF-8) are refused.
 """
 
 from __future__ import annotations
@@ -14,65 +11,13 @@ import re
 import unicodedata
 from typing import Any
 
-# Formats that `image` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
-EXTENSIONS = frozenset(
-    {
-        "jpg",
-        "jpeg",
-        "jpe",
-        "jfif",
-        "jif",
-        "mpo",
-        "png",
-        "apng",
-        "webp",
-        "bmp",
-        "dib",
-        "gif",
-        "tif",
-        "tiff",
-        "avif",
-        "avifs",
-        "jp2",
-        "j2k",
-        "j2c",
-        "jpc",
-        "jpf",
-        "jpx",
-        "jpm",
-        "ppm",
-        "pgm",
-        "pbm",
-        "pnm",
-        "pfm",
-        "qoi",
-        "tga",
-        "icb",
-        "vda",
-        "vst",
-        "ico",
-        "heic",
-        "heif",
-        "hif",
-        "jxl",
-        "psd",
-        "dds",
-        "exr",
-        "hdr",
-        "eps",
-        "svg",
-        "pcx",
-        "sgi",
-        "dng",
-        "cr2",
-        "cr3",
-        "nef",
-        "arw",
-        "raf",
-        "orf",
-        "rw2",
-    }
+# Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
+_EXTENSIONS = (
+    "jpg jpeg jpe jfif jif mpo png apng webp bmp dib gif tif tiff avif avifs jp2 j2k j2c jpc jpf jpx jpm ppm pgm pbm "
+    "pnm pfm qoi tga icb vda vst ico heic heif hif jxl psd dds exr hdr eps svg pcx sgi dng cr2 cr3 nef arw raf orf "
+    "rw2"
 )
+EXTENSIONS = frozenset(_EXTENSIONS.split())
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -88,14 +33,14 @@ def is_url(name: str) -> bool:
     return _SCHEME.match(name) is not None
 
 
-def broken(text: str) -> bool:
-    """Holds surrogates: from a name or a text that is not UTF-8, or an escape that stands for half a character."""
+def has_surrogates(text: str) -> bool:
+    """Whether a text has surrogates: it is not UTF-8, or a JSON escape stands for half a character."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def hostile(name: str) -> str | None:
-    """Why a relative name must not be used as one, or None."""
-    if broken(name):
+def unsafe_reason(name: str) -> str | None:
+    """Why a relative name must not be used, or None."""
+    if has_surrogates(name):
         return "the name is not valid UTF-8"
     if any(unicodedata.category(character) == "Cc" for character in name):
         return "the name has control characters"
@@ -108,18 +53,20 @@ def hostile(name: str) -> str | None:
     return None
 
 
-def shown(name: str) -> str:
-    """The name for tables and terminals: control characters, surrogates and invisible marks escaped."""
+def escaped(text: str) -> str:
+    """The text for tables and terminals: control characters, surrogates and invisible marks escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in name
+        for character in text
     )
 
 
-def brief(value: Any) -> str:
-    text = shown(repr(value))
+def short_repr(value: Any) -> str:
+    """`repr` of a value, escaped, in at most 60 characters."""
+    text = escaped(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """What an error says, without its type and the file name; its type if it says nothing."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

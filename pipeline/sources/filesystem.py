@@ -1,9 +1,8 @@
-"""Where files lie: a `Store` reads whole files and ranges of them, on a disk or (`remote`) anywhere else.
+"""Filesystems of sources: whole files and ranges of them, on a disk or (`remote`) behind a URL.
 
-What: a few operations on names relative to a root, with forward slashes; `Disk` is a local folder.
-Why: a source that reads tars or tables needs `stat`, ranges and a seekable file, and nothing else of the place where
-they lie. Every name is checked before it is used, so that no source has to.
-Price: on a disk each read resolves the name's links again; with opening, a read costs some 60 us.
+Names are relative to a root, with forward slashes. Tars and tables need only `stat`, ranges and a seekable file. Every
+name is checked here before it is used, so that sources do not have to.
+Price: on a disk each read resolves the links in the name again; with opening, a read costs some 60 us.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from pipeline.errors import UserError
-from pipeline.sources.filenames import hostile, said, shown
+from pipeline.sources.filenames import error_text, escaped, unsafe_reason
 
 
 class Unreadable(OSError):
-    """The bytes of one item cannot be had; the message is the plain reason."""
+    """The bytes of one item cannot be read; the message is the reason in plain words."""
 
 
-class Store(ABC):
-    """Files under a root. Reading a name that may not be used, or that is not there, raises `Unreadable`."""
+class Filesystem(ABC):
+    """Files under a root. Reading a name that is unsafe or does not exist raises `Unreadable`."""
 
     location: str
-    """The root, for messages and for finding it again."""
+    """The root, for messages and for opening it again."""
 
     @property
-    def far(self) -> bool:
-        """Whether every read is a round trip over a network, so that many should be under way at once."""
+    def is_remote(self) -> bool:
+        """Whether every read is a network round trip, so that many should be in flight at once."""
         return False
 
     @abstractmethod
@@ -43,21 +42,21 @@ class Store(ABC):
         """Sorted names of all files under the root that are not hidden.
 
         Raises:
-            UserError: a folder of it cannot be listed.
+            UserError: a folder under the root cannot be listed.
         """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Sorted names (relative to the root) of the files right in a folder; empty if there is none, or if a web
-        server does not list it.
+        """Sorted names (relative to the root) of the files in a folder itself; empty if there is no such folder or a
+        web server does not list it.
 
         Raises:
-            UserError: it cannot be listed.
+            UserError: the folder cannot be listed.
         """
 
     @abstractmethod
     def stat(self, name: str) -> tuple[int, int]:
-        """(size, number that changes with the bytes: the modification time in ns, or made from an ETag)."""
+        """(size in bytes, version: the modification time in ns, or a number derived from an ETag)."""
 
     @abstractmethod
     def read(self, name: str, limit: int | None = None) -> bytes:
@@ -65,44 +64,44 @@ class Store(ABC):
 
     @abstractmethod
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes; fewer are an error."""
+        """Exactly `length` bytes from `offset`; fewer raise `Unreadable`."""
 
     @abstractmethod
     def open(self, name: str, spool: bool = False) -> BinaryIO:
-        """The file, seekable. spool: what is read of it will be read again soon."""
+        """The file, seekable. spool: the whole file will be read soon, so a remote one is worth a temporary copy."""
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
-        """`read` of many small files; an error stands in its file's place."""
+        """`read` of many small files; for a file that fails, the error."""
         return [self._read_one(name, limit) for name in names]
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
-        """`stat` of many files; an error stands in its file's place."""
+        """`stat` of many files; for a file that fails, the error."""
         return {name: self._stat_one(name) for name in names}
 
-    def listed(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """`stat` of files that were asked for by name.
+    def require(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """`stat` of files that the user named.
 
         Raises:
-            UserError: some are not there or cannot be read; a data set without them is another one.
+            UserError: some of them cannot be read; without them it would be another data set.
         """
-        found: dict[str, tuple[int, int]] = {}
-        bad: dict[str, Unreadable] = {}
-        for name, seen in self.stat_many(names).items():
-            if isinstance(seen, Unreadable):
-                bad[name] = seen
+        stats: dict[str, tuple[int, int]] = {}
+        errors: dict[str, Unreadable] = {}
+        for name, result in self.stat_many(names).items():
+            if isinstance(result, Unreadable):
+                errors[name] = result
             else:
-                found[name] = seen
-        if bad:
-            first, error = next(iter(bad.items()))
+                stats[name] = result
+        if errors:
+            first, error = next(iter(errors.items()))
             missing = isinstance(error.__cause__, FileNotFoundError)
             near = difflib.get_close_matches(first, self.names(posixpath.dirname(first)), n=1) if missing else []
             hint = f"did you mean {near[0]}? Else " if near else ""
             raise UserError(
-                f"{self.location}: {len(bad)} of {len(bad) + len(found)} listed files cannot be read",
-                found="; ".join(map(str, islice(bad.values(), 3))) + (" ..." if len(bad) > 3 else ""),
+                f"{self.location}: {len(errors)} of {len(errors) + len(stats)} listed files cannot be read",
+                found="; ".join(map(str, islice(errors.values(), 3))) + (" ..." if len(errors) > 3 else ""),
                 fix=f"{hint}bring them back, or name only those that are to be used",
             )
-        return found
+        return stats
 
     def _stat_one(self, name: str) -> tuple[int, int] | Unreadable:
         try:
@@ -116,12 +115,12 @@ class Store(ABC):
         except Unreadable as error:
             return error
 
-    def refresh(self) -> None:  # noqa: B027 - a disk keeps nothing
-        """Forget what is known of the files."""
+    def refresh(self) -> None:  # noqa: B027 - a disk caches nothing
+        """Drop cached listings and file contents."""
 
 
-class Disk(Store):
-    """A local folder. Links are followed to files inside it only."""
+class LocalFilesystem(Filesystem):
+    """A local folder. Only links to files inside it are followed."""
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
@@ -129,12 +128,12 @@ class Disk(Store):
         self._real_root = os.path.realpath(self.root)
 
     def path(self, name: str) -> Path:
-        problem = hostile(name)
+        problem = unsafe_reason(name)
         if problem:
-            raise Unreadable(f"{shown(name)}: {problem}")
+            raise Unreadable(f"{escaped(name)}: {problem}")
         path = os.path.join(self.root, *name.split("/"))
         if not self.inside(path):
-            raise Unreadable(f"{shown(name)}: a link leads out of the source folder")
+            raise Unreadable(f"{escaped(name)}: a link leads out of the source folder")
         return Path(path)
 
     def inside(self, path: str) -> bool:
@@ -144,22 +143,18 @@ class Disk(Store):
             return False
 
     def find(self) -> list[str]:
-        found = []
-        for folder, folders, files in os.walk(self.root, onerror=self.unlisted):
+        names = []
+        for folder, folders, files in os.walk(self.root, onerror=self.raise_unlisted):
             folders[:] = [name for name in folders if not name.startswith(".")]
             base = os.path.relpath(folder, self.root)
             prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
-            found += [prefix + name for name in files if not name.startswith(".")]
-        return sorted(found)
+            names += [prefix + name for name in files if not name.startswith(".")]
+        return sorted(names)
 
-    def unlisted(self, error: OSError) -> NoReturn:
-        """A folder that cannot be listed may hold anything: the listing would not be whole.
-
-        Raises:
-            UserError: always.
-        """
+    def raise_unlisted(self, error: OSError) -> NoReturn:
+        """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""
         raise UserError(
-            f"{error.filename}: the folder cannot be read: {said(error)}",
+            f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",
             fix=f"chmod -R u+rX {error.filename}, or move it out of {self.location}",
         )
@@ -167,29 +162,29 @@ class Disk(Store):
     def names(self, folder: str) -> list[str]:
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
-                found = [entry.name for entry in entries if entry.is_file()]
+                names = [entry.name for entry in entries if entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            self.unlisted(error)
-        return sorted(f"{folder}/{name}" if folder else name for name in found)
+            self.raise_unlisted(error)
+        return sorted(f"{folder}/{name}" if folder else name for name in names)
 
     def stat(self, name: str) -> tuple[int, int]:
         path = self.path(name)
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{shown(name)}: {said(error)}") from error
-        if not stat_module.S_ISREG(found.st_mode):
-            raise Unreadable(f"{shown(name)}: is not a regular file")
-        return found.st_size, found.st_mtime_ns
+            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from error
+        if not stat_module.S_ISREG(status.st_mode):
+            raise Unreadable(f"{escaped(name)}: is not a regular file")
+        return status.st_size, status.st_mtime_ns
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         with self.open(name) as stream:
             try:
                 return stream.read() if limit is None else stream.read(limit + 1)
             except OSError as error:
-                raise Unreadable(f"{shown(name)}: {said(error)}") from None
+                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         with self.open(name) as stream:
@@ -197,27 +192,27 @@ class Disk(Store):
                 stream.seek(offset)
                 data = stream.read(length)
             except (OSError, ValueError) as error:
-                raise Unreadable(f"{shown(name)}: {said(error)}") from None
-        return whole(name, data, offset, length)
+                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+        return check_length(name, data, offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         path = self.path(name)
         handle = -1
         try:
-            # Not blocking: opening a pipe that nobody writes to would hang the run.
+            # Not blocking: opening a pipe without a writer would hang the run.
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
             if not stat_module.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
-                raise Unreadable(f"{shown(name)}: is not a regular file")
+                raise Unreadable(f"{escaped(name)}: is not a regular file")
             return BoundedReader(io.FileIO(handle))
         except Unreadable:
             raise
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{shown(name)}: {said(error)}") from None
+            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
 
 
 class BoundedReader(io.BufferedReader):
-    """Allocates no more than the file has: the sizes that are asked for come from headers that anybody wrote."""
+    """Never allocates more than the file's size: the sizes requested come from untrusted headers."""
 
     def __init__(self, raw: Any, buffer_size: int = io.DEFAULT_BUFFER_SIZE):
         self._size = raw.seek(0, os.SEEK_END)
@@ -231,11 +226,11 @@ class BoundedReader(io.BufferedReader):
 
 
 class RangeFile(io.RawIOBase):
-    """A file object over `read_range`: what tarfile and pyarrow want to have."""
+    """A file object over `read_range`, for tarfile and pyarrow."""
 
-    def __init__(self, store: Store, name: str):
-        self._store, self._name, self._at = store, name, 0
-        self._size = store.stat(name)[0]
+    def __init__(self, filesystem: Filesystem, name: str):
+        self._filesystem, self._name, self._position = filesystem, name, 0
+        self._size = filesystem.stat(name)[0]
 
     def readable(self) -> bool:
         return True
@@ -244,17 +239,17 @@ class RangeFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
+        self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence])
+        return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self._size - self._position)
         length = left if size is None or size < 0 else min(size, left)
-        data = self._store.read_range(self._name, self._at, length) if length else b""
-        self._at += len(data)
+        data = self._filesystem.read_range(self._name, self._position, length) if length else b""
+        self._position += len(data)
         return data
 
     def readall(self) -> bytes:
@@ -266,10 +261,10 @@ class RangeFile(io.RawIOBase):
         return len(data)
 
 
-def whole(name: str, data: bytes, offset: int, length: int) -> bytes:
-    """The data, if there are as many bytes as were asked for."""
+def check_length(name: str, data: bytes, offset: int, length: int) -> bytes:
+    """The data; raises `Unreadable` if it is not `length` bytes."""
     if len(data) != length:
         raise Unreadable(
-            f"{shown(name)}: gave {len(data)} of {length} bytes at {offset}; the file has been cut or changed"
+            f"{escaped(name)}: gave {len(data)} of {length} bytes at {offset}; the file has been cut or changed"
         )
     return data

@@ -1,13 +1,13 @@
-"""Reading ahead: pictures that lie behind a network are asked for before they are needed, neighbours in one request.
+"""Range prefetch: fetch remote pictures before they are needed, neighbours in one request.
 
-What: `Ahead` is told which keys will be read, about in which order. Members of one file with at most `GAP` bytes
-between them are fetched by one request of at most `REQUEST` bytes; `TOGETHER` requests are under way at once.
-Why: a request costs some 10 to 100 ms wherever it goes, so pictures of 100 KB, one after the other, come at a few MB/s.
-Price: up to `WINDOW` bytes (and a request for each thread that reads) wait in memory; the bytes in the gaps are
-transferred for nothing.
+`RangePrefetch` is given the keys in about the order of reading. Members of one file with at most `GAP` bytes between
+them are fetched by one request of at most `REQUEST` bytes; up to `TOGETHER` requests are in flight.
+Why: a request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s.
+Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; the bytes in the gaps are transferred
+in vain.
 
-A request that fails is not the end of its pictures: each is then read on its own, and has its own error. So it is with
-a server that turns out to send no ranges: many requests at once would have it send many whole files at once.
+If a request fails, each of its pictures is read separately and has its own error. The same happens on a server that
+turns out not to support ranges: it would answer many parallel requests with many whole files.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from pipeline.sources.filesystem import Store, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable
 
 GAP = 1 << 20
 REQUEST = 32 << 20
 WINDOW = 128 << 20
 TOGETHER = 16
 WHOLE = WINDOW // TOGETHER
-"""What a file of unknown size counts for in the window."""
+"""Bytes of the window that a file of unknown size occupies."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a picture lies. size: in bytes; None: the whole file."""
+    """The position of a picture. offset, size: in bytes; size None: the whole file."""
 
     file: str
     offset: int = 0
@@ -42,7 +42,7 @@ class _Request:
     file: str
     offset: int
     length: int | None
-    left: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
     future: Future[bytes] | None = None
 
     @property
@@ -50,25 +50,25 @@ class _Request:
         return WHOLE if self.length is None else self.length
 
 
-class Ahead:
-    """Reads each of some keys once.
+class RangePrefetch:
+    """Reads each key once, ahead of its use.
 
     Args:
-        places: (key, place), about in the order in which they will be read.
-        plain: reads a key alone: one that was not named, is asked for again, or whose request failed.
+        places: (key, place) in about the order of reading.
+        read_alone: reads a single key: one that is not in `places`, is read again, or whose request failed.
     """
 
-    def __init__(self, store: Store, places: Iterable[tuple[str, Place]], plain: Callable[[str], bytes]):
-        self._store, self._plain = store, plain
+    def __init__(self, filesystem: Filesystem, places: Iterable[tuple[str, Place]], read_alone: Callable[[str], bytes]):
+        self._filesystem, self._read_alone = filesystem, read_alone
         self._places = dict(places)
-        self._of = {key: request for request in _requests(self._places) for key in request.left}
-        self._waiting = deque(dict.fromkeys(id(self._of[key]) for key in self._places))
-        self._by_id = {id(request): request for request in self._of.values()}
-        self._held = 0
+        self._request_of = {key: request for request in _requests(self._places) for key in request.keys}
+        self._waiting = deque(dict.fromkeys(id(self._request_of[key]) for key in self._places))
+        self._by_id = {id(request): request for request in self._request_of.values()}
+        self._bytes_in_window = 0
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="ahead")
+        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="range-prefetch")
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> RangePrefetch:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -81,21 +81,21 @@ class Ahead:
             Unreadable: as `Source.read`.
         """
         with self._lock:
-            request = self._of.pop(key, None)
+            request = self._request_of.pop(key, None)
             if request is not None:
-                future = self._started(request)
+                future = self._start(request)
                 self._fill()
         if request is None:
-            return self._plain(key)
+            return self._read_alone(key)
         try:
             data = future.result()
         except Unreadable:
-            return self._plain(key)
+            return self._read_alone(key)
         finally:
             with self._lock:
-                request.left.discard(key)
-                if not request.left:
-                    self._held -= request.weight
+                request.keys.discard(key)
+                if not request.keys:
+                    self._bytes_in_window -= request.weight
                     self._by_id.pop(id(request), None)
                     self._fill()
         place = self._places[key]
@@ -104,28 +104,28 @@ class Ahead:
         start = place.offset - request.offset
         return data[start : start + place.size]
 
-    def _started(self, request: _Request) -> Future[bytes]:
+    def _start(self, request: _Request) -> Future[bytes]:
         if request.future is None:
-            self._held += request.weight
+            self._bytes_in_window += request.weight
             request.future = self._pool.submit(self._fetch, request)
         return request.future
 
     def _fill(self) -> None:
-        """Start what comes next, as far as the window goes."""
+        """Start requests in order until the window is full."""
         while self._waiting:
             request = self._by_id.get(self._waiting[0])
             if request is not None and request.future is None:
-                if self._held + request.weight > WINDOW:
+                if self._bytes_in_window + request.weight > WINDOW:
                     return
-                self._started(request)
+                self._start(request)
             self._waiting.popleft()
 
     def _fetch(self, request: _Request) -> bytes:
-        if not self._store.far:
-            raise Unreadable(f"{request.file}: is not read ahead")
+        if not self._filesystem.is_remote:
+            raise Unreadable(f"{request.file}: is not prefetched")
         if request.length is None:
-            return self._store.read(request.file)
-        return self._store.read_range(request.file, request.offset, request.length)
+            return self._filesystem.read(request.file)
+        return self._filesystem.read_range(request.file, request.offset, request.length)
 
 
 def _requests(places: dict[str, Place]) -> Iterable[_Request]:
@@ -135,7 +135,7 @@ def _requests(places: dict[str, Place]) -> Iterable[_Request]:
             end = max(last.offset + last.length, place.offset + place.size)
             if place.offset - (last.offset + last.length) <= GAP and end - last.offset <= REQUEST:
                 last.length = end - last.offset
-                last.left.add(key)
+                last.keys.add(key)
                 continue
         if last is not None:
             yield last

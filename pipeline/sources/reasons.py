@@ -1,9 +1,8 @@
-"""Reasons for leaving items out, grouped by kind: what people read of a million rejects.
+"""Group the reasons of rejects by kind, so that a report on a million rejects can be read.
 
-What: `kind` is a reason without what concerns one item alone (its name, other files' names, numbers); `Kinds` counts
-them with a few examples; `cell` makes a text safe for a list that a spreadsheet opens.
-Why: a reason names its file, so that a report line says all; a list of them by reason would be as long as the source.
-Price: a kind is made from the text, so two causes that differ only by a number or a file name count as one.
+`kind` removes from a reason what concerns a single item (its name, names of other files, numbers); `Kinds` counts the
+kinds with a few examples; `cell` makes a text safe for a CSV that a spreadsheet opens.
+Price: a kind is derived from the text, so two causes that differ only in a number or a file name count as one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from pipeline.sources.filenames import brief, shown, stem
+from pipeline.sources.filenames import escaped, short_repr, stem
 
 EXAMPLES = 5
 KINDS = 100
-"""Kinds that are counted apart; beyond them the rarest are counted together."""
+"""Kinds that are counted separately; the rarest of more are counted together."""
 
 SHOWN = 20
-"""Kinds that people are shown."""
+"""Kinds that are printed."""
 
 OTHERS = "other reasons"
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -31,17 +30,17 @@ _NUMBER = re.compile(r"(?<![A-Za-z_] = )(?<![A-Za-z_.,0-9])[-+]?(?:0x[0-9a-fA-F]
 
 
 def kind(item: str, reason: str) -> str:
-    """The reason without what is about this item. Settings with their limits (`data.min_side = 41`) stay."""
+    """The reason without what concerns a single item. Settings with their limits (`data.min_side = 41`) stay."""
     text = f" {reason}"
-    for own, sign in ((item, "*"), (posixpath.basename(item), "*"), (f"{posixpath.basename(stem(item))}.", "*.")):
-        if "." in own:
-            text = text.replace(f" {own}", f" {sign}")
+    for name, sign in ((item, "*"), (posixpath.basename(item), "*"), (f"{posixpath.basename(stem(item))}.", "*.")):
+        if "." in name:
+            text = text.replace(f" {name}", f" {sign}")
     return _general(text).removeprefix(" ")
 
 
-@lru_cache(4096)  # without an item's own names most reasons are few
+@lru_cache(4096)  # most reasons are equal once the item's name is removed
 def _general(text: str) -> str:
-    text = _QUOTED.sub(lambda found: found[0] if found[0][1:-1].isidentifier() else "*", text)
+    text = _QUOTED.sub(lambda match: match[0] if match[0][1:-1].isidentifier() else "*", text)
     return _NUMBER.sub("N", _FILE.sub("*", text))
 
 
@@ -54,41 +53,41 @@ class Kinds:
 
     @classmethod
     def of(cls, rejects: Iterable[tuple[str, str]]) -> Kinds:
-        """Of (item, reason); the most frequent first."""
-        found = cls()
+        """The kinds of (item, reason) pairs, the most frequent first."""
+        every = cls()
         for item, reason in rejects:
-            found._add(kind(item, reason), 1, [item])
-        order = sorted(found.counts, key=lambda one: (-found.counts[one], one))
+            every._add(kind(item, reason), 1, [item])
+        order = sorted(every.counts, key=lambda name: (-every.counts[name], name))
         kinds = cls()
-        for at, one in enumerate(order):
-            kinds._add(one if at < KINDS else OTHERS, found.counts[one], found.examples[one])
+        for rank, name in enumerate(order):
+            kinds._add(name if rank < KINDS else OTHERS, every.counts[name], every.examples[name])
         return kinds
 
-    def _add(self, one: str, count: int, items: list[str]) -> None:
-        self.counts[one] = self.counts.get(one, 0) + count
-        examples = self.examples.setdefault(one, [])
+    def _add(self, name: str, count: int, items: list[str]) -> None:
+        self.counts[name] = self.counts.get(name, 0) + count
+        examples = self.examples.setdefault(name, [])
         examples += items[: EXAMPLES - len(examples)]
 
     def lines(self) -> list[str]:
-        """For people: a kind a line, its examples below it."""
-        some = islice(self.counts.items(), SHOWN)
-        out = [f"  {count:6d}  {one}\n          {examples(self.examples[one], count)}" for one, count in some]
+        """Lines to print: each kind with its count, its examples below it."""
+        printed = islice(self.counts.items(), SHOWN)
+        out = [f"  {count:6d}  {name}\n          {examples(self.examples[name], count)}" for name, count in printed]
         rest = list(self.counts.values())[SHOWN:]
         return out + ([f"  {sum(rest):6d}  for {len(rest)} other reasons"] if rest else [])
 
 
 def examples(items: list[str], count: int) -> str:
     """Some of `count` items, on one line."""
-    return ", ".join(shown(item) if len(item) <= 60 else brief(item)[1:-1] for item in items) + (
+    return ", ".join(escaped(item) if len(item) <= 60 else short_repr(item)[1:-1] for item in items) + (
         ", ..." if count > len(items) else ""
     )
 
 
 def report(source: str) -> str:
-    """The cache's list of the rejects of a source."""
+    """Path of the list of a source's rejects, within the cache."""
     return f"reports/rejects-{source}.csv"
 
 
 def cell(text: str) -> str:
-    """The text for a CSV; a spreadsheet would compute what begins like a formula."""
+    """The text for a CSV cell, quoted if a spreadsheet would evaluate it as a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text

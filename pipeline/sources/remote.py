@@ -1,13 +1,13 @@
-"""Files that are not on this disk: object stores, web servers and the hub, through fsspec.
+"""Files behind a URL: object stores, web servers and the Hugging Face hub, through fsspec.
 
-What: `Remote` answers what `Disk` answers. Ranges are asked for as ranges; a file that will be read all over at once
-(a tar that is being scanned) is kept for that time in a temporary file, piece by piece, so that it is transferred once.
-Why the length of every answer is checked: a web server without ranges sends the whole file and says nothing. It is
-found out at the first answer; from then on its files are fetched whole, once, into the temporary file.
-Price: temporary files of up to `SPOOL_BYTES` together (never more than half of what is free there); a server without
-ranges costs one whole transfer of a file whenever it has been dropped from there.
+`RemoteFilesystem` has the operations of `LocalFilesystem`. Ranges are read by range requests. A file that will be read
+completely (a tar during a scan) is spooled: its blocks are cached in a temporary file, so each is transferred once.
+The length of every answer is checked: a web server without ranges silently sends the whole file. This is detected at
+the first answer; from then on its files are transferred whole, once, into the temporary file.
+Price: temporary files of up to `SPOOL_BYTES` together (at most half of the free space there); from a server without
+ranges a file is transferred again whenever its temporary file has been evicted.
 
-Whatever a driver raises becomes `Unreadable` with its message, after a few tries unless trying again is no use.
+Every error of a driver that concerns one file becomes `Unreadable`, after retries where they may help.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
 import xxhash
 
 from pipeline import retrying
-from pipeline.cache import drivers
-from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import hostile, said, shown
-from pipeline.sources.filesystem import RangeFile, Store, Unreadable, whole
+from pipeline.cache.drivers import Connection, ObjectAwayError, RequestFailed
+from pipeline.errors import UserError
+from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -61,44 +61,43 @@ _VERSIONS = (
 T = TypeVar("T")
 
 
-class Remote(Store):
+class RemoteFilesystem(Filesystem):
     """Files below a URL.
 
     Args:
         url: of the root, with a scheme that fsspec knows.
-        patience_s: how long it is waited for if it does not answer.
+        patience_s: how long to wait for a server that does not answer.
 
     Raises:
-        UserError: see `drivers.open_url`.
+        UserError: see `Connection`.
     """
 
     def __init__(self, url: str, patience_s: float = retrying.PATIENCE_S):
-        self.fs, self._root = drivers.open_url(url, UserError, patience_s)
-        self.location, self._patience_s = url.rstrip("/"), patience_s
-        self._store = "/".join(url.split("/")[:3])
-        self.ranged = True
-        self._web = url.partition("://")[0].lower() in ("http", "https")
+        self.connection = Connection(url, UserError, patience_s)
+        self.fs, self._root, self._web = self.connection.fs, self.connection.root, self.connection.is_web
+        self.location = self.connection.url
+        self.supports_ranges = True
         self._known: dict[str, dict[str, Any]] = {}
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
-        self._proven = False  # a server has sent a range
-        self._first = threading.Lock()
+        self._ranges_proven = False  # the server has sent a range
+        self._first_range = threading.Lock()
 
     @property
-    def far(self) -> bool:
-        return self.ranged
+    def is_remote(self) -> bool:
+        return self.supports_ranges
 
     # ------------------------------------------------------------ names
 
     def path(self, name: str) -> str:
-        """What the driver calls the file."""
-        problem = hostile(name)
+        """The driver's path of a file."""
+        problem = unsafe_reason(name)
         if problem:
-            raise Unreadable(f"{shown(name)}: {problem}")
+            raise Unreadable(f"{escaped(name)}: {problem}")
         return f"{self._root}/{quote(name) if self._web else name}"
 
     def _name(self, path: str) -> str | None:
-        """The name relative to the root; None for what is not below it."""
+        """The name relative to the root, given the driver's path; None for a path that is not below the root."""
         if self._web:
             path = path.partition("?")[0].partition("#")[0]
         if not path.startswith(self._root + "/"):
@@ -108,17 +107,15 @@ class Remote(Store):
 
     def find(self) -> list[str]:
         try:
-            found = drivers.find(
-                self.fs,
-                self._root,
-                lambda path, ask: self._tried(self._name(path) or "it", lambda: ask(path), "listed"),
-            )
+            with self._errors(""):
+                files = self.connection.find(self._root)
         except Unreadable as error:
+            reason = str(error).removeprefix("cannot be listed: ")
             raise UserError(
-                f"{self.location}: cannot be listed: {error}", fix="check the address and who may read it"
+                f"{self.location}: cannot be listed: {reason}", fix="check the address and who may read it"
             ) from None
         names = []
-        for path, info in found.items():
+        for path, info in files.items():
             name = self._name(path)
             if not name or name.endswith("/") or any(part.startswith(".") and part != ".." for part in name.split("/")):
                 continue
@@ -129,20 +126,16 @@ class Remote(Store):
     def names(self, folder: str) -> list[str]:
         base = self.path(folder) if folder else self._root
         try:
-            found = self._tried(folder or "it", lambda: _listed(self.fs, base), "listed")
+            entries = self._request(folder, lambda: _list(self.fs, base), "listed")
         except Unreadable as error:
-            if self._web and retrying.status_of(error) in (
-                401,
-                403,
-                405,
-                501,
-            ):  # many web servers list nothing; who asks can do without
-                return []
+            if self._web and retrying.http_status(error) in (401, 403, 405, 501):
+                return []  # many web servers do not list folders
+            reason = str(error).removeprefix(f"{escaped(folder)}: ").removeprefix("cannot be listed: ")
             raise UserError(
-                f"{self.location}/{folder}: cannot be listed: {error}", fix="check who may list the bucket"
+                f"{self.location}/{folder}: cannot be listed: {reason}", fix="check who may list the bucket"
             ) from None
         names = []
-        for info in found:
+        for info in entries:
             name = self._name(str(info["name"]))
             if name and info.get("type") == "file":
                 names.append(name)
@@ -159,7 +152,7 @@ class Remote(Store):
     def stat(self, name: str) -> tuple[int, int]:
         info = self._info(name)
         version = next((info[key] for key in _VERSIONS if info.get(key)), None)
-        if version is None:  # nothing tells whether it has changed: never the same
+        if version is None:  # no way to see a change: count as changed every time
             return int(info["size"]), time.time_ns()
         return int(info["size"]), xxhash.xxh3_64_intdigest(str(version).encode()) >> 1
 
@@ -167,11 +160,11 @@ class Remote(Store):
         info = self._known.get(name)
         if info is None or info.get("size") is None or (self._web and "url" not in info):
             path = self.path(name)
-            info = self._tried(name, lambda: self.fs.info(path))
+            info = self._request(name, lambda: self.fs.info(path))
             if info.get("type") == "directory":
-                raise Unreadable(f"{shown(name)}: is a folder")
+                raise Unreadable(f"{escaped(name)}: is a folder")
             if info.get("size") is None:
-                raise Unreadable(f"{shown(name)}: the server does not say how large it is")
+                raise Unreadable(f"{escaped(name)}: the server does not say how large it is")
             self._known[name] = info
         return info
 
@@ -182,32 +175,32 @@ class Remote(Store):
         size = self._info(name)["size"]
         if limit is not None and size > limit:
             return self.read_range(name, 0, limit + 1)
-        data = self._tried(name, lambda: self.fs.cat_file(path))
-        return whole(name, data, 0, size)
+        data = self._request(name, lambda: self.fs.cat_file(path))
+        return check_length(name, data, 0, size)
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         with ThreadPoolExecutor(TOGETHER) as pool:
             return list(pool.map(lambda name: self._read_one(name, limit), names))
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
-        asked = list(names)
-        if all(self._known.get(name, {}).get("size") is not None for name in asked):  # a listing has said it
-            return super().stat_many(asked)
+        wanted = list(names)
+        if all(self._known.get(name, {}).get("size") is not None for name in wanted):  # from a listing
+            return super().stat_many(wanted)
         with ThreadPoolExecutor(TOGETHER) as pool:
-            return dict(zip(asked, pool.map(self._stat_one, asked), strict=True))
+            return dict(zip(wanted, pool.map(self._stat_one, wanted), strict=True))
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         if length == 0:
             return b""
         with self._lock:
             spool = self._spools.get(name)
-        if spool is None and self.ranged:
+        if spool is None and self.supports_ranges:
             data = self._fetch(name, offset, length)
             if data is not None:
-                return whole(name, data, offset, length)
+                return check_length(name, data, offset, length)
         if spool is None:
             spool = self._spool(name)
-        return whole(name, spool.read(offset, length), offset, length)
+        return check_length(name, spool.read(offset, length), offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         if spool:
@@ -215,71 +208,77 @@ class Remote(Store):
         return cast("BinaryIO", RangeFile(self, name))
 
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
-        """A range; None if this server sent more than that (and so the whole file)."""
+        """A range; None if the server sent more than that, and so does not support ranges."""
         path = self.path(name)
-        with nullcontext() if self._proven else self._first:  # many who find it out at once would get many files
-            if not self.ranged:
+        with (
+            nullcontext() if self._ranges_proven else self._first_range
+        ):  # else many threads would each receive a whole file
+            if not self.supports_ranges:
                 return None
-            data = self._tried(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
+            data = self._request(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
             if len(data) > length:
-                self.ranged = False
+                self.supports_ranges = False
                 return None
-            self._proven = True
+            self._ranges_proven = True
         return data
 
     def _spool(self, name: str) -> _Spool:
-        """The temporary copy of a file; the oldest are dropped."""
+        """The temporary copy of a file; makes space by evicting the least recently used ones."""
         size = self._info(name)["size"]
         with self._lock:
             spool = self._spools.get(name)
             if spool is not None:
                 self._spools.move_to_end(name)
                 return spool
-            room = min(SPOOL_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+            limit = min(SPOOL_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
             while self._spools and (
-                len(self._spools) >= SPOOLED_FILES or size + sum(s.size for s in self._spools.values()) > room
+                len(self._spools) >= SPOOLED_FILES or size + sum(s.size for s in self._spools.values()) > limit
             ):
                 self._spools.popitem(last=False)
-            if size > room:
-                if not self.ranged:
+            if size > limit:
+                if not self.supports_ranges:
                     raise Unreadable(
-                        f"{shown(name)}: the server sends no ranges, and there is no room for a copy of {size:,} bytes "
-                        f"in {tempfile.gettempdir()}"
+                        f"{escaped(name)}: the server does not support ranges, and {tempfile.gettempdir()} lacks space "
+                        f"for a copy of {size:,} bytes"
                     )
                 return _Spool(self, name, size, keep=False)
             self._spools[name] = spool = _Spool(self, name, size, keep=True)
             return spool
 
-    def _tried(self, name: str, ask: Callable[[], T], what: str = "read") -> T:
-        """What the driver returns, asked again if need be.
+    def _request(self, name: str, ask: Callable[[], T], action: str = "read") -> T:
+        """The answer of `ask`, repeated while the server does not answer.
 
         Raises:
-            Unreadable: this file cannot be had.
-            UserError: nothing can be had from this store.
+            Unreadable: this file cannot be read.
+            UserError: the server as a whole cannot be used.
         """
+        with self._errors(name):
+            return self.connection.request(escaped(name), ask, action)
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Raise errors that concern one file as `Unreadable`."""
+        file = f"{escaped(name)}: " if name else ""
         try:
-            return retrying.tried(ask, self._store, self._patience_s)
-        except retrying.NoAnswer as error:
-            if error.alone:
-                raise Unreadable(f"{shown(name)}: {shown(str(error))}") from None
-            raise AwayError(f"{self.location}: {shown(name)} cannot be {what}: {error}", fix=error.fix) from None
-        except retrying.Refused as error:
-            raise UserError(f"{self.location}: cannot be {what}: {error}", fix=error.fix) from None
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            kind = {FileNotFoundError: "does not exist", PermissionError: f"may not be read: {shown(said(error))}"}
-            raise Unreadable(f"{shown(name)}: {kind.get(type(error), said(error))}") from error
-        except Exception as error:  # every driver has its own
-            answer = strip_credentials(shown(said(error)))
-            raise Unreadable(f"{shown(name)}: {type(error).__name__}: {answer}") from error
+            yield
+        except FileNotFoundError as error:
+            raise Unreadable(f"{file}does not exist") from error
+        except ObjectAwayError as error:
+            raise Unreadable(escaped(error.what)) from error
+        except (RequestFailed, OSError) as error:
+            raise Unreadable(file + strip_credentials(escaped(error_text(error)))) from error
 
 
 class _Spool:
-    """A file's pieces in a temporary file, fetched when they are first asked for."""
+    """A temporary copy of a file, whose blocks are fetched when they are first read.
 
-    def __init__(self, remote: Remote, name: str, size: int, keep: bool):
-        self.remote, self.name, self.size, self.keep = remote, name, size, keep
+    keep: False reads every range from the server, without a temporary file.
+    """
+
+    def __init__(self, remote: RemoteFilesystem, name: str, size: int, keep: bool):
+        self.remote, self.name, self.size = remote, name, size
         self._file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115 - closed with the spool
-        self._have: set[int] = set()
+        self._blocks: set[int] = set()
         self._lock = threading.Lock()
 
     def read(self, offset: int, length: int) -> bytes:
@@ -287,7 +286,9 @@ class _Spool:
         if self._file is None:
             return self.remote._fetch(self.name, offset, length) or b""
         with self._lock:
-            missing = [b for b in range(offset // BLOCK, -(-(offset + length) // BLOCK)) if b not in self._have]
+            missing = [
+                block for block in range(offset // BLOCK, -(-(offset + length) // BLOCK)) if block not in self._blocks
+            ]
             if missing:
                 self._fill(missing[0], missing[-1] + 1)
         return os.pread(self._file.fileno(), length, offset)
@@ -295,18 +296,18 @@ class _Spool:
     def _fill(self, first: int, after: int) -> None:
         assert self._file is not None
         start, end = first * BLOCK, min(after * BLOCK, self.size)
-        data = self.remote._fetch(self.name, start, end - start) if self.remote.ranged else None
+        data = self.remote._fetch(self.name, start, end - start) if self.remote.supports_ranges else None
         if data is None:
             start, after, first, end = 0, -(-self.size // BLOCK), 0, self.size
             data = self.remote.read(self.name)
-        whole(self.name, data, start, end - start)
+        check_length(self.name, data, start, end - start)
         self._file.seek(start)
         self._file.write(data)
         self._file.flush()
-        self._have.update(range(first, after))
+        self._blocks.update(range(first, after))
 
 
-def _listed(fs: Any, folder: str) -> list[dict[str, Any]]:
+def _list(fs: Any, folder: str) -> list[dict[str, Any]]:
     try:
         return list(fs.ls(folder, detail=True))
     except FileNotFoundError:
@@ -314,6 +315,6 @@ def _listed(fs: Any, folder: str) -> list[dict[str, Any]]:
 
 
 def last_part(url: str) -> str:
-    """What a URL would be called: the last part of its path, or its host."""
+    """A name for a URL: the last part of its path, or its host."""
     parts = urlsplit(url)
     return parts.path.rstrip("/").rpartition("/")[2] or parts.netloc

@@ -1,13 +1,13 @@
-"""Tables of pictures: parquet with image bytes or names, and JSONL or CSV listings of files.
+"""Tables of pictures: parquet files with image bytes or file names, and JSONL or CSV listings of files.
 
-What: `ParquetSource` reads parquet files, each of them a part, with Hugging Face's image struct {bytes, path}, a column
-of bytes, or a column of names; `ListingSource` reads rows of JSONL or CSV that name files.
-Keys: `<file>/<row, nine digits>` for rows of a parquet file; for a listing the picture's own name, so that a listing
-and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table; absolute
-ones, URLs and ones that climb are refused row by row.
-Price: parquet is read by the row group. `GROUP_BYTES` of row groups are kept, so reading near the order of the table
-costs one decode per group, reading anywhere one per picture. A row group above `MAX_GROUP_BYTES` is refused with the
-command that writes smaller ones.
+`ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
+column of bytes, or a column of names. `ListingSource` reads rows of JSONL or CSV that name files.
+Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
+rows with absolute names, URLs or `..` are rejected.
+Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
+order of the table decodes each group once, reading in random order once per picture. A row group above
+`MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import broken, hostile, is_url, said, shown
-from pipeline.sources.filesystem import Store, Unreadable
-from pipeline.sources.source import FILE_COLUMN, FolderSource, Item, Part, Reject, Source, _Entry, _Listing
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
+from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.folder import FolderSource, Listing
+from pipeline.sources.metadata_files import FILE_COLUMN, MetadataReader
+from pipeline.sources.source import Item, Part, Reject, Source
 
 RULE = "parquet-1"
 GROUP_BYTES = 512 << 20
@@ -37,23 +39,23 @@ NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "file
 
 
 class ListingSource(FolderSource):
-    """Files that JSONL or CSV files name.
+    """Files named by JSONL or CSV files.
 
-    Rows that name the same file add up to one item with all their captions. Whether a file is there is seen when it is
-    read; a missing one is a reject of its own.
+    Rows that name the same file become one item with all their captions. A missing file is noticed when it is read, and
+    becomes a reject.
 
     Args:
-        store: where the listings and the pictures are.
+        filesystem: of the listings and the pictures.
         files: names of the listings.
         rule: which captions.
         name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that is there.
-        image_root: what the names are relative to, within the store; None: each listing's folder.
+        image_field: the column that names the file; None: the first existing one of `NAME_COLUMNS`.
+        image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
     """
 
     def __init__(
         self,
-        store: Store,
+        filesystem: Filesystem,
         files: Iterable[str],
         rule: CaptionRule,
         name: str,
@@ -62,62 +64,57 @@ class ListingSource(FolderSource):
         image_root: str | None = None,
         format: str = "jsonl",
     ):
-        super().__init__(store, rule, name)
+        super().__init__(filesystem, rule, name)
         self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
 
-    def _listed(self) -> tuple[_Listing, list[Reject], dict[str, _Entry]]:
-        self.store.refresh()
-        self.store.listed(self.files)
-        self.ignored_kinds = Counter()
-        self.ignored = 0
-        listing = _Listing()
-        told: dict[str, _Entry] = {}
-        rejects: list[Reject] = []
+    def _list(self) -> Listing:
+        self.filesystem.refresh()
+        self.filesystem.require(self.files)
+        self._reset_ignored()
+        metadata = MetadataReader(self.filesystem, self.rule)
         for file in self.files:
-            rejects += self._read_listing(file, listing, told)
-        if not listing.pictures and not rejects:
+            self._read_listing(metadata, file)
+        listing = Listing(set(metadata.pictures), rows=metadata.pictures, rejects=metadata.rejects)
+        if not listing.pictures and not listing.rejects:
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
-        return listing, rejects, told
+        return listing
 
-    def _read_listing(self, file: str, listing: _Listing, told: dict[str, _Entry]) -> list[Reject]:
-        rows, columns, rejects = self._rows(file)
+    def _read_listing(self, metadata: MetadataReader, file: str) -> None:
+        rows, columns = metadata.read(file)
         if not columns:
-            return rejects
+            return
         column = self.image_field or next((name for name in NAME_COLUMNS if name in columns), None)
         if column is None or column not in columns:
             raise UserError(
                 f"{self.location}/{file} has no column " + (repr(column) if column else "that names the pictures"),
-                expected="one of " + ", ".join(NAME_COLUMNS) + ", or what data.image_field says",
-                found="the columns " + ", ".join(repr(shown(column)) for column in columns),
+                expected="one of " + ", ".join(NAME_COLUMNS) + ", or the value of data.image_field",
+                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
                 fix="--set data.image_field=COLUMN",
             )
-        self._check_columns(file, columns, column, "")
-        base = posixpath.dirname(file) if self.image_root is None else self.image_root
+        metadata.check_columns(file, columns, column)
         for line, row in rows:
             where = f"{file}:{line}"
-            named = self._named(where, row, column, rejects)
-            if named is None:
+            name = metadata.file_name(where, row, column)
+            if name is None:
                 continue
-            if is_url(named):
-                rejects.append(Reject(where, f"names {shown(named)!r}: is a URL, not a name within the data"))
+            if is_url(name):
+                reason = f"names {escaped(name)!r}: is a URL, not a name within the data"
+                metadata.rejects.append(Reject(where, reason))
                 continue
-            key = posixpath.normpath(posixpath.join(base, named))
-            listing.pictures.add(key)
-            self._enter(where, row, column, told.setdefault(key, _Entry()), rejects)
-        return rejects
+            metadata.add(where, row, column, _relative(file, name, self.image_root))
 
 
 class ParquetSource(Source):
-    """Parquet files of a store; see the module.
+    """Parquet files of a filesystem; see the module.
 
-    Args: as of `ListingSource`; `image_field`: the column of the picture, its bytes or its name.
+    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture.
     """
 
     format = "parquet"
 
     def __init__(
         self,
-        store: Store,
+        filesystem: Filesystem,
         files: Iterable[str],
         rule: CaptionRule,
         name: str,
@@ -126,13 +123,13 @@ class ParquetSource(Source):
         image_root: str | None = None,
     ):
         self.rule: CaptionRule
-        self.store, self.rule, self.name = store, rule, name
+        self.filesystem, self.rule, self.name = filesystem, rule, name
         self.image_field, self.image_root = image_field, image_root
-        self.location = store.location
+        self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
-        self.ignored_kinds: Counter[str] = Counter()
-        self._places: dict[str, tuple[str, int, int, int]] = {}  # part, row group, row in it, bytes
-        self._names: dict[str, str] = {}  # the file, where a row names one
+        self.ignored_kinds = Counter()
+        self._places: dict[str, tuple[str, int, int, int]] = {}  # key -> part, row group, row in the group, bytes
+        self._names: dict[str, str] = {}  # key -> file that the row names
         self._versions: dict[str, tuple[int, int]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
@@ -141,12 +138,11 @@ class ParquetSource(Source):
     # ------------------------------------------------------------ listing
 
     def parts(self) -> list[Part]:
-        self.store.refresh()
+        self.filesystem.refresh()
         with self._lock:
-            self._versions = self.store.listed(self.files)
+            self._versions = self.filesystem.require(self.files)
             self._open, self._groups = OrderedDict(), OrderedDict()
-        self.ignored_kinds.clear()
-        self.ignored = 0
+        self._reset_ignored()
         return [Part(file, self._stamp(file)) for file in self.files]
 
     def items(self) -> Iterator[Item | Reject]:
@@ -155,104 +151,106 @@ class ParquetSource(Source):
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
-            self._versions[name] = self.store.stat(name)
+            self._versions[name] = self.filesystem.stat(name)
             with self._lock:
                 table = self._file(name)
         except Unreadable as error:
-            yield Reject(shown(name), f"unreadable: {str(error).removeprefix(shown(name) + ': ')}")
+            yield Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
             return
         except (pa.ArrowException, OSError) as error:
-            yield Reject(shown(name), f"is no parquet file: {shown(said(error))}")
+            yield Reject(escaped(name), f"is no parquet file: {escaped(error_text(error))}")
             return
         column, _ = self._picture(name, table.schema_arrow)
-        wanted = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
-        if self.rule.wanting(wanted):
-            raise UserError(
-                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
-                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
-                found="the columns " + ", ".join(repr(shown(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={shown(wanted[0])}" if wanted else "add a caption column",
-            )
+        others = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
+        self._check_captions(name, table, others)
         first = 0
-        odd: Counter[str] = Counter()
+        unreadable: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             try:
-                with self._lock:
-                    rows = _rows(table.read_row_group(group, columns=wanted))
-                pictures = self._group(name, group)
-                if len(pictures) != count or len(rows or pictures) != count:
-                    raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
+                rows, pictures = self._read_group(name, table, group, others)
             except (pa.ArrowException, OSError) as error:
-                yield Reject(shown(name), f"rows {first} to {first + count - 1} cannot be read: {shown(said(error))}")
+                reason = escaped(error_text(error))
+                yield Reject(escaped(name), f"rows {first} to {first + count - 1} cannot be read: {reason}")
                 first += count
                 continue
-            for row, said_of_it in enumerate(rows or [{}] * count):
-                values = {**said_of_it, column: _value(pictures[row])}
-                unreadable = {field: value.reason for field, value in values.items() if isinstance(value, _Odd)}
-                odd.update(unreadable.keys())
-                if unreadable:
-                    reasons = (f"its {shown(field)!r} {reason}" for field, reason in unreadable.items())
-                    yield Reject(f"{name}/{first + row:09d}", "; ".join(reasons))
+            for row, values in enumerate(rows):
+                place = _Row(name, group, row, f"{name}/{first + row:09d}")
+                picture = _value(pictures[row])
+                reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
+                unreadable.update(reasons.keys())
+                if reasons:
+                    yield Reject(place.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
                 else:
-                    yield from self._row(name, group, row, first + row, said_of_it, values[column])
+                    yield from self._item(place, values, picture)
             first += count
-        for field in sorted(field for field, rows in odd.items() if rows == first):
+        for field in sorted(field for field, rejected in unreadable.items() if rejected == first):
             kind = table.schema_arrow.field(field).type
             yield Reject(
-                shown(name),
-                f"no value of its column {shown(field)!r} ({kind}) can be read; write it as text, or leave it out",
+                escaped(name),
+                f"no value of its column {escaped(field)!r} ({kind}) can be read; write it as text, or leave it out",
             )
         if not first:
-            yield Reject(shown(name), "holds no row")
+            yield Reject(escaped(name), "holds no row")
 
-    def _row(
-        self, part: str, group: int, row: int, number: int, said_of_it: dict[str, Any], picture: Any
-    ) -> Iterator[Item | Reject]:
-        own = f"{part}/{number:09d}"
-        data, named = _bytes_and_name(picture)
-        if data is None and named is None:
-            yield Reject(own, "has no picture")
+    def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
+        """Raises a UserError if no caption column exists."""
+        if self.rule.lacks_captions(columns):
+            raise UserError(
+                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
+                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
+                found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
+                fix=f"--set data.caption_field={escaped(columns[0])}" if columns else "add a caption column",
+            )
+
+    def _read_group(
+        self, name: str, table: ParquetFile, group: int, columns: list[str]
+    ) -> tuple[list[dict[str, Any]], pa.Array]:
+        """(values of `columns` by row, pictures) of a row group."""
+        count = table.metadata.row_group(group).num_rows
+        with self._lock:
+            rows = _rows(table.read_row_group(group, columns=columns))
+        pictures = self._group(name, group)
+        if len(pictures) != count or len(rows or pictures) != count:
+            raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
+        return rows or [{} for _ in range(count)], pictures
+
+    def _item(self, place: _Row, values: dict[str, Any], picture: Any) -> Iterator[Item | Reject]:
+        """The item of a row. values: of the columns beside the picture."""
+        key = place.key
+        data, file = _bytes_and_name(picture)
+        if data is not None:
+            where = f"{place.group}:{place.row}+{len(data)}"
+        elif file is None:
+            yield Reject(key, "has no picture")
             return
-        if data is None:
-            assert named is not None
-            problem = "is a URL, not a name within the data" if is_url(named) else hostile(named)
-            if problem is not None:
-                yield Reject(own, f"names {shown(named)!r}: {problem}")
-                return
-        found = self.rule.read(said_of_it)
-        captions, dropped = self.rule.settle(found.candidates, own, self.name)
-        if dropped:
-            self.ignored_kinds["caption that is never drawn (its score is below data.score_threshold)"] += dropped
-            self.ignored = self.ignored_kinds.total()
-        if any(broken(text) for text, _ in captions):
-            yield Reject(own, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(own, "; ".join(found.problems))
         else:
-            if found.problems:
-                yield Reject(own + " (caption)", "; ".join(found.problems))
-            meta = {column: value for column, value in said_of_it.items() if column not in self.rule.columns}
-            if data is not None and named:
-                meta.setdefault("path", named)
-            if data is None:
-                assert named is not None
-                where = "=" + self._beside(part, named)
-            else:
-                where = f"{group}:{row}+{len(data)}"
-            self._place(own, part, where)
-            yield Item(own, captions, meta, where)
-
-    def _beside(self, part: str, named: str) -> str:
-        base = posixpath.dirname(part) if self.image_root is None else self.image_root
-        return posixpath.normpath(posixpath.join(base, named))
+            problem = "is a URL, not a name within the data" if is_url(file) else unsafe_reason(file)
+            if problem is not None:
+                yield Reject(key, f"names {escaped(file)!r}: {problem}")
+                return
+            where = "=" + _relative(place.part, file, self.image_root)
+        row = self.rule.read(values)
+        captions = self._weighted(row.candidates, key)
+        if any(has_surrogates(text) for text, _ in captions):
+            yield Reject(key, "its caption is not valid Unicode")
+        elif not captions:
+            yield Reject(key, "; ".join(row.problems))
+        else:
+            if row.problems:
+                yield Reject(key + " (caption)", "; ".join(row.problems))
+            meta = {column: value for column, value in values.items() if column not in self.rule.columns}
+            if data is not None and file:
+                meta.setdefault("path", file)
+            self._place(key, place.part, where)
+            yield Item(key, captions, meta, where)
 
     def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
         twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
         if twice:
             raise UserError(
-                f"{self.location}/{part} has two columns {shown(twice[0])!r}",
+                f"{self.location}/{part} has two columns {escaped(twice[0])!r}",
                 fix="write it again with one name for each",
             )
         if self.image_field is not None:
@@ -273,12 +271,12 @@ class ParquetSource(Source):
             f"{self.location}/{part} has no column of pictures"
             + (f" {self.image_field!r}" if self.image_field is not None else ""),
             expected="a struct of bytes and path (Hugging Face), a column of bytes, or a column of file names",
-            found=", ".join(f"{shown(field.name)}: {field.type}" for field in schema),
+            found=", ".join(f"{escaped(field.name)}: {field.type}" for field in schema),
             fix="--set data.image_field=COLUMN",
         )
 
     def _stamp(self, file: str) -> str | None:
-        """None where rows name files: those may change without the table."""
+        """None if rows name files, which may change without the table."""
         try:
             version = self._versions[file]
             with self._lock:
@@ -305,41 +303,41 @@ class ParquetSource(Source):
 
     def stat(self, key: str) -> tuple[int, int]:
         if key in self._names:
-            return self.store.stat(self._names[key])
-        part, _, _, size = self._found(key)
+            return self.filesystem.stat(self._names[key])
+        part, _, _, size = self._locate(key)
         version = self._versions.get(part)
         if version is None:
-            version = self._versions[part] = self.store.stat(part)
+            version = self._versions[part] = self.filesystem.stat(part)
         return size, version[1]
 
     def read(self, key: str) -> bytes:
         if key in self._names:
-            return self.store.read(self._names[key])
-        part, group, row, _ = self._found(key)
+            return self.filesystem.read(self._names[key])
+        part, group, row, _ = self._locate(key)
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable(f"{shown(key)}: {shown(said(error))}") from None
+            raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
         if data is None:
-            raise Unreadable(f"{shown(key)}: has no picture any more")
+            raise Unreadable(f"{escaped(key)}: has no picture any more")
         return data
 
     def head(self, key: str, length: int) -> bytes:
         if key in self._names:
-            return self.store.read(self._names[key], length)
-        return self.read(key)  # parquet has no smaller piece than a row group's column
+            return self.filesystem.read(self._names[key], length)
+        return self.read(key)  # the smallest unit of reading is a column of a row group
 
-    def _found(self, key: str) -> tuple[str, int, int, int]:
+    def _locate(self, key: str) -> tuple[str, int, int, int]:
         try:
             return self._places[key]
         except KeyError:
-            raise Unreadable(f"{shown(key)}: is in none of the tables that were listed") from None
+            raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed") from None
 
     def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
         table = self._open.get(name)
         if table is None:
-            table = self._open[name] = ParquetFile(self.store.open(name))
+            table = self._open[name] = ParquetFile(self.filesystem.open(name))
             if len(self._open) > 16:
                 self._open.popitem(last=False)
         return table
@@ -347,8 +345,8 @@ class ParquetSource(Source):
     def _group(self, part: str, group: int) -> pa.Array:
         """The pictures of a row group."""
         with self._lock:
-            found = self._groups.get((part, group))
-            if found is None:
+            pictures = self._groups.get((part, group))
+            if pictures is None:
                 table = self._file(part)
                 column, _ = self._picture(part, table.schema_arrow)
                 size = _size(table, group, column)
@@ -359,17 +357,33 @@ class ParquetSource(Source):
                         expected=f"row groups of at most {MAX_GROUP_BYTES:,} bytes",
                         fix="write it again: pyarrow.parquet.write_table(table, file, row_group_size=256)",
                     )
-                found = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
-                self._groups[part, group] = found
-                while len(self._groups) > 1 and sum(one.nbytes for one in self._groups.values()) > GROUP_BYTES:
+                pictures = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
+                self._groups[part, group] = pictures
+                while len(self._groups) > 1 and sum(array.nbytes for array in self._groups.values()) > GROUP_BYTES:
                     self._groups.popitem(last=False)
             else:
                 self._groups.move_to_end((part, group))
-            return found
+            return pictures
+
+
+def _relative(table: str, name: str, image_root: str | None) -> str:
+    """A file that a row of a table names, relative to the source's root."""
+    base = posixpath.dirname(table) if image_root is None else image_root
+    return posixpath.normpath(posixpath.join(base, name))
 
 
 @dataclass(frozen=True)
-class _Odd:
+class _Row:
+    """A row of a parquet file. row: within its row group."""
+
+    part: str
+    group: int
+    row: int
+    key: str
+
+
+@dataclass(frozen=True)
+class _BadValue:
     """Stands for a value that Python has no object for."""
 
     reason: str
@@ -379,19 +393,19 @@ def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return _Odd("is not UTF-8")
+        return _BadValue("is not UTF-8")
     except Exception:  # ValueError, OverflowError, KeyError of a time zone
-        return _Odd(f"holds a {scalar.type} that Python's types cannot hold")
+        return _BadValue(f"holds a {scalar.type} that Python's types cannot hold")
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows of a table; an `_Odd` stands in the place of a value that cannot be read."""
+    """Rows of a table; `_BadValue` for values that cannot be read."""
 
     def values(column: pa.ChunkedArray) -> list[Any]:
         try:
             return column.to_pylist()
         except Exception:
-            return [_value(one) for one in column]
+            return [_value(scalar) for scalar in column]
 
     columns = [values(column) for column in table.columns]
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -426,8 +440,8 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
-    found = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
-    return [chunk for chunk in found if chunk.path_in_schema.split(".")[0] == column]
+    chunks = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
+    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
 
 
 def _size(table: ParquetFile, group: int, column: str) -> int:

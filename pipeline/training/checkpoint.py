@@ -1,21 +1,21 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, renames the folder, all
-of it in a thread beside the training if `train.async_save` says so; `newest` finds what `--resume auto` takes;
-`load` restores on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
-Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a run killed in the middle leaves a
-folder that looks nearly right. Here a folder without `.tmp` in its name is complete or has been damaged later, and
-the document holds the size and xxh3-128 digest of every file, so that the difference is found when it is read.
-Why a thread and no process: the copy in host memory is all it needs, and a child process would have to be started
+What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, then renames the folder
+(in a background thread with `train.async_save`); `choose` decides what a run resumes from; `load` restores on any
+number of processes; `ModelTensors` reads the weights one by one in one process without a group.
+Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a killed run leaves a folder that looks
+nearly right. Here a folder without `.tmp` in its name is complete or was damaged later, and the document has the size
+and xxh3-128 digest of every file, so that damage is found on reading.
+Why a thread and not a process: it needs only the copy in host memory, and a child process would have to be started
 (7 s) or forked with the training's threads and sockets in it.
 Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
 rate and the seed of torch's generators from the step.
-Price: a copy of this process's share in host memory while a save is in flight; every file is read back once after
+Price: a copy of this process's shards in host memory while a save is in flight; every file is read back once after
 writing; all processes must see the same file system.
 
 Layout of the tensors: `model.<parameter>`, `optim.state.<parameter>.<moment>` and, where the run has them,
 `ema.<parameter>` and `loss_scale.<number>`; fp32 (bf16 weights and moments for `bf16_pure`), with GLUMBConv's channels
-interleaved as in memory (`pipeline.models.sana`), not in diffusers' order: use the export stage for that.
+interleaved as in memory (`pipeline.models.sana_layers`), not in diffusers' order, which the export stage writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from pipeline.cache.files import make_folder
+from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError
 from pipeline.loader.loader import State
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import agree, broadcast_from_rank_0, gather
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import CheckpointError, Reader, read_metadata
 
@@ -61,19 +61,26 @@ LAYOUT = (
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
-_MEND = "check the disk's space and rights, then --resume auto"
+_FIX = "check the disk's space and rights, then --resume auto"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Document:
-    """What `checkpoint.json` says. `files` maps a file name to [bytes, xxh3-128]."""
+    """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128]."""
 
     state: State
     architecture: SanaConfig
     config: dict[str, Any]
     files: dict[str, list[Any]]
+
+
+class Resumed(NamedTuple):
+    """The checkpoint that a run continues from."""
+
+    folder: Path
+    document: Document
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -85,54 +92,54 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 class Saver:
-    """Writes the checkpoints of one run, one at a time. Made, called and left (`with`) by all processes together.
+    """Writes the checkpoints of one run, one at a time. All its methods, also `__init__` and `with`, are collective.
 
     Args:
         root: the run's `checkpoints` folder.
-        config: kept in every checkpoint; `train.async_save`, `keep_checkpoints`, `keep_every` rule this class.
-        say: told of every published checkpoint, on the first process, perhaps from another thread.
+        config: stored in every checkpoint; decides by `train.async_save`, `keep_checkpoints` and `keep_every`.
+        log: prints one line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
     """
 
-    def __init__(self, root: Path, architecture: SanaConfig, config: Config, say: Callable[[str], None], lock: Lock):
-        self._root, self._architecture, self._config, self._say = root, architecture, config, say
+    def __init__(self, root: Path, architecture: SanaConfig, config: Config, log: Callable[[str], None], lock: Lock):
+        self._root, self._architecture, self._config, self._log = root, architecture, config, log
         self._lock = lock
-        self._earlier = leftovers(root)  # of attempts before this one: a later one has not begun while the lock is ours
+        self._earlier_leftovers = leftovers(root)  # of this attempt's predecessors: no later one begins during the lock
         self._thread = ThreadPoolExecutor(1, "checkpoint") if config.train.async_save else None
-        # What the thread agrees on must not meet what the training reduces at the same time: a group of its own.
+        # The thread's collectives must not mix with those of the training: a separate group.
         timeout = timedelta(seconds=config.train.parallel.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._thread else None
-        self._flight: Future[Path] | None = None
+        self._in_flight: Future[Path] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this process. To be told to the others; `wait` has the reason."""
-        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+        """Whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, more: Sections | None = None
     ) -> None:
-        """Publish a checkpoint and remove old ones; in the background, only after a copy of all tensors is taken.
+        """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors, with `async_save`.
 
         Args:
-            more: what else the run needs: section -> name -> tensor, plain or sharded.
+            more: further tensors of the run: section -> name -> tensor, plain or sharded.
 
         Raises:
-            CheckpointError: this save or the one before failed (the same words on every process), or the processes do
-                not see one file system. What was published before stays.
+            CheckpointError: this save or the one before failed (the same message on every process), or the processes do
+                not see one file system. Published checkpoints stay.
         """
         self.wait()
         tensors = _tensors(model, optimizer, more)
         if self._thread is None:
             self._write(tensors, state)
         else:
-            self._flight = self._thread.submit(self._write, host_copy(tensors), state)
+            self._in_flight = self._thread.submit(self._write, host_copy(tensors), state)
 
     def wait(self) -> None:
-        """Until nothing is in flight. Raises what `save` raises."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.result()
+        """Wait until no save is in flight. Raises as `save`."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
 
     def __enter__(self) -> Saver:
         return self
@@ -140,7 +147,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
-                self.wait()  # while another error is on its way, that one is told
+                self.wait()  # an error that is being raised goes first
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
@@ -150,15 +157,7 @@ class Saver:
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
         broadcast_from_rank_0(lambda: self._prepare(final, work), group)
         _dcp(lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        own: dict[str, list[Any]] = {}
-        error = None
-        try:
-            own = {path.name: _fingerprint(path) for path in sorted(work.iterdir()) if _owner(path.name, world) == rank}
-        except OSError as caught:
-            error = CheckpointError(f"{work}: could not be read back: {caught}")
-        agree(error, group)
-        files = {name: fingerprint for part in gather(own, group) for name, fingerprint in part.items()}
+        files = self._read_back(work)
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -166,14 +165,28 @@ class Saver:
             "state": state.as_dict(),
             "architecture": self._architecture.to_dict(),
             "config": written(self._config),
-            "processes": world,
+            "processes": dist.get_world_size(),
             "torch": torch.__version__,
             "files": files,
         }
         broadcast_from_rank_0(lambda: _publish(work, final, document, self._lock), group)
-        broadcast_from_rank_0(self._retire, group)
-        self._say(f"saved {final}")
+        broadcast_from_rank_0(self._remove_old, group)
+        self._log(f"saved {final}")
         return final
+
+    def _read_back(self, work: Path) -> dict[str, list[Any]]:
+        """Size and digest of every file, each read by one process."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        fingerprints: dict[str, list[Any]] = {}
+        error = None
+        try:
+            names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
+            fingerprints = {name: _fingerprint(work / name) for name in names}
+        except OSError as caught:
+            error = CheckpointError(f"{work}: could not be read back: {caught}")
+        raise_first_error(error, self._group)
+        parts = all_gather_objects(fingerprints, self._group)
+        return {name: fingerprint for part in parts for name, fingerprint in part.items()}
 
     def _prepare(self, final: Path, work: Path) -> None:
         self._lock.check()
@@ -186,30 +199,30 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
 
-    def _retire(self) -> None:
-        """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and what
-        interrupted saves and removals of this attempt and of earlier ones left. A rename first: a half-removed
-        checkpoint must not look like a damaged one."""
+    def _remove_old(self) -> None:
+        """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
+        leftovers of interrupted saves and removals of this attempt and earlier ones. Each checkpoint is renamed first:
+        a half-removed one must not look like a damaged one."""
         train, token = self._config.train, self._lock.token
         for path in leftovers(self._root):
-            if path in self._earlier or f".{token}." in path.name:
+            if path in self._earlier_leftovers or f".{token}." in path.name:
                 self._lock.check()
                 shutil.rmtree(path, ignore_errors=True)
         for path in complete(self._root)[: -train.keep_checkpoints]:
             if train.keep_every is not None and _step_of(path) % train.keep_every == 0:
                 continue
             self._lock.check()
-            away = path.with_name(f"{path.name}.{token}.removing")
-            os.rename(path, away)
-            shutil.rmtree(away, ignore_errors=True)
+            removing = path.with_name(f"{path.name}.{token}.removing")
+            os.rename(path, removing)
+            shutil.rmtree(removing, ignore_errors=True)
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
-    """The tensors of both, by flat names; DTensors where the model is sharded. They share memory with the model."""
+    """Tensors of model, optimizer and `more` by section; DTensors where the model is sharded. Memory is shared."""
     optimizer.zero_grad(set_to_none=True)  # with gradients present, torch would not create missing moments
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-    own = {"model": weights, "optim": {name: value for name, value in moments.items() if name.startswith("state.")}}
-    return {**own, **(more or {})}
+    state = {name: value for name, value in moments.items() if name.startswith("state.")}
+    return {"model": weights, "optim": state, **(more or {})}
 
 
 def host_copy(tree: Any) -> Any:
@@ -221,14 +234,14 @@ def host_copy(tree: Any) -> Any:
     """
     copied = tree_map_only(Tensor, _host_copy, tree)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the copies from the GPU are under way until here
+        torch.cuda.synchronize()  # until the copies from the GPU are done
     return copied
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        # What is among the names and no tensor (a mesh) stays as it is.
+        # attributes that are no tensors (a mesh) stay as they are
         parts = {name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     source = tensor.detach()
@@ -236,18 +249,18 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _dcp(call: Callable[[], Any], what: str) -> None:
-    """Run a DCP call. Its CheckpointException is no Exception, so it would pass every ordinary handler."""
+    """Run a DCP call. Its CheckpointException is not an Exception: ordinary handlers would miss it."""
     try:
         call()
     except CheckpointException as error:
         reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
-        raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_MEND) from None
+        raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_FIX) from None
 
 
 def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> None:
-    there = {path.name for path in work.iterdir()}
-    unseen = sorted(set(document["files"]) - there)
-    if unseen or ".metadata" not in there:
+    present = {path.name for path in work.iterdir()}
+    unseen = sorted(set(document["files"]) - present)
+    if unseen or ".metadata" not in present:
         raise CheckpointError(
             f"{work}: the first process does not see files that others wrote",
             found="unseen: " + ", ".join(unseen or [".metadata"]),
@@ -264,7 +277,7 @@ def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> N
         os.rename(work, final)
         _sync_folder(final.parent)
     except OSError as error:
-        raise CheckpointError(f"{final}: could not be published: {error}", fix=_MEND) from None
+        raise CheckpointError(f"{final}: could not be published: {error}", fix=_FIX) from None
 
 
 def _sync_folder(path: Path) -> None:
@@ -295,16 +308,16 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """What `--resume auto` takes: the last published checkpoint, or None."""
-    found = complete(root)
-    return found[-1] if found else None
+    """The last published checkpoint (`--resume auto`), or None."""
+    published = complete(root)
+    return published[-1] if published else None
 
 
 def read_document(folder: Path) -> Document:
-    """Read and check `checkpoint.json`; names and sizes of the files are checked too, their digests by `verify`.
+    """Read and check `checkpoint.json`; names and sizes of the files are checked, too, their digests by `verify`.
 
     Raises:
-        CheckpointError: no checkpoint, a newer version, or a damaged one.
+        CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
     path = folder / DOCUMENT
     hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
@@ -329,12 +342,12 @@ def read_document(folder: Path) -> Document:
     if digest != _digest_of(values):
         raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
     for name, (size, _) in values["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if actual != size:
             raise CheckpointError(
-                f"{folder / name}: is {'missing' if found is None else 'cut short or changed'}",
+                f"{folder / name}: is {'missing' if actual is None else 'cut short or changed'}",
                 expected=f"{size} bytes",
-                found=None if found is None else f"{found} bytes",
+                found=None if actual is None else f"{actual} bytes",
                 fix=hint,
             )
     return Document(
@@ -352,9 +365,9 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
         CheckpointError: a file whose bytes changed.
     """
     for name, (size, digest) in sorted(document.files.items()):
-        if _owner(name, world) == rank and _fingerprint(folder / name) != [size, digest]:
+        if _reader(name, world) == rank and _fingerprint(folder / name) != [size, digest]:
             raise CheckpointError(
-                f"{folder / name}: is damaged: its bytes are not those that were written",
+                f"{folder / name}: is damaged: its bytes have changed since they were written",
                 fix="remove this folder, and --resume auto takes the checkpoint before it",
             )
 
@@ -365,22 +378,22 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
     Raises:
         CheckpointError: naming every field that differs.
     """
-    ours, theirs = origin.as_dict(), document.state.as_dict()
-    wrong = [
-        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {theirs.get(name, 0)}, "
-        f"this run {ours.get(name, 0)}"
-        for name in {**ours, **theirs}
-        if name != "step" and theirs.get(name, 0) != ours.get(name, 0)
+    here, stored = origin.as_dict(), document.state.as_dict()
+    differences = [
+        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {stored.get(name, 0)}, "
+        f"this run {here.get(name, 0)}"
+        for name in {**here, **stored}
+        if name != "step" and stored.get(name, 0) != here.get(name, 0)
     ]
-    mine, its = architecture.to_dict(), document.architecture.to_dict()
-    wrong += [
-        f"model {name}: the checkpoint has {its.get(name)!r}, this run {mine.get(name)!r}"
-        for name in sorted({*mine, *its})
-        if mine.get(name) != its.get(name)
+    here, stored = architecture.to_dict(), document.architecture.to_dict()
+    differences += [
+        f"model {name}: the checkpoint has {stored.get(name)!r}, this run {here.get(name)!r}"
+        for name in sorted({*here, *stored})
+        if here.get(name) != stored.get(name)
     ]
-    if wrong:
+    if differences:
         raise CheckpointError(
-            f"{folder}: belongs to another run\n  " + "\n  ".join(wrong),
+            f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
             fix="restore those settings (--snapshot takes the id), or start a new run from an export of this "
             "checkpoint: --set train.output=DIR --set model.weights=EXPORT --set model.arch=null",
         )
@@ -402,38 +415,38 @@ def load(
         more: as given to `save`; its tensors are overwritten.
 
     Returns:
-        The sections of `more` that the checkpoint does not have; their tensors stay as they are.
+        The sections of `more` that the checkpoint lacks; their tensors stay as they are.
 
     Raises:
         CheckpointError: damaged bytes, or tensors that do not fit.
     """
     world = dist.get_world_size()
     error: Exception | None = None
-    held: set[str] = set()
+    sections: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
-        held = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
+        sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
-    agree(error)
-    tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in held})
+    raise_first_error(error)
+    tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in sections})
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
     _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
     moments = {**settings, **tensors["optim"]}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
-    return set(more or {}) - held
+    return set(more or {}) - sections
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read when it is asked for, in one
-    process without a group.
+    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access. Needs one process and
+    no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
-        ema: the running averages instead of the last weights.
+        ema: read the EMA instead of the last weights.
 
     Raises:
-        CheckpointError: not a complete checkpoint, a damaged one, or one without averages.
+        CheckpointError: an incomplete or damaged checkpoint, or one without EMA.
     """
 
     def __init__(self, folder: str | Path, *, ema: bool = False):
@@ -499,6 +512,61 @@ def resolve(root: Path, resume: str | Path) -> Path | None:
     return inside or folder
 
 
+def find(config: Config, which: str) -> Path:
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    root = Path(config.train.output) / "checkpoints"
+    folder = resolve(root, which)
+    if folder is None:
+        raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
+    return folder
+
+
+def choose(run: Path, resume: str | Path | None) -> tuple[Resumed | None, list[str]]:
+    """The checkpoint that a run resumes from, if any, and lines to print. Writes nothing.
+
+    Args:
+        run: the run directory. resume: `--resume`; None starts anew.
+
+    Raises:
+        ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
+    """
+    root = run / "checkpoints"
+    last = newest(root)
+    notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
+    if resume is None:
+        if last is not None:
+            raise ConfigError(
+                f"the run directory {run} already holds checkpoints, the newest is {last.name}",
+                fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+            )
+        return None, notes
+    folder = resolve(root, resume)
+    if folder is None:
+        return None, [*notes, f"no checkpoint in {root} yet: starting from the beginning"]
+    if last is not None and last.resolve() != folder.resolve():
+        raise ConfigError(
+            f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
+            fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
+        )
+    return Resumed(folder, read_document(folder)), notes
+
+
+def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
+    """The id of the snapshot that the run to be resumed began with; None for a new run.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    if resume is None:
+        return None
+    folder = resolve(Path(config.train.output) / "checkpoints", resume)
+    return None if folder is None else read_document(folder).state.snapshot
+
+
 def _fingerprint(path: Path) -> list[Any]:
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
@@ -508,8 +576,8 @@ def _fingerprint(path: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def _owner(name: str, world: int) -> int:
-    """Which process reads back a file: the one that wrote it, where there still is one."""
+def _reader(name: str, world: int) -> int:
+    """The process that reads a file back: its writer, or with fewer processes another one."""
     match = re.match(r"__(\d+)_", name)
     return int(match[1]) % world if match else 0
 

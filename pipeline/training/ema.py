@@ -1,9 +1,9 @@
-"""A running average of the weights (EMA), sharded as they are.
+"""Exponential moving average (EMA) of the weights, sharded like them.
 
-What: `Average` keeps an fp32 average of every parameter and moves it towards the weights after each `every`-th step;
-`tensors` gives it to the checkpoint, from which export and sampling read it.
-Why a list of tensors and no second model: FSDP2's modules cannot be copied, the update is elementwise, and a list can
-lie on the CPU, where it costs no memory of the card.
+What: `EMA` keeps an fp32 average of every parameter and moves it towards the weights after each `every`-th step; its
+`values` go into the checkpoint, from which export and sampling read them.
+Why a dict of tensors and no second model: FSDP2's modules cannot be copied, the update is elementwise, and tensors can
+lie on the CPU, where they cost no GPU memory.
 The decay grows with the step, min(decay, (1 + step) / (10 + step)), so that an average that started from random weights
 forgets them; it is a function of the step and needs no state.
 Price: 4 bytes per parameter, on the device or on the host; on the host also one copy of the weights to it per update
@@ -20,20 +20,20 @@ from pipeline.training.optimizers.stochastic_rounding import local
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """What is left of the average in the update after optimizer step `step` (the first is 1); it stands for `every`
-    steps. The warm-up is that of the usual implementations (TensorFlow's `num_updates`)."""
+    """EMA decay after optimizer step `step` (1-based), for an update that covers `every` steps. The warm-up is
+    TensorFlow's (`num_updates`)."""
     return min(config.decay, (1 + step) / (10 + step)) ** config.every
 
 
 class EMA:
-    """The averages of a model's parameters, by their names.
+    """EMA of a model's parameters, by name.
 
     Attributes:
         values: fp32, plain or sharded like the parameters, on their device or on the CPU.
     """
 
     def __init__(self, model: nn.Module, config: EmaConfig):
-        """Start from the weights as they are. Call it after the model was spread."""
+        """Start from the current weights. Call it after `parallelize`."""
         self.config = config
         self._parameters = dict(model.named_parameters())
         self.values = {name: self._copy(parameter) for name, parameter in self._parameters.items()}
@@ -44,13 +44,13 @@ class EMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the weights as they are now."""
+        """Start anew from the current weights."""
         for name, parameter in self._parameters.items():
             local(self.values[name]).copy_(local(parameter))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the weights, after optimizer step `step` (1 for the first)."""
+        """Move towards the weights after optimizer step `step` (1-based)."""
         if step % self.config.every:
             return
         averages = [local(value) for value in self.values.values()]

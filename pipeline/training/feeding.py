@@ -1,12 +1,12 @@
-"""What a run's steps are made of, with the same decision about it on every process.
+"""Feed a run with microbatches; all processes decide alike whether the next step takes place.
 
 What: `Feed` yields each step's microbatches once every process has its part. If one process cannot read its part, or
-too many samples stand in for unreadable ones, iteration ends on all of them before that step is begun, so that the
-step before it can be saved; `settle` then raises the reason, in the same words everywhere.
-Why before the step: a process without a batch cannot take part in the collectives of a step, and the others would hang
-in them until the timeout; an update that is under way cannot be taken back.
-Price: one reduction of three numbers over gloo per step; each process waits there for the slowest reader, as it would
-in the step itself.
+too many samples are substitutes for unreadable ones, iteration ends on all of them before that step is begun, so that
+the step before it can be saved; `raise_failure` then raises the reason, with the same message everywhere.
+Why before the step: a process without a batch cannot take part in the collectives of a step, and the others would wait
+in them until the timeout; a begun update cannot be undone.
+Price: one gloo reduction of three numbers per step, in which each process waits for the slowest reader, as it would in
+the step itself.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.errors import RejectRateError
 from pipeline.loader.loader import Batch, State
-from pipeline.parallel.mesh import agree
+from pipeline.parallel.collectives import raise_first_error
 
 WINDOW = 10_000
-"""Samples over which the share of stand-ins is taken."""
-LEAST = 200
-"""The share is taken of so many at least, so that one bad sample at the start is no catastrophe."""
-WARNED_AT = 0.2
-"""A warning comes at this part of `train.max_quarantine_rate`."""
+"""Samples over which the share of substitutes is taken."""
+MIN_SAMPLES = 200
+"""The share is taken of at least this many samples, so that one bad sample at the start does not end the run."""
+WARN_AT = 0.2
+"""A warning is printed at this part of `train.max_quarantine_rate`."""
 
 Steps = Iterator[tuple[list[Batch], State]]
 
@@ -45,23 +45,23 @@ class Feed:
 
     Args:
         steps: this process's microbatches and the state after them.
-        replaced: how many samples of this process stood in for unreadable ones so far.
-        say: prints one line, on the first process only.
+        replaced: number of this process's samples so far that are substitutes for unreadable ones.
+        log: prints one line, on the first process only.
 
     Attributes:
         broken: iteration ended because a process could not go on; the same on every process.
-        share: of the last `WINDOW` samples, all processes together, those that stood in for unreadable ones.
+        share: substitutes among the last `WINDOW` samples of all processes, 0 to 1.
     """
 
-    def __init__(self, steps: Steps, replaced: Callable[[], int], config: Config, say: Callable[[str], None]):
-        self._steps, self._replaced, self._say = steps, replaced, say
-        self._most = config.train.max_quarantine_rate
-        self._settings = shlex.quote(str(Path(config.train.output) / "config.yaml"))
+    def __init__(self, steps: Steps, replaced: Callable[[], int], config: Config, log: Callable[[str], None]):
+        self._steps, self._replaced, self._log = steps, replaced, log
+        self._limit = config.train.max_quarantine_rate
+        self._config_path = shlex.quote(str(Path(config.train.output) / "config.yaml"))
         self.broken, self.share = False, 0.0
         self._error: Exception | None = None
         self._warned = False
         self._samples = 0
-        self._counts = deque([(0, 0)])  # samples and stand-ins, after each step of the window
+        self._counts = deque([(0, 0)])  # samples and substitutes since the start, after each step of the window
         # A process may wait for its data as long as the configuration says, and the others for it.
         timeout = timedelta(seconds=config.train.parallel.timeout_s + config.patience_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
@@ -69,52 +69,57 @@ class Feed:
     def __iter__(self) -> Iterator[tuple[float, list[Batch], State]]:
         """(seconds that this process waited for its part, its microbatches, the state after them)."""
         while True:
-            began, found = time.perf_counter(), None
+            began, part = time.perf_counter(), None
             try:
-                found = next(self._steps, None)
+                part = next(self._steps, None)
             except Exception as error:
                 self._error = error
             waited = time.perf_counter() - began
-            samples = 0 if found is None else sum(len(batch.sample_ids) for batch in found[0])
-            failed, taken, replaced = self._sum(float(self._error is not None), samples, self._replaced())
-            if failed or not self._bearable(int(taken), int(replaced)):
+            samples = 0 if part is None else sum(len(batch.sample_ids) for batch in part[0])
+            failed, read, replaced = self._sum(float(self._error is not None), samples, self._replaced())
+            if failed or not self._within_limit(int(read), int(replaced)):
                 self.broken = True
                 return
-            if found is None:
+            if part is None:
                 return
-            yield waited, *found
+            yield waited, *part
 
-    def settle(self) -> None:
-        """Raise, on every process, what broke the iteration on the first one that it broke on; nothing if all that
-        happened is that the run was asked to stop while it waited."""
-        agree(None if isinstance(self._error, Interrupted) else self._error)
+    def raise_failure(self) -> None:
+        """Raise, on every process, the first error in rank order that ended the iteration; nothing if the run was only
+        asked to stop while it waited."""
+        raise_first_error(None if isinstance(self._error, Interrupted) else self._error)
 
-    def _sum(self, *mine: float) -> list[float]:
+    def _sum(self, *numbers: float) -> list[float]:
+        """The numbers summed over all processes."""
         if self._group is None:
-            return list(mine)
-        numbers = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self._group)
-        return numbers.tolist()
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums, group=self._group)
+        return sums.tolist()
 
-    def _bearable(self, samples: int, replaced: int) -> bool:
-        """Count a step. The same numbers and the same answer on every process."""
+    def _within_limit(self, samples: int, replaced: int) -> bool:
+        """Count a step. Same arguments and result on every process.
+
+        Args:
+            samples: of this step. replaced: since the start.
+        """
         self._samples += samples
         self._counts.append((self._samples, replaced))
         while len(self._counts) > 2 and self._samples - self._counts[1][0] >= WINDOW:
             self._counts.popleft()
-        seen, bad = (last - first for last, first in zip(self._counts[-1], self._counts[0], strict=True))
-        self.share = bad / max(seen, 1)
-        allowed = self._most * max(seen, LEAST)
-        what = f"{bad} of the last {seen} samples stood in for others whose records cannot be read"
-        mend = f"sana-pipe verify --repair --config {self._settings}"
-        if bad > WARNED_AT * allowed and not self._warned:
+        in_window, bad = (last - first for last, first in zip(self._counts[-1], self._counts[0], strict=True))
+        self.share = bad / max(in_window, 1)
+        allowed = self._limit * max(in_window, MIN_SAMPLES)
+        what = f"{bad} of the last {in_window} samples are substitutes for samples with unreadable records"
+        repair = f"sana-pipe verify --repair --config {self._config_path}"
+        if bad > WARN_AT * allowed and not self._warned:
             self._warned = True
-            self._say(f"warning: {what}; the run ends at {self._most:.1%} (train.max_quarantine_rate). Mend: {mend}")
+            self._log(f"warning: {what}; the run ends at {self._limit:.1%} (train.max_quarantine_rate). Fix: {repair}")
         if bad > allowed:
             self._error = RejectRateError(
                 what,
-                expected=f"at most {self._most:.1%} (train.max_quarantine_rate)",
+                expected=f"at most {self._limit:.1%} (train.max_quarantine_rate)",
                 found=f"{self.share:.1%}",
-                fix=f"{mend}; or --set train.max_quarantine_rate=1",
+                fix=f"{repair}; or --set train.max_quarantine_rate=1",
             )
         return bad <= allowed

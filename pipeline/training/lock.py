@@ -1,15 +1,15 @@
-"""One training at a time writes into a run directory.
+"""Lock of a run directory: one training at a time writes into it.
 
-What: `taken` puts `lock.json` into the run directory: a token made for this attempt, and whose it is (host, process,
-since when). A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file does not
-hold this token any more; it is called before everything that is published or removed.
-Who is refused: a training that sees the lock being touched while it looks, which takes `BEAT_S` seconds.
-Who is not: the successor of a process of this host that has ended; a requeued SLURM job, of which the scheduler itself
-says that it is the next attempt of the same job; and, `STALE_S` seconds after the last touch, the successor of a host
-that died. An earlier owner that wakes up finds another token and stops without having published or removed anything.
-Times are those of the file system that holds the run directory: the clocks of two machines are never compared.
-Price: of two newcomers in the same instant both may believe for a moment that the lock is theirs: it belongs to the
-last one to write, the other stops at its first check.
+What: `taken` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start). A
+thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
+it is called before every publication and removal.
+Refused: a training that sees the lock being touched while it looks, which takes `BEAT_S` seconds.
+Not refused: the successor of a process of this host that has ended; a requeued SLURM job, if the scheduler says that it
+is the next attempt of the same job; and, `STALE_S` seconds after the last touch, the successor of a host that died. An
+earlier owner that wakes up finds another token and stops without having published or removed anything.
+Times are those of the file system with the run directory; the clocks of two machines are never compared.
+Price: of two trainings that start in the same instant both may believe for a moment that they own the lock. It belongs
+to the last writer; the other one stops at its first check.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.cache import process_identity as processes
-from pipeline.cache.files import make_folder, now_in
+from pipeline.cache.local_files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
-from pipeline.parallel.mesh import broadcast_from_rank_0
+from pipeline.parallel.collectives import broadcast_from_rank_0
 
 NAME = "lock.json"
 BEAT_S = 2.0
 STALE_S = 60.0
-"""A lock that was not touched for so long is nobody's. Far above `BEAT_S`: file systems may be slow."""
+"""A lock that was not touched for this long may be replaced. Far above `BEAT_S`: file systems may be slow."""
 POLL_S = 0.5
 
 
 class RunTaken(UserError):
-    """Another training has the run directory."""
+    """Another training uses the run directory."""
 
     exit_code = 10
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What `lock.json` says. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds of
-    the file system's clock. `job`, `attempt`: those of SLURM, if any."""
+    """Contents of `lock.json`. `place`: see `pipeline.cache.process_identity`. `since`: when it was taken, in seconds
+    of the file system's clock. `job`, `attempt`: SLURM's, if any."""
 
     token: str
     host: str
@@ -63,10 +63,10 @@ class Owner:
         return f"process {self.process} on {self.host}"
 
     def has_ended(self) -> bool:
-        """True of a process of this machine that is no more; of another machine's nothing is known."""
-        here, there = processes.place(), self.place
-        same = bool(here) and there.get("machine") == here["machine"]
-        return same and processes.ended(there.get("process", ""), there.get("started", ""))
+        """Whether the process ran on this machine and has ended; False for another machine's, which is not known."""
+        here, place = processes.place(), self.place
+        same_machine = bool(here) and place.get("machine") == here["machine"]
+        return same_machine and processes.ended(place.get("process", ""), place.get("started", ""))
 
     def follows(self, other: Owner) -> bool:
         """Whether the scheduler says that this attempt replaces the other."""
@@ -77,8 +77,8 @@ class Lock:
     """The lock of this attempt, made on every process; only the first one touches and checks the file.
 
     Attributes:
-        token: in the names of what this attempt has not published yet; the same on every process.
-        lost: the file was found with another token.
+        token: part of the names of unpublished files of this attempt; the same on every process.
+        lost: the file has another token.
     """
 
     def __init__(self, path: Path, token: str):
@@ -90,10 +90,10 @@ class Lock:
             self._thread.start()
 
     def check(self) -> None:
-        """Call it on the first process before anything is published or removed.
+        """Call it on the first process before each publication and removal.
 
         Raises:
-            RunTaken: another training has taken over, or somebody removed the lock.
+            RunTaken: another training has taken over, or the lock was removed.
         """
         owner = _owner(self._path)
         self.lost = owner is None or owner.token != self.token
@@ -102,7 +102,7 @@ class Lock:
                 f"{self._path.parent}: another training has taken over this run directory",
                 expected=f"the token of this attempt, {self.token}, in {self._path}",
                 found="no lock" if owner is None else f"{owner.token}, of {owner}",
-                fix="let the other one go on; it started from the last checkpoint that was published",
+                fix="let the other training continue; it started from the last published checkpoint",
             )
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class Lock:
             self._beat()
 
     def _beat(self) -> None:
-        """Touch the file through the descriptor that it was read from: never the one of a new owner."""
+        """Touch the file through the descriptor that it was read from, so never the file of a new owner."""
         with suppress(OSError), self._path.open("r+", encoding="utf-8") as file:
             owner = _parsed(file.read())
             self.lost = owner is None or owner.token != self.token
@@ -128,25 +128,24 @@ class Lock:
 
 
 @contextmanager
-def taken(run: Path, say: Callable[[str], None]) -> Iterator[Lock]:
-    """Have the run directory inside the block. Entered by all processes of a launch together.
+def taken(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
+    """Own the run directory inside the block. Collective.
 
     Args:
-        run: the run directory; made if it is not there, and removed again if it stays empty.
-        say: prints one line.
+        run: the run directory; created if missing, and removed again if it stays empty.
+        log: prints one line.
 
     Raises:
-        RunTaken: another training has it.
+        RunTaken: another training uses it.
         UserError: the directory cannot be written.
     """
-    path, newcomer, made = run / NAME, _Newcomer(run / NAME), broadcast_from_rank_0(lambda: _make(run))
-    token = broadcast_from_rank_0(lambda: newcomer.token)
+    path, candidate, made = run / NAME, _Candidate(run / NAME), broadcast_from_rank_0(lambda: _make(run))
+    token = broadcast_from_rank_0(lambda: candidate.token)
     try:
-        while (
-            news := broadcast_from_rank_0(newcomer.attempt)
-        ) is not None:  # short calls: no process waits long for the first
-            if news:
-                say(news)
+        # short calls in turn: no process waits in a broadcast for long
+        while (wait := broadcast_from_rank_0(candidate.attempt)) is not None:
+            if wait:
+                log(wait)
             time.sleep(POLL_S)
         lock = Lock(path, token)
         try:
@@ -159,18 +158,18 @@ def taken(run: Path, say: Callable[[str], None]) -> Iterator[Lock]:
                 run.rmdir()
 
 
-class _Newcomer:
-    """Looks at the lock of a run directory until it is this attempt's. On the first process."""
+class _Candidate:
+    """Polls the lock of a run directory until it is this attempt's. On the first process."""
 
     def __init__(self, path: Path):
         self.path, self.token = path, uuid.uuid4().hex[:12]
-        self._seen: float | None = None
+        self._last_touch: float | None = None
 
     def attempt(self) -> str | None:
-        """None: the lock is ours. Else look again later; the text, if any, says why.
+        """None if the lock is ours now; else a message to print, perhaps empty, and another attempt is needed.
 
         Raises:
-            RunTaken: the owner lives.
+            RunTaken: the owner is alive.
         """
         try:
             now = now_in(self.path.parent)
@@ -180,33 +179,33 @@ class _Newcomer:
                 return None
             with self.path.open(encoding="utf-8") as file:
                 owner, touched = _parsed(file.read()), os.fstat(file.fileno()).st_mtime
-            described = "somebody" if owner is None else f"{owner}, for {_span(now - owner.since)}"
+            described = "an unknown process" if owner is None else f"{owner}, for {_span(now - owner.since)}"
             ended = owner is not None and (owner.has_ended() or ours.follows(owner))
             if ended or now - touched >= STALE_S:
                 _replace(self.path, ours)
                 return None if _owner(self.path) == ours else ""
-        except FileNotFoundError:  # it was released while we looked
+        except FileNotFoundError:  # released meanwhile
             return ""
         except (OSError, CacheError) as error:
             raise _unwritable(self.path.parent, error.__cause__ or error) from None
-        if self._seen not in (None, touched):
+        if self._last_touch not in (None, touched):
             raise RunTaken(
-                f"another training has the run directory {self.path.parent}",
-                found=f"{described}; its last sign came {_span(max(0.0, now - touched))} ago",
+                f"another training uses the run directory {self.path.parent}",
+                found=f"{described}; it last touched the lock {_span(max(0.0, now - touched))} ago",
                 fix="wait for it or end it, or --set train.output=DIR for another run",
             )
-        first, self._seen = self._seen is None, touched
+        first, self._last_touch = self._last_touch is None, touched
         left = _span(max(0.0, STALE_S - (now - touched)))
-        return f"waiting for a sign of {described}, at most {left}: {self.path}" if first else ""
+        return f"waiting to see whether {described} is alive, at most {left}: {self.path}" if first else ""
 
 
 def _make(run: Path) -> bool:
     try:
-        there = run.exists()
+        existed = run.exists()
         make_folder(run)
     except OSError as error:
         raise _unwritable(run, error) from None
-    return not there
+    return not existed
 
 
 def _unwritable(run: Path, error: BaseException) -> UserError:
@@ -235,10 +234,10 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 
 def _owner(path: Path) -> Owner | None:
-    """Whose lock it is; None: there is none, or it says nothing.
+    """The owner of a lock; None if there is no lock or it cannot be parsed.
 
     Raises:
-        UserError: the file system does not answer.
+        UserError: the file cannot be read.
     """
     try:
         return _parsed(path.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""The factor that keeps fp16 gradients from vanishing, and what happens when they overflow.
+"""Dynamic loss scale, which keeps fp16 gradients from underflow.
 
-What: the loss is multiplied by a power of two before the backward pass and the gradient divided by it after. If the
-gradient of a step is not finite, the step is left out and the factor halved; after 2000 good steps it is doubled.
-Why not torch's GradScaler: it looks for overflow in each process's own gradients, so processes could decide
-differently, and it does not know DTensors. Here the norm of the whole gradient decides, which is the same everywhere.
-Price: in fp16 the host waits for the verdict of every step before the optimizer may act on it.
+What: the loss is multiplied by a power of two before the backward pass and the gradient divided by it after. A step
+with a non-finite gradient is skipped and the scale halved; after 2000 good steps it is doubled.
+Why not torch's GradScaler: it looks for overflow in each process's local gradients, so processes could decide
+differently, and it does not support DTensors. Here the norm of the whole gradient decides, the same everywhere.
+Price: in fp16 the host waits for the verdict of every step before the optimizer's update.
 
 Constants are those of torch.amp.GradScaler; mixed precision training: arXiv 1710.03740.
 """
@@ -19,10 +19,10 @@ PATIENCE = 2000
 
 
 class LossScale:
-    """The factor and its counters; at a constant 1 for every precision but fp16.
+    """The scale and its counters; constant 1 for every precision but fp16.
 
     Attributes:
-        dynamic: whether it changes at all.
+        dynamic: whether the scale changes.
         state: 0-d tensors for the checkpoint, changed in place: `scale`, `good_steps` (since the last change),
             `skipped_steps` (of the whole run). Empty if not dynamic.
     """
@@ -53,8 +53,8 @@ class LossScale:
             self.state["good_steps"].zero_()
 
     def overflowed(self) -> bool:
-        """The gradient of a step was not finite. Returns whether the step is to be left out; False means that a smaller
-        factor cannot help, because it is 1 already."""
+        """The gradient of a step was not finite. Returns whether the step is to be skipped; False if the scale is 1
+        already, so that a smaller one cannot help."""
         if self.value <= 1:
             return False
         self.state["scale"] /= 2

@@ -1,10 +1,10 @@
-"""Reading a checkpoint's tensors without running what is in it.
+"""Read a checkpoint's tensors without executing code from it.
 
-What: `Reader` is torch's `FileSystemReader` with a `read_metadata` that admits the classes of DCP's metadata alone.
-Why: `.metadata` is a pickle, and a pickle calls whatever it names; checkpoints are passed on between people.
-Entries that hold Python objects are refused, too, since torch's planner would unpickle them without a check; a
-checkpoint of ours holds tensors only. Names of files stay inside the folder.
-Price: a version of torch that writes another class into `.metadata` needs its name in `_CLASSES`.
+What: `Reader` is torch's `FileSystemReader` whose `read_metadata` admits only the classes of DCP's metadata.
+Why: `.metadata` is a pickle, a pickle can call any function it names, and checkpoints are exchanged between people.
+Entries with Python objects are refused, too, since torch's planner would unpickle them unchecked; our checkpoints hold
+tensors only. File names must stay inside the folder.
+Price: if a version of torch writes another class into `.metadata`, its name must be added to `_CLASSES`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLASSES = {
     (_METADATA, "MetadataIndex"),
     (_METADATA, "StorageMeta"),
     (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),  # admitted to be refused by the name of its entry
+    (_METADATA, "BytesStorageMetadata"),  # admitted, so that the error can name the entry
     (_METADATA, "ChunkStorageMetadata"),
     (_METADATA, "TensorProperties"),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
@@ -43,7 +43,7 @@ class CheckpointError(UserError):
 
 
 class Reader(dcp.FileSystemReader):
-    """As torch's. Raises CheckpointError for metadata that names anything else than DCP's tensors."""
+    """Torch's reader; raises CheckpointError for metadata with anything but tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -55,33 +55,32 @@ class Reader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """DCP's description of the tensors.
+    """DCP's metadata of the tensors.
 
     Raises:
-        CheckpointError: a file that cannot be read, or that holds something else.
+        CheckpointError: a file that cannot be read, or anything but metadata of tensors.
     """
     try:
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
-        odd = [
-            name for name, entry in found.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
-        ]
-        names = {str(info.relative_path) for info in found.storage_data.values()}
+            metadata = _Unpickler(file).load()
+        entries = metadata.state_dict_metadata.items()
+        no_tensors = [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]
+        names = {str(info.relative_path) for info in metadata.storage_data.values()}
         outside = [name for name in names if Path(name).name != name]
-    except Exception as error:  # an unpickler fails in any way on bytes that are not what it expects
+    except Exception as error:  # an unpickler may raise anything on unexpected bytes
         raise CheckpointError(
             f"{path}: is refused: it is damaged, or would run code when it is read",
             expected="the classes of torch's distributed checkpoint",
             found=f"{type(error).__name__}: {error}",
             fix=_FIX,
         ) from None
-    if odd or outside:
+    if no_tensors or outside:
         what = "names files outside the checkpoint" if outside else "holds entries that are no tensors"
-        raise CheckpointError(f"{path}: {what}", found=", ".join(sorted(outside or odd)[:5]), fix=_FIX)
-    return found
+        raise CheckpointError(f"{path}: {what}", found=", ".join(sorted(outside or no_tensors)[:5]), fix=_FIX)
+    return metadata
 
 
-_FIX = "use a checkpoint that sana-pipe wrote, from somebody you trust"
+_FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,22 +1,22 @@
-"""What a run says about itself: one JSON line per logged step, one line on the terminal.
+"""The journal of a run: one JSON line per logged step, and the same on the terminal.
 
-What: `Metrics` appends rows to `metrics.jsonl` and prints them; `read` gives the rows back, the last word for each
-step winning.
-Why: a run that was killed and resumed repeats the steps after its last checkpoint, so the file is a journal (`start`
-rows separate the attempts) and never rewritten.
-Price: whoever reads the file without `read` has to handle repeated steps.
+What: `Metrics` appends rows to `metrics.jsonl` and prints them; `read` returns one row per step, that of the last
+attempt.
+Why: a killed and resumed run repeats the steps after its last checkpoint, so the file is append-only; `start` rows
+separate the attempts.
+Price: a reader other than `read` has to handle repeated steps.
 
 A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
 batch, before clipping), lr, images_per_s and tokens_per_s (of all processes together), mfu (model FLOPs utilisation;
 null where the device's peak is not known), data_wait (share of the wall time that the slowest process waited for data),
-bucket ([height, width] of the row's last step), text_rows (its padded caption length), padded_tokens (caption rows
-since the last row that are padding, all processes), quarantined (samples that stood in for unreadable ones since this
+bucket ([height, width] of the row's last step), text_rows (its padded caption length), padded_tokens (padding
+caption rows since the last row, all processes), quarantined (samples that substitute for unreadable ones since this
 attempt began, all processes), quarantine_rate (their share of the last 10,000 samples), memory_gib, reserved_gib (peaks
 on a GPU since the last row, allocated and reserved: the largest of any process, whose number is memory_rank,
 reserved_rank; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process began), seconds (since
-this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were left out
-because the gradient overflowed); such steps do not count in grad_norm, which is null if no other is in the row. Rows of
-older versions have fewer.
+this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were skipped
+because the gradient overflowed); such steps do not count in grad_norm, which is null if the row has no other step. Rows
+of older versions have fewer keys.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipeline.training.trackers import Trackers
 
 
 class Metrics:
-    """The journal of one run, written by one process. Use as a context manager, or call `close`."""
+    """The journal of one run, written by one process. Close it."""
 
     def __init__(self, path: Path, say: Callable[[str], None] = print, trackers: Trackers | None = None):
-        """Open for appending. A last line torn by a kill is ended, so that the next row stands alone.
+        """Open for appending. A last line torn by a kill gets its newline first.
 
         Args:
-            trackers: get each row's numbers, too; closed with the journal.
+            trackers: receive each row's numbers, too; closed with the journal.
         """
         self.path, self._say, self._trackers = path, say, trackers
         try:
@@ -50,11 +50,11 @@ class Metrics:
             self._file.write("\n")
 
     def start(self, **facts: Any) -> None:
-        """Write the row that begins an attempt; `facts` say what it is (step it starts at, processes, device)."""
+        """Write the row that begins an attempt. `facts`: step it starts at, processes, device."""
         self._write({"event": "start", **facts, "time": _now()})
 
     def row(self, steps: int, values: dict[str, Any]) -> None:
-        """Write one row and show it. `steps` is where the run ends, for the terminal."""
+        """Write one row and print it. `steps`: `train.steps`, for the printed line."""
         values = {**values, "time": _now()}
         self._write(values)
         self._say(_line(values, steps))
@@ -66,19 +66,13 @@ class Metrics:
         if self._trackers is not None:
             self._trackers.close()
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _write(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
         self._file.flush()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows by step, each step once (the last attempt's); `start` rows and a torn line are left out.
+    """The rows by step, each step once (the last attempt's), without `start` rows and torn lines.
 
     Raises:
         UserError: the file is missing.
@@ -94,7 +88,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if values.get("event") == "start":
-            # What an earlier attempt did after the step that this one starts from is not part of the run.
+            # drop the steps of an earlier attempt after the one that this attempt starts from
             rows = {step: row for step, row in rows.items() if step <= values["step"]}
         elif "step" in values:
             rows[values["step"]] = values

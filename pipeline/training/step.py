@@ -1,23 +1,22 @@
-"""One optimizer step of flow matching, whatever the processes and microbatches.
+"""One optimizer step of flow matching, for any number of processes and microbatches.
 
 What: `Step` takes this process's microbatches of one global batch, and does: noise, predict, compare, differentiate,
 clip, update. Loss and gradient are the means over the whole global batch for any split into processes and
-microbatches, also when the last microbatch is smaller.
-Why the division by the global batch and not by the microbatch: a mean of means is wrong as soon as two parts differ
-in size. Gradients are averaged over the parts of the batch, so each process divides by the size of its own part.
-How the model is spread is not known here: `Spread` runs it and knows the norm of its gradients.
-A loss or gradient that is not a number stops the run with the step, the bucket and the samples. On a GPU the host
-reads that verdict one step later, so that it need not wait for the device in every step; no later step is reported
-and no checkpoint is written before the verdict is in (`Step.settle`). In fp16 a finite loss with a gradient that is
-not is an overflow: the step is left out, by the same verdict on every process (`pipeline.training.loss_scale`).
+microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is parallelized.
+Why the division by the global batch and not by the microbatch: a mean of means is wrong as soon as two parts differ in
+size. Gradients are averaged over the parts of the batch, so each process divides by the size of its part.
+A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. On a GPU the host
+reads that verdict one step later, so that it need not wait for the device in every step; until the verdict is in
+(`Step.await_verdict`), no later step is reported and no checkpoint is written. In fp16 a finite loss with a non-finite
+gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
 Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -28,12 +27,13 @@ from pipeline.config import TrainConfig
 from pipeline.errors import UserError
 from pipeline.loader.loader import Batch, unpack
 from pipeline.models.objective import FlowMatching
+from pipeline.parallel.collectives import all_gather_objects
 from pipeline.parallel.data_parallel import COMPUTE
-from pipeline.parallel.mesh import gather
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import Microbatch, ParallelModel
 from pipeline.training.loss_scale import LossScale
 
-_SHOWN = 64
+_MAX_NAMED = 64
+"""Samples that an error names at most."""
 
 
 class NonFiniteError(UserError):
@@ -44,7 +44,7 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did, as tensors on the device (read them only after `Step.settle`).
+    """Result of one step, as tensors on the device (read them only after `Step.await_verdict`).
 
     loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
     samples: size of the global batch. skipped: the fp16 gradient overflowed and the weights stayed as they were.
@@ -60,10 +60,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pending:
+    """A step whose verdict is on its way to the host.
+
+    verdict: float64 on the host, valid once `ready` has passed: whether the loss is finite, whether the norm is, the
+    sum of the processes' sample counts, the sum of their squares, the number of processes that want to stop.
+    """
+
     outcome: Outcome
-    per_sample: list[Tensor]
+    losses: list[Tensor]
     sample_ids: tuple[int, ...]
-    verdict: Tensor  # host: loss finite, norm finite, samples, their squares' sum over the processes, wishes to stop
+    verdict: Tensor
     ready: torch.cuda.Event | None
 
 
@@ -71,8 +77,8 @@ class Step:
     """Callable that does one optimizer step. Build it once per run.
 
     Args:
-        spread: the model, called as model(latents, captions, mask, timesteps).
-        names: what people call the samples of these ids, where that is known; for the error of `settle`.
+        model: called as model(latents, captions, mask, timesteps).
+        names: sample ids -> names for error messages, as far as they are known.
 
     Attributes:
         stop_wanted: a process asked to stop in a step whose verdict is in; the same on every process.
@@ -81,14 +87,14 @@ class Step:
 
     def __init__(
         self,
-        spread: Spread,
+        model: ParallelModel,
         objective: FlowMatching,
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         device: torch.device,
         names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     ):
-        self.spread, self.objective, self.optimizer, self.names = spread, objective, optimizer, names
+        self.model, self.objective, self.optimizer, self.names = model, objective, optimizer, names
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
         self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -96,57 +102,59 @@ class Step:
         self.scale = LossScale(train.precision == "fp16")
         self._pending: _Pending | None = None
 
-    def __call__(self, microbatches: Sequence[Batch], step: int, *, stop: bool = False) -> Outcome:
+    def __call__(self, batches: Sequence[Batch], step: int, *, stop: bool = False) -> Outcome:
         """Do optimizer step number `step` (1 for the first) on this process's part of the global batch.
 
         Args:
-            microbatches: all of one bucket; every process has the same shapes in the same order.
+            batches: the microbatches, all of one bucket; every process has the same shapes in the same order.
             stop: this process wants the run to end (see `stop_wanted`).
 
         Raises:
             NonFiniteError: on the CPU for this step, on a GPU for the step before it.
         """
-        own = sum(len(batch.sample_ids) for batch in microbatches)
-        parts = [partial(self.part, batch) for batch in microbatches]
+        ids = tuple(identity for batch in batches for identity in batch.sample_ids)
         factor = self.scale.value
-        per_sample = self.spread.forward_backward(parts, partial(self._scaled, factor), own)
-        self.settle()
-        outcome = self._ask(microbatches, [losses / factor for losses in per_sample], own, step, stop, factor)
+        scaled_losses = self.model.forward_backward(map(self.prepare, batches), self._scaled_loss, len(ids))
+        self.await_verdict()
+        losses = [part / factor for part in scaled_losses]
+        norm = self._to_device(self.model.gradient_norm()) / factor
+        outcome = self._reduce(losses, norm, ids, step, batches[0].bucket, stop)
         skipped = False
         if self.device.type == "cpu" or self.scale.dynamic:
-            skipped = self.settle()
+            skipped = self.await_verdict()
         if not skipped:
-            self.spread.rescale(outcome.grad_norm, self.clip, factor)
+            self.model.scale_gradients(outcome.grad_norm, self.clip, factor)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return replace(outcome, skipped=skipped)
 
-    def _scaled(self, factor: float, output: Tensor, target: Tensor) -> Tensor:
-        return self.objective.loss(output, target) * factor
+    def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.objective.loss(output, target) * self.scale.value
 
-    def part(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The model's inputs for one microbatch, and the target (b, C, H, W) fp32, on the device.
+    def prepare(self, batch: Batch) -> Microbatch:
+        """The model's inputs and the target (b, C, H, W) fp32 for one microbatch, on the device.
 
-        Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep is
-        not cast at all.
+        Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep
+        stays fp32.
         """
-        latents, noise = self._here(batch.latents).float(), self._here(batch.noise)
-        sigma, timesteps = (self._here(values) for values in self.objective.sigmas(batch.logit))
+        latents, noise = self._to_device(batch.latents).float(), self._to_device(batch.noise)
+        sigma, timesteps = (self._to_device(values) for values in self.objective.sigmas(batch.logit))
         noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
-        captions, mask = self._here(batch.captions), self._here(batch.mask)
-        # A caption without rows attends to padding, as to rows that nothing masks: there has to be some.
+        captions, mask = self._to_device(batch.captions), self._to_device(batch.mask)
+        # An empty caption attends to its padding, as if nothing were masked: then padding rows are needed.
         if batch.cu_seqlens is not None and not (self.packed and bool(batch.mask.any(1).all())):
-            captions = unpack(captions, self._here(batch.cu_seqlens), mask)
-        return (noised, captions.to(self.dtype), mask, timesteps), self.objective.target(latents, noise)
+            captions = unpack(captions, self._to_device(batch.cu_seqlens), mask)
+        inputs = noised, captions.to(self.dtype), mask, timesteps
+        return Microbatch(inputs, self.objective.target(latents, noise))
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def settle(self) -> bool:
-        """Wait for the verdict on the last step, if it is not in yet. Returns whether that step is to be left out.
+    def await_verdict(self) -> bool:
+        """Wait until the last step is known to be finite on all processes. Returns whether it is to be skipped.
 
         Raises:
-            NonFiniteError: the same words on every process.
+            NonFiniteError: the same message on every process.
             RuntimeError: the processes had parts of different sizes, so the mean over them is not the batch's.
         """
         pending, self._pending = self._pending, None
@@ -163,49 +171,45 @@ class Step:
             return False
         if loss and self.scale.overflowed():
             return True
-        return self._refuse(pending)
+        return self._raise_non_finite(pending)
 
-    def _ask(
-        self, microbatches: Sequence[Batch], per_sample: list[Tensor], own: int, step: int, stop: bool, factor: float
+    def _reduce(
+        self, losses: list[Tensor], norm: Tensor, ids: tuple[int, ...], step: int, bucket: tuple[int, int], stop: bool
     ) -> Outcome:
         """Sum up the step over the processes and start the copy of its verdict to the host."""
-        total = torch.cat(per_sample).sum(dtype=torch.float64)
-        facts = torch.tensor([own, own * own, stop], dtype=torch.float64).to(self.device, non_blocking=True)
-        sums = torch.cat([total[None], facts])
+        total = torch.cat(losses).sum(dtype=torch.float64)
+        count = len(ids)
+        counts = torch.tensor([count, count * count, stop], dtype=torch.float64).to(self.device, non_blocking=True)
+        sums = torch.cat([total[None], counts])
         if self.world > 1:
             dist.all_reduce(sums)
-        samples = own * self.spread.data_world
-        norm = self._here(self.spread.norm()) / factor
-        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, microbatches[0].bucket)
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, count * self.model.data_world, bucket)
         finite = torch.isfinite(torch.stack([outcome.loss, outcome.grad_norm])).to(sums.dtype)
-        answer = torch.cat([finite, sums[1:]])
-        ready = None
+        verdict, ready = torch.cat([finite, sums[1:]]), None
         if self.device.type == "cuda":
-            verdict = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
-            verdict.copy_(answer, non_blocking=True)
+            host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True)
+            verdict = host.copy_(verdict, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-            answer = verdict
-        ids = tuple(identity for batch in microbatches for identity in batch.sample_ids)
-        self._pending = _Pending(outcome, per_sample, ids, answer, ready)
+        self._pending = _Pending(outcome, losses, ids, verdict, ready)
         return outcome
 
-    def _refuse(self, pending: _Pending) -> NoReturn:
-        losses = torch.cat(pending.per_sample).cpu().tolist()
-        mine = list(zip(pending.sample_ids, losses, strict=True))
-        everyone = dict(item for part in gather(mine) for item in part).items()
-        bad = [identity for identity, loss in everyone if not torch.isfinite(torch.tensor(loss))]
-        what = "loss" if bad else "gradient norm"
-        named = bad or [identity for identity, _ in everyone]
-        names = self.names(named[:_SHOWN])
-        shown = ", ".join(names.get(identity, f"{identity:016x}") for identity in named[:_SHOWN])
-        if len(named) > _SHOWN:
-            shown += f" and {len(named) - _SHOWN} more of this step's batch"
+    def _raise_non_finite(self, pending: _Pending) -> NoReturn:
+        losses = torch.cat(pending.losses).cpu().tolist()
+        parts = all_gather_objects(list(zip(pending.sample_ids, losses, strict=True)))
+        loss_of = dict(item for part in parts for item in part)
+        bad = [identity for identity, loss in loss_of.items() if not math.isfinite(loss)]
+        culprits = bad or list(loss_of)
+        names = self.names(culprits[:_MAX_NAMED])
+        listed = ", ".join(names.get(identity, f"{identity:016x}") for identity in culprits[:_MAX_NAMED])
+        if len(culprits) > _MAX_NAMED:
+            listed += f" and {len(culprits) - _MAX_NAMED} more of this step's batch"
         height, width = pending.outcome.bucket
         raise NonFiniteError(
-            f"step {pending.outcome.step}: the {what} is not a finite number (bucket {height}x{width})",
+            f"step {pending.outcome.step}: the {'loss' if bad else 'gradient norm'} is not a finite number "
+            f"(bucket {height}x{width})",
             found=f"loss {float(pending.outcome.loss)}, gradient norm {float(pending.outcome.grad_norm)}; "
-            f"{'samples with such a loss' if bad else 'samples of the step'}: {shown}",
+            f"{'samples with such a loss' if bad else 'samples of the step'}: {listed}",
             fix="the step was not saved; resume from the last checkpoint with a lower train.optim.lr, more "
             "train.optim.warmup_steps or train.precision: fp32, and look at the named samples",
         )

@@ -1,10 +1,10 @@
 """Metrics to TensorBoard, Weights & Biases and the like, through accelerate's trackers.
 
-What: `check` refuses trackers whose package is missing, before anything starts; `Trackers` opens them and hands each
-row's numbers on.
-Why accelerate's: nine services behind one interface, kept up by others. The journal `metrics.jsonl` stays the source:
-a tracker that fails (no network, no login) is named and left out from then on, and the run goes on.
-Price: a service sees an attempt that was resumed as a run of its own; TensorBoard drops the steps that are done again.
+What: `check` refuses trackers whose package is missing, before anything starts; `Trackers` opens them and logs each
+row's numbers.
+Why accelerate's: nine services behind one interface, maintained elsewhere. The journal `metrics.jsonl` stays the
+source: a tracker that fails (no network, no login) is reported and dropped, and the run continues.
+Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
 
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
 """
@@ -38,10 +38,10 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The open trackers of a run, on one process (the others have none).
+    """The open trackers of a run, on the first process.
 
     Args:
-        names: by accelerate's names.
+        names: accelerate's names.
         run: the run directory.
         done: steps that are done already.
         config: the whole configuration.
@@ -56,7 +56,7 @@ class Trackers:
         self._open: dict[str, Any] = {}
         if not names:
             return
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # imports torch's whole zoo of backends
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # slow: imports many backends
 
         for name in names:
             try:
@@ -71,7 +71,7 @@ class Trackers:
             self._open[name] = tracker
 
     def log(self, step: int, row: dict[str, Any]) -> None:
-        """Hand the numbers of a row on. A tracker that fails is named and left out from then on."""
+        """Log the numbers of a row. A tracker that fails is reported and dropped."""
         values = {f"train/{name}": v for name, v in row.items() if isinstance(v, int | float) and name != "step"}
         for name, tracker in list(self._open.items()):
             try:
@@ -97,7 +97,7 @@ def _make(kind: Any, name: str, run: Path, done: int) -> Any:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """`{"train.optim.lr": 1e-4, ...}`; lists and null as text."""
+    """`{"train.optim.lr": 1e-4, ...}`; lists and null as strings."""
     if not isinstance(tree, dict):
         return {prefix: tree if isinstance(tree, bool | int | float | str) else str(tree)}
     return {

@@ -1,13 +1,13 @@
-"""Claims: who is at which unit of work, so that idle workers take what nobody is doing.
+"""Claims: which worker makes which unit, so that idle workers take units that no other worker makes.
 
-What: `take` puts `claims/<recipe>/<plan>/<unit>.json` (of a piece of a scan: `claims/fragments/<source>/<piece>.json`)
-if it is absent; a thread replaces it with a higher beat while the work is done; `release` removes it. A claim that did
-not change for `stale_s` seconds of the observer's own monotonic clock belongs to nobody: a file's time and another
-machine's clock are never compared with ours. A claim of this machine whose process is gone belongs to nobody at once.
-Why: without claims every worker that has run out of work encodes the last units of the others once more.
-Price: a small file is written per unit, and one more every `stale_s / BEATS` seconds. Claims are advice: two workers
-may come to hold one (one of them was stopped, or both saw it grow stale); both encode, and the commit, which is
-put-if-absent, takes the first. So nothing here needs to be right for the cache to be right.
+`take` puts `claims/<recipe>/<plan>/<unit>.json` (for a fragment of a scan: `claims/fragments/<source>/<id>.json`) if it
+is absent. While the unit is made, a thread replaces the file with a higher beat. `release` removes it. A claim is free
+if it did not change for `stale_s` seconds of the observer's monotonic clock; file times and clocks of other machines
+are never compared. A claim of a process of this machine is free as soon as that process has ended.
+Why: without claims every idle worker would encode the last units of the others once more.
+Price: a small file is written per unit, and again every `stale_s / BEATS` seconds. Claims are advisory: two workers may
+own a unit (one was stopped, or both saw a stale claim). Then both encode it, and the first commit wins (put-if-absent).
+So the cache is right whatever happens to claims.
 """
 
 from __future__ import annotations
@@ -27,57 +27,58 @@ from pipeline.cache.store import Cache, Plan
 from pipeline.errors import CacheError, IntegrityError
 
 BEATS = 6
-"""Beats in the time after which a claim is stale: five may be lost to a slow file system."""
+"""Beats in `stale_s`; a slow file system may lose five of them."""
 
 State = Literal["free", "mine", "held", "moving"]
-"""What an observer knows of a unit: nobody has it; it is ours; it has an owner; its owner was seen to beat."""
+"""What an observer knows of a claim. free: it can be taken. mine: it is ours. held: it has an owner. moving: its owner
+was seen to beat."""
 
 
 class Claims:
-    """The claims of one process. `work` names what is claimed, as `Paths.claim` takes it.
+    """The claims of one process. `work` is always the arguments of `Paths.claim`.
 
     Args:
-        stale_s: a claim without a change for so long is nobody's.
-        clock: a monotonic clock.
+        stale_s: a claim that did not change for so long is free.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, files: Files, stale_s: float, clock: Callable[[], float] = time.monotonic):
         self.files, self.stale_s, self._clock = files, stale_s, clock
         self.token = uuid.uuid4().hex
         self._place = process_identity.place()
-        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._seen: dict[str, tuple[bytes, float]] = {}  # name -> content, and when it was first seen
 
     def state(self, *work: str | int) -> State:
-        """Look at a claim and remember what it says. `moving`: it changed since the last look."""
+        """Read a claim, and remember it for the next look."""
         name = Paths.claim(*work)
         content = self._read(name)
         if content is None:
             self._seen.pop(name, None)
             return "free"
-        said = _parsed(content)
-        if said.get("owner") == self.token:
+        fields = _parsed(content)
+        if fields.get("owner") == self.token:
             return "mine"
         now, before = self._clock(), self._seen.get(name)
         if before is None or before[0] != content:
             self._seen[name] = (content, now)
-            return "free" if self._dead(said) else "held" if before is None else "moving"
-        return "free" if now - before[1] >= self.stale_s or self._dead(said) else "held"
+            return "free" if self._dead(fields) else "held" if before is None else "moving"
+        return "free" if now - before[1] >= self.stale_s or self._dead(fields) else "held"
 
     def take(self, *work: str | int) -> State:
-        """Claim a unit that nobody has, or whose claim is stale: `mine`. Else what is known of it."""
-        found = self.state(*work)
-        if found != "free":
-            return found
+        """Claim a unit if it is free. Returns `mine`, or the state of the other claim."""
+        state = self.state(*work)
+        if state != "free":
+            return state
         name, content = Paths.claim(*work), self._content(0)
         try:
             if self.files.put(name, content):
                 return "mine"
-        except IntegrityError:  # swept between the put and its reading back: the work is done
+        except IntegrityError:  # removed between the put and its reading back, because the unit is committed
             return "held"
         before = self._read(name)
         seen = self._seen.get(name)
         if before is None or seen is None or before != seen[0]:
-            return "held"  # somebody was quicker: look again later
+            return "held"  # another worker was quicker
         self.files.replace(name, content)
         self._seen.pop(name, None)
         return "mine" if self._read(name) == content else "held"
@@ -90,7 +91,7 @@ class Claims:
 
     @contextmanager
     def held(self, *work: str | int) -> Iterator[None]:
-        """Beat while the block runs, then release. For a unit that `take` gave us."""
+        """Beat while the block runs, then release. The claim must be ours."""
         name, done = Paths.claim(*work), threading.Event()
 
         def beat() -> None:
@@ -98,14 +99,14 @@ class Claims:
             while not done.wait(self.stale_s / BEATS):
                 count += 1
                 try:
-                    found = self._read(name)
-                    if found is None:
-                        continue  # it cannot be read just now, or the work is done and somebody swept
-                    if _parsed(found).get("owner") != self.token:
-                        return  # we were thought dead and somebody took over: their claim stays
+                    content = self._read(name)
+                    if content is None:
+                        continue  # unreadable just now, or removed because the unit is committed
+                    if _parsed(content).get("owner") != self.token:
+                        return  # another worker took over
                     self.files.replace(name, self._content(count))
                 except (CacheError, OSError):
-                    continue  # a disk that is full now may have room at the next beat
+                    continue  # a full disk may have space at the next beat
 
         thread = threading.Thread(target=beat, name="claim", daemon=True)
         thread.start()
@@ -114,7 +115,9 @@ class Claims:
         finally:
             done.set()
             thread.join()
-            with suppress(CacheError):  # permission lost: it grows stale; the error that is on its way counts
+            with suppress(
+                CacheError
+            ):  # no permission: the claim becomes stale; an error of the block is more important
                 self.release(*work)
 
     def _content(self, beat: int) -> bytes:
@@ -130,22 +133,22 @@ class Claims:
         except CacheError:
             return None
 
-    def _dead(self, said: dict[str, object]) -> bool:
-        """True if the owner was a process of this very machine that has ended."""
-        if not self._place or said.get("machine") != self._place["machine"]:
+    def _dead(self, fields: dict[str, object]) -> bool:
+        """Whether the owner was a process of this machine and has ended."""
+        if not self._place or fields.get("machine") != self._place["machine"]:
             return False
-        return process_identity.ended(str(said.get("process")), str(said.get("started")))
+        return process_identity.ended(str(fields.get("process")), str(fields.get("started")))
 
 
 def sweep(cache: Cache, plans: list[Plan]) -> int:
-    """Remove claims of units that are committed (their owners died in between). Returns how many."""
+    """Remove claims of committed units, whose owners died before they released them. Returns how many."""
     count = 0
     for plan in plans:
         folder = Paths.claims(plan.recipe, plan.number)
-        left = [name for name in cache.files.names(folder) if name.endswith(".json")]
-        if left:
+        names = [name for name in cache.files.names(folder) if name.endswith(".json")]
+        if names:
             done = index.committed(cache.files, plan.recipe, plan.number)
-            for name in left:
+            for name in names:
                 if name.removesuffix(".json") in done:
                     cache.files.remove(f"{folder}/{name}")
                     count += 1
@@ -154,7 +157,7 @@ def sweep(cache: Cache, plans: list[Plan]) -> int:
 
 def _parsed(content: bytes) -> dict[str, object]:
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}

@@ -1,304 +1,234 @@
-"""Engines: who encodes which unit. What a unit becomes does not depend on them.
+"""Engine: processes share work by claims.
 
-What: `Runner` holds one process's encoder, loaded when the first unit asks for it, and encodes given units: the one
-path by which every engine makes records. `run_here` is the local engine: a process does its share of the units, then
-those of others that nobody is at (see `pipeline.work.claims`). The other engine is `pipeline.work.ray_engine`.
+`Worker.run` goes through items until each is made by some process. Scans (`pipeline.encoding.fragments`), encoding and
+packing (`make_units`) use it. A process makes its share of the items first, then those that no process has claimed (see
+`pipeline.work.claims`). The other engine is `pipeline.work.ray_engine`. What a unit becomes does not depend on either.
 Why: shares (torchrun, SLURM, `--task-index`) need no collective and no coordinator; taking over what is left makes up
 for machines that are slow, late or gone.
-Price: a process without work waits until it has seen every other owner's sign of life once, at most
-`encode.claim_timeout_s`. It does not wait for living owners to finish: what they hold is reported as left to them.
+Price: a process without work waits until it has seen a beat of every other owner, at most `encode.claim_timeout_s`.
+`make_units` does not wait for living owners to finish: it reports their units as left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
-from functools import partial
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
 
-import click
-import pyarrow as pa
-
-from pipeline import launch
-from pipeline.cache import codec, index, layout
+from pipeline.cache import index, layout
 from pipeline.cache.layout import Paths
 from pipeline.cache.store import Cache, Plan, Unit
-from pipeline.config import Config
-from pipeline.encoding import calibrate, worker
-from pipeline.encoding import scan as scanning
-from pipeline.errors import CacheError, NoSpaceError
-from pipeline.models import encoders
-from pipeline.sources import caption_rules
-from pipeline.sources.source import Source
+from pipeline.errors import NoSpaceError
 from pipeline.work.claims import BEATS, Claims
-from pipeline.work.disk_space import Room
-from pipeline.work.progress import Meter, Progress
+from pipeline.work.disk_space import DiskSpace
+from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop
 
+Item = TypeVar("Item")
 Work = list[tuple[Plan, Unit]]
 
 
-class Worker(Protocol):
-    """What makes units of a cache: `Runner`, or what packs snapshots."""
+class UnitMaker(Protocol):
+    """Makes units of a cache: `pipeline.encoding.unit_encoder.UnitEncoder` or `pipeline.snapshots.packing.Packer`."""
 
     cache: Cache
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        """Make and commit one unit."""
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        """Make and commit a unit. `progress` is called with (records made, records rejected) after each batch."""
 
 
-class Runner:
-    """Encodes units with encoders that stay loaded, one kind at a time.
+# ---------------------------------------------------------------- items that processes share
+
+
+class Job(ABC, Generic[Item]):
+    """How items of one kind are claimed and made."""
+
+    @abstractmethod
+    def claim(self, item: Item) -> tuple[str | int, ...]:
+        """The arguments of `Claims` for an item."""
+
+    @abstractmethod
+    def collect(self, item: Item) -> bool:
+        """Whether some process has published the item; if so, its result is taken."""
+
+    @abstractmethod
+    def make(self, item: Item) -> None:
+        """Make and publish an item whose claim is ours."""
+
+    def leave(self, item: Item) -> bool:
+        """Whether to leave the item to its owner, which is alive, when this process has nothing else to do."""
+        return False
+
+    def wait_for_space(self, item: Item, error: NoSpaceError) -> None:
+        """Return when the item can be tried again, else raise. No claim is ours meanwhile."""
+        raise error
+
+
+def in_share(item_id: str, task: int, tasks: int) -> bool:
+    """Whether an item (its id in hex) is in the share of `task`. Shares do not shift as items are made."""
+    return int(item_id[:8], 16) % tasks == task
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process among those that share the work.
 
     Args:
-        sources: name -> source; those that image units read.
-        check: compare the encoder with the unit's recipe first (where another machine chose the recipe).
+        claims: this process's claims.
+        stop: asked between items.
+        task, tasks: which share this process makes first, of how many.
     """
 
-    def __init__(self, config: Config, cache: Cache, sources: Mapping[str, Source], *, check: bool = False):
-        self.config, self.cache, self.sources, self._check = config, cache, dict(sources), check
-        self.meter = Meter()
-        self._image: encoders.LatentEncoder | None = None
-        self._text: encoders.TextEncoder | None = None
-        self._costs: dict[str, _StorageCosts] = {}
-        self._recipes: dict[str, layout.Recipe] = {}
+    claims: Claims
+    stop: Stop
+    task: int = 0
+    tasks: int = 1
 
-    def encode(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        """Encode and commit one unit. `progress` as in `worker.encode`."""
-        recipe = self._recipe(plan.recipe)
-        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-        costs = self._costs.get(recipe.name)
-        if costs is None:  # the first unit of this recipe here
-            calibrate.ensure(self.cache, recipe, self.cache.plans(recipe.name), partial(self._made, recipe))
-            costs = self._costs[recipe.name] = _StorageCosts(recipe)
-        made = self._made(recipe, unit, rows, None)
-        assert made is not None
-        how = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
-        if recipe.kind == "text" and self._text is not None:
-            how["text_mode"] = self._text.mode
-        commit = worker.encode(self.cache, recipe, plan, unit, made, progress, how, costs.measured)
-        costs.tell()
-        return commit
+    def owns(self, item_id: str) -> bool:
+        return in_share(item_id, self.task, self.tasks)
 
-    def again(self, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]) -> Iterable[worker.Made]:
-        """Make the batches of a committed unit again that hold one of the keys, in the way that its provenance names.
+    def run(
+        self, job: Job[Item], items: Iterable[Item], id_of: Callable[[Item], str], poll_s: float = float("inf")
+    ) -> None:
+        """Have every item made: by this process, or by the process that claims it.
 
-        Loads no encoder if there is none.
+        Args:
+            id_of: an item's id in hex, which decides its share.
+            poll_s: how often, at least, an idle process looks for items that others have made.
+
+        Raises:
+            Stopped: a signal asked for the end.
+            NoSpaceError: from `Job.wait_for_space`.
         """
-        recipe = self._recipe(plan.recipe)
-        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
-        if not any(key in only for key in rows.column("key").to_pylist()):
-            return []
-        if isinstance(recipe, layout.TextRecipe):
-            self._captions(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
-        made = self._made(recipe, unit, rows, only)
-        assert made is not None
-        return made
+        share: list[Item] = []
+        others: list[Item] = []
+        for item in items:
+            (share if self.owns(id_of(item)) else others).append(item)
+        # The order differs between processes, so that two seldom meet at an item.
+        others.sort(key=lambda item: layout.digest(self.claims.token, id_of(item)))
+        poll_s = min(poll_s, self.claims.stale_s / (4 * BEATS))
+        waiting, idle = [*share, *others], False
+        while waiting:
+            again, worked = [], False
+            for item in waiting:
+                self.stop.check()
+                outcome = self._attempt(job, item, idle)
+                worked |= outcome in ("made", "paused")
+                if outcome in ("paused", "claimed"):
+                    again.append(item)
+            waiting, idle = again, not worked
+            if waiting and idle:
+                self.stop.sleep(poll_s)
 
-    def _made(
-        self, recipe: layout.Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
-    ) -> Iterable[worker.Made] | None:
-        """The records of a unit; None if its pictures are of a source that is not here."""
-        if isinstance(recipe, layout.LatentRecipe):
-            if set(rows.column("source").to_pylist()) - set(self.sources):
-                return None
-            encoder = _Metered(self._latents(recipe), self.meter)
-            return worker.image_records(
-                recipe,
-                unit,
-                rows,
-                self.sources,
-                encoder,
-                max_pixels=self.config.data.max_pixels,
-                workers=self.config.encode.workers,
-                only=only,
-                max_bytes=self.config.data.max_bytes,
-            )
-        assert isinstance(recipe, layout.TextRecipe)
-        return worker.caption_records(recipe, unit, rows, _Metered(self._captions(recipe), self.meter), only=only)
-
-    @property
-    def unshared(self) -> int:
-        """Captions so far that changed the instruction's own tokens."""
-        return self._text.unshared if self._text is not None else 0
-
-    @property
-    def truncated(self) -> int:
-        """Captions that were cut so far."""
-        return self._text.truncated if self._text is not None else 0
-
-    def _recipe(self, name: str) -> layout.Recipe:
-        if name not in self._recipes:
-            self._recipes[name] = self.cache.recipe(name)
-        return self._recipes[name]
-
-    def _latents(self, recipe: layout.LatentRecipe) -> encoders.LatentEncoder:
-        if self._image is None:
-            self._text = None
-            if self._check:
-                _same(recipe, encoders.describe_vae(self.config.vae), "vae")
-            self._image = encoders.LatentEncoder.load(self.config.vae, device(self.config))
-        return self._image
-
-    def _captions(self, recipe: layout.TextRecipe) -> encoders.TextEncoder:
-        if self._text is None:
-            self._image = None
-            instruction = caption_rules.instruction(self.config.text)
-            if self._check:
-                _same(recipe, encoders.describe_text(self.config.text, instruction), "text")
-            self._text = encoders.TextEncoder.load(self.config.text, instruction, device(self.config))
-        return self._text
+    def _attempt(self, job: Job[Item], item: Item, idle: bool) -> Literal["made", "paused", "claimed", "settled"]:
+        if job.collect(item):
+            return "settled"
+        try:
+            state = self.claims.take(*job.claim(item))
+            if state == "mine":
+                with self.claims.held(*job.claim(item)):
+                    if job.collect(item):  # published between the first look and the claim
+                        return "settled"
+                    job.make(item)
+                return "made"
+        except NoSpaceError as error:
+            job.wait_for_space(item, error)
+            return "paused"
+        return "settled" if idle and state == "moving" and job.leave(item) else "claimed"
 
 
-class _Metered:
-    """An encoder whose time and tokens are counted."""
-
-    def __init__(self, encoder: Any, meter: Meter):
-        self._encoder, self._meter = encoder, meter
-
-    def encode(self, batch: Any) -> Any:
-        before = getattr(self._encoder, "tokens", 0)
-        with self._meter.computing():
-            found = self._encoder.encode(batch)
-        self._meter.tokens += getattr(self._encoder, "tokens", 0) - before
-        return found
-
-    def null(self) -> Any:
-        with self._meter.computing():
-            return self._encoder.null()
+# ---------------------------------------------------------------- units of plans
 
 
-class _StorageCosts:
-    """Says once, after the first unit with records to measure, what a storage other than plain bf16 saves and costs."""
-
-    def __init__(self, recipe: layout.Recipe):
-        self.recipe, self.storage = recipe, codec.storage_of(recipe)
-        self.measured = None if self.storage == codec.PLAIN else codec.Measured()
-
-    def tell(self) -> None:
-        if self.measured is not None and self.measured.records:
-            click.echo(self.measured.line(self.recipe.kind, self.storage))
-            self.measured = None
-
-
-def reopened(config: Config, name: str) -> Source:
-    """A source of the cache as another process reads it: not listed again."""
-    return scanning.reopen(Cache.of(config), name, config.data)
-
-
-def device(config: Config) -> Any:
-    """Where this process encodes. Several processes of a node take its GPUs in turn (one may serve two)."""
-    name = config.encode.device
-    here = launch.detect()
-    if name in ("auto", "cuda") and here.local_world > 1:
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        name = f"cuda:{here.local_rank % count}" if count else name
-    return launch.resolve_device(name)
+def missing_units(cache: Cache, plans: list[Plan]) -> Work:
+    """Units without a commit, in plan order. Finished plans get their segment on the way."""
+    todo: Work = []
+    for plan in plans:
+        done = index.committed(cache.files, plan.recipe, plan.number)
+        missing = [unit for unit in plan.units if unit.unit not in done]
+        if not missing:
+            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
+        todo.extend((plan, unit) for unit in missing)
+    return todo
 
 
 def is_done(cache: Cache, plan: Plan, unit: Unit) -> bool:
-    """Whether somebody has committed a unit."""
+    """Whether a unit is committed."""
     exists = cache.files.exists
     return exists(Paths.unit(plan.recipe, plan.number, unit.unit)) or exists(Paths.segment(plan.recipe, plan.number))
 
 
-def run_here(
-    runner: Worker,
-    todo: Work,
-    task: int,
-    tasks: int,
-    claims: Claims,
-    stop: Stop,
-    bar: Progress,
-    room: Room | None = None,
+def make_units(
+    maker: UnitMaker, todo: Work, worker: Worker, bar: Progress, space: DiskSpace | None = None
 ) -> tuple[int, int]:
     """The local engine.
 
     Args:
-        todo: every unit that is missing, of all tasks.
-        task, tasks: this process's share, which it does first.
-        room: where to wait for space; None: a full disk is an error at once.
+        todo: every unit that is missing, of all processes.
+        space: where to wait while the disk is full; None: a full disk is an error.
 
     Returns:
-        Records made here, and units that living workers still had in hand at the end.
+        Records made here, and units that living workers were still making at the end.
 
     Raises:
         Stopped: a signal asked for the end.
-        NoSpaceError: there was no room for too long.
+        NoSpaceError: there was too little space for too long.
     """
-    cache = runner.cache
-    mine = worker.share(todo, task, tasks)
-    own = {(plan.number, unit.unit) for plan, unit in mine}
-    others = [(plan, unit) for plan, unit in todo if (plan.number, unit.unit) not in own]
-    # Every process goes through the others' units in an order of its own, so that two seldom meet at one.
-    others.sort(key=lambda item: layout.digest(claims.token, item[1].unit))
-    waiting, made, left = [*mine, *others], 0, 0
-    bar.expect(sum(unit.count for _, unit in mine))
+    job = _Units(maker, worker, bar, space)
+    bar.expect(sum(unit.count for _, unit in todo if worker.owns(unit.unit)))
+    with worker.stop.polite():
+        worker.run(job, todo, lambda item: item[1].unit)
+    return job.records, job.left
 
-    def attempt(plan: Plan, unit: Unit, ours: bool) -> bool:
-        """Encode a unit whose claim is ours, unless it is done by now."""
-        nonlocal made
-        counted = bar.done, bar.rejected
-        with claims.held(plan.recipe, plan.number, unit.unit):
-            if is_done(cache, plan, unit):  # committed between our first look and our claim
-                bar.expect(-unit.count if ours else 0)
-                return False
-            bar.expect(0 if ours else unit.count)
-            try:
-                if room is not None:
-                    room.check(plan, unit)
-                made += runner.encode(plan, unit, batch).records
-            except NoSpaceError:
-                bar.expect(0 if ours else -unit.count)
-                bar.forget(*counted)
-                raise
-        if room is not None:
-            room.passed()
+
+class _Units(Job[tuple[Plan, Unit]]):
+    """Units of plans. The bar expects the units of this process's share from the start, others when they are taken."""
+
+    def __init__(self, maker: UnitMaker, worker: Worker, bar: Progress, space: DiskSpace | None):
+        self.maker, self.worker, self.bar, self.space = maker, worker, bar, space
+        self.records = self.left = 0
+
+    def claim(self, item: tuple[Plan, Unit]) -> tuple[str | int, ...]:
+        plan, unit = item
+        return plan.recipe, plan.number, unit.unit
+
+    def collect(self, item: tuple[Plan, Unit]) -> bool:
+        done = is_done(self.maker.cache, *item)
+        if done:
+            self._expect_no_more(item[1])
+        return done
+
+    def make(self, item: tuple[Plan, Unit]) -> None:
+        plan, unit = item
+        counts = self.bar.done, self.bar.rejected
+        taken_over = 0 if self.worker.owns(unit.unit) else unit.count
+        self.bar.expect(taken_over)
+        try:
+            if self.space is not None:
+                self.space.check(plan, unit)
+            self.records += self.maker.make(plan, unit, self._batch_made).records
+        except NoSpaceError:
+            self.bar.expect(-taken_over)
+            self.bar.forget(*counts)
+            raise
+        if self.space is not None:
+            self.space.unit_made()
+
+    def leave(self, item: tuple[Plan, Unit]) -> bool:
+        self.left += 1
+        self._expect_no_more(item[1])
         return True
 
-    def batch(records: int, rejects: int) -> None:
-        bar.add(records, rejects)
-        stop.check_batch()
+    def wait_for_space(self, item: tuple[Plan, Unit], error: NoSpaceError) -> None:
+        if self.space is None:
+            raise error
+        self.space.wait(*item, error)
 
-    idle = False
-    with stop.polite():
-        while waiting:
-            later: Work = []
-            worked = False
-            for plan, unit in waiting:
-                stop.check()
-                ours = (plan.number, unit.unit) in own
-                if is_done(cache, plan, unit):
-                    bar.expect(-unit.count if ours else 0)
-                    continue
-                try:
-                    found = claims.take(plan.recipe, plan.number, unit.unit)
-                    if found == "mine":
-                        worked = attempt(plan, unit, ours) or worked
-                        continue
-                except NoSpaceError as error:
-                    if room is None:
-                        raise
-                    room.wait(plan, unit, error)
-                    later.append((plan, unit))
-                    worked = True
-                    continue
-                if idle and found == "moving":
-                    left += 1  # its owner lives and will finish it
-                    bar.expect(-unit.count if ours else 0)
-                else:
-                    later.append((plan, unit))
-            waiting, idle = later, not worked
-            if waiting and idle:
-                stop.sleep(claims.stale_s / (4 * BEATS))
-    return made, left
+    def _expect_no_more(self, unit: Unit) -> None:
+        if self.worker.owns(unit.unit):
+            self.bar.expect(-unit.count)
 
-
-def _same(recipe: layout.Recipe, found: dict[str, Any], section: str) -> None:
-    if wrong := recipe.unlike(found):
-        raise CacheError(
-            f"this machine's {section} is not the one that this cache's recipe names (recipe | here)",
-            found="; ".join(wrong),
-            fix=f"give every machine the same {section} model",
-        )
+    def _batch_made(self, records: int, rejects: int) -> None:
+        self.bar.add(records, rejects)
+        self.worker.stop.check_batch()

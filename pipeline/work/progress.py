@@ -1,7 +1,10 @@
-"""One line that says how far the work is: done of total, rates, how busy the encoder is, time left, rejects.
+"""A progress line: done of total, rates, how busy the encoder is, time left, rejects.
 
-On a terminal the line is redrawn; elsewhere (a log file) a new one is written every half minute.
+On a terminal the line is redrawn; elsewhere (a log file) a new line is written every half minute.
 Price: the rates are means since the start (loading the encoder included), so they lag behind sudden changes.
+Why not tqdm: it would replace the redrawing in `_show` and the rate and time in `line`, about eight lines. It writes
+carriage returns into log files, so plain lines would need a second path; counts that go back, rejects, tokens and the
+figures of `--json` stay ours in any case. rich is the same, and not a dependency yet.
 """
 
 from __future__ import annotations
@@ -16,18 +19,33 @@ from typing import Any
 
 @dataclass
 class Meter:
-    """What encoders did: caption tokens, and seconds that they computed.
+    """What encoders did.
 
-    wall_s: seconds that they had for it, where several worked at once; None: ask the clock.
+    Attributes:
+        tokens: caption tokens.
+        truncated: captions with more tokens than the recipe keeps.
+        unshared: captions that changed the instruction's tokens and were encoded in full.
+        busy_s: seconds in which an encoder computed.
+        wall_s: seconds available to the encoders, where several work at the same time; None: the clock's.
     """
 
     tokens: int = 0
+    truncated: int = 0
+    unshared: int = 0
     busy_s: float = 0.0
     wall_s: float | None = None
 
+    def add(self, other: Meter) -> None:
+        self.tokens += other.tokens
+        self.truncated += other.truncated
+        self.unshared += other.unshared
+        self.busy_s += other.busy_s
+        if other.wall_s is not None:
+            self.wall_s = (self.wall_s or 0.0) + other.wall_s
+
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Counts the seconds of its block."""
+        """Count the seconds of the block as busy."""
         began = time.monotonic()
         try:
             yield
@@ -36,11 +54,12 @@ class Meter:
 
 
 class Progress:
-    """Counts done and rejected things of a known or unknown total.
+    """Counts done and rejected items.
 
     Args:
         noun: what is counted.
-        meter: what the encoders do meanwhile; what it says now is where it begins.
+        total: None if unknown.
+        meter: what the encoders do; counted from its present values on.
     """
 
     def __init__(self, noun: str, total: int | None, meter: Meter | None = None):
@@ -50,7 +69,7 @@ class Progress:
         self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
         self._live = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
-        self._wide = 0
+        self._width = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -65,15 +84,16 @@ class Progress:
         self._show()
 
     def expect(self, more: int) -> None:
-        """The total is larger than was thought (or smaller)."""
+        """Change the total by `more`, which may be negative."""
         self.total = (self.total or 0) + more
 
     def reach(self, done: int, total: int | None = None) -> None:
+        """Set the count and the total."""
         self.done, self.total = done, total
         self._show()
 
     def forget(self, done: int, rejected: int) -> None:
-        """Set the counts back: what was counted since is done again."""
+        """Set the counts back, because the work since then will be done again."""
         self.done, self.rejected = done, rejected
 
     @property
@@ -94,7 +114,7 @@ class Progress:
         return min(1.0, (self.meter.busy_s - self._busy_s) / wall) if wall > 0 else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the line as JSON values."""
+        """The figures of the line as JSON values: counts, seconds, rates per second, shares from 0 to 1."""
         seconds = self._seconds
         return {
             "done": self.done,
@@ -129,15 +149,15 @@ class Progress:
         self._last = now
         text = self.line()
         if self._live:
-            sys.stderr.write("\r" + text.ljust(self._wide) + ("\n" if final else ""))
-            self._wide = len(text)
+            sys.stderr.write("\r" + text.ljust(self._width) + ("\n" if final else ""))
+            self._width = len(text)
         else:
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
 def span(seconds: float) -> str:
-    """Seconds for people."""
-    minutes, left = divmod(int(max(0, seconds)), 60)
+    """A duration for people: `2h05m`, `3m07s` or `9s`."""
+    minutes, rest = divmod(int(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{left:02d}s" if minutes else f"{left}s"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,11 +1,11 @@
-"""Stop signals: SIGTERM and SIGUSR1 (what schedulers send before they take a machine away) end encoding cleanly.
+"""Stop signals: SIGTERM and SIGUSR1, which schedulers send before they take a machine away, end encoding cleanly.
 
-What: inside `signals()` the first signal gives the unit in hand `grace_s` more seconds; `check` raises `Stopped`
-between units, `check_batch` between batches once the grace is over. A second signal ends the grace. While no unit is in
-hand (scan, planning), the signal raises at once, as Ctrl-C does.
-Why: the unit is finished or dropped by the usual way out, which removes its temporary file and its claim; the next run
-continues with the units that are left.
-Price: a batch is never interrupted, so the end comes at most one batch after the grace.
+Inside `signals()` the first signal gives the current unit `grace_s` more seconds: `check` raises `Stopped` between
+units, `check_batch` between batches after the grace. A second signal ends the grace. Outside `polite()` (planning) the
+signal raises immediately, as Ctrl-C does.
+Why: a unit is finished, or dropped by an exception that removes its temporary file and its claim. The next run
+continues with the remaining units.
+Price: a batch is never interrupted, so the process ends at most one batch after the grace.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """A signal asked for the end. Not an `Exception`: nothing that handles errors may swallow it."""
+    """A signal asked for the end. A `BaseException`, so that error handlers do not swallow it."""
 
 
 class Stop:
     """Set by a signal; asked by the loops.
 
     Args:
-        grace_s: how long the unit in hand may go on.
+        grace_s: how long the current unit may go on.
+
+    Attributes:
+        name: of the signal; None before it came.
     """
 
     def __init__(self, grace_s: float):
         self.grace_s = grace_s
         self.name: str | None = None
         self._deadline = float("inf")
-        self._busy = False
+        self._polite = False
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Catch the signals. Elsewhere than in the main thread they cannot be caught, and nothing happens."""
+        """Catch the signals inside the block. Does nothing outside the main thread, where they cannot be caught."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -54,30 +57,32 @@ class Stop:
                 signal.signal(number, handler)
 
     def catch(self) -> None:
-        """Take the signals (again: some libraries put handlers of their own)."""
+        """Install the handlers. Call it again after a library has replaced them."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
 
     @contextmanager
     def polite(self) -> Iterator[None]:
-        """Inside, a signal does not raise where it finds the process; `check` and `check_batch` do."""
-        self._busy = True
+        """Inside the block a signal does not raise by itself; `check` and `check_batch` do."""
+        self._polite = True
         try:
             yield
         finally:
-            self._busy = False
+            self._polite = False
 
     def check(self) -> None:
+        """Raise `Stopped` if a signal came."""
         if self.name is not None:
             raise Stopped(self.name)
 
     def check_batch(self) -> None:
+        """Raise `Stopped` if a signal came and the grace is over."""
         if time.monotonic() >= self._deadline:
             raise Stopped(self.name)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, but not past a signal."""
+        """Sleep; raise `Stopped` when a signal comes."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.check()
@@ -87,5 +92,5 @@ class Stop:
         again = self.name is not None
         self.name = signal.Signals(number).name
         self._deadline = time.monotonic() if again else min(self._deadline, time.monotonic() + self.grace_s)
-        if not self._busy:
+        if not self._polite:
             raise Stopped(self.name)

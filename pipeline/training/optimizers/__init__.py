@@ -1,12 +1,12 @@
 """The optimizer that the configuration names, and its learning rate as a pure function of the step.
 
 What: `build` makes it with two groups (matrices decay; biases, norms and tables do not, except under `train.recipe:
-nvlabs`), `learning_rate` gives the rate of a step: linear warm-up, then constant.
-Which: `adamw`, 8 bytes of state per fp32 parameter, 4 in pure bf16; `came`, 4 and 2; `adamw8bit`, 2. Not Adafactor:
-torch's fails on DTensors (its norms would need another placement in place): it would be for one process in fp32 only.
-Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps whatever the
-number of processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
-Price: schedules other than warm-up and constant have to be written here.
+nvlabs`); `learning_rate` returns the rate of a step: linear warm-up, then constant.
+Bytes of state per parameter: `adamw` 8 for fp32 parameters, 4 for bf16; `came` 4 and 2; `adamw8bit` 2. Torch's
+Adafactor is left out: it fails on DTensors, so it would work for one process in fp32 only.
+Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps for any number of
+processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
+Price: other schedules have to be written here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pipeline.training.optimizers import stochastic_rounding
 from pipeline.training.optimizers.came import CAME
 
 _STATE = {"adamw": "AdamW", "adamw8bit": "AdamW", "came": "CAME"}
-"""Whose state a checkpoint of a run with this optimizer holds."""
+"""Kind of optimizer state in a checkpoint, by `train.optim.name`."""
 
 NEW_CONCEPTS = 5e-5
-"""Rate below which people who fine-tune Sana report that new concepts come slowly."""
+"""Rate below which users who fine-tune Sana report that new concepts come slowly."""
 
 
 def peak_learning_rate(config: OptimConfig, batch: int) -> float:
@@ -43,63 +43,62 @@ def peak_learning_rate(config: OptimConfig, batch: int) -> float:
 def learning_rate(config: OptimConfig, batch: int, step: int, recipe: str = "default") -> float:
     """The rate of optimizer step `step` (the first one is 0): peak * min(1, (step + 1) / warmup_steps).
 
-    The first step thus takes 1/warmup_steps of the peak, not 0, and step `warmup_steps - 1` takes all of it. NVlabs'
-    recipe is one step behind: its first step has rate 0.
+    So the first step has 1/warmup_steps of the peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one
+    step behind: its first step has rate 0.
     """
     peak, done = peak_learning_rate(config, batch), step if recipe == "nvlabs" else step + 1
     return peak * min(1.0, done / config.warmup_steps) if config.warmup_steps else peak
 
 
 def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
-    """What to say before a run of so many steps about rates that will not do what one expects of them."""
-    peak, found = peak_learning_rate(config, batch), []
+    """Notes before a run of so many steps on rates that will not have the expected effect."""
+    peak, notes = peak_learning_rate(config, batch), []
     if 2 * config.warmup_steps > steps:
         reached = learning_rate(config, batch, steps - 1)
-        found.append(
+        notes.append(
             f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
             f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
             f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
         )
     if peak < NEW_CONCEPTS:
-        found.append(
+        notes.append(
             f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
             f"--set train.optim.scale_lr=none --set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before "
             "a first concept shows"
         )
-    return found
+    return notes
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay pulls this parameter to zero: matrices and convolutions yes, the rest no. What is small and
-    has a meaning of its own size (a norm's scale, a gate) is not a matrix that could grow without bounds."""
+    """Whether weight decay applies: to matrices and convolutions, not to biases, norms, gates and tables."""
     return parameter.ndim > 1 and not name.endswith("scale_shift_table")
 
 
 def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
     """The parameters that are rows of one matrix (or bias) in NVlabs' model: query, key and value of self attention,
     key and value of cross attention."""
-    found: dict[str, list[torch.Tensor]] = {}
+    joint: dict[str, list[torch.Tensor]] = {}
     for name, parameter in named:
         if match := re.fullmatch(r"(.*\.)(attn1\.to_[qkv]|attn2\.to_[kv])\.(weight|bias)", name):
             before, layer, kind = match.groups()
-            found.setdefault(f"{before}{layer[:5]}.{kind}", []).append(parameter)
-    return list(found.values())
+            joint.setdefault(f"{before}{layer[:5]}.{kind}", []).append(parameter)
+    return list(joint.values())
 
 
 def build(
     model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0, recipe: str = "default"
 ) -> torch.optim.Optimizer:
-    """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after the model was spread.
+    """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after `parallelize`.
 
     AdamW is fused on a GPU (the default `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B), a
     plain loop on the CPU.
 
     Args:
-        seed: of the rounding by chance, for bf16 parameters.
+        seed: of stochastic rounding, for bf16 parameters.
         recipe: `train.recipe`.
 
     Raises:
-        UserError: torchao is not there.
+        UserError: torchao is missing.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     nvlabs = recipe == "nvlabs"
@@ -108,27 +107,26 @@ def build(
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": config.weight_decay if nvlabs else 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    on_gpu = device.type == "cuda" and all(p.device.type == "cuda" for _, p in named)  # they may wait in host memory
+    on_gpu = device.type == "cuda" and all(p.device.type == "cuda" for _, p in named)  # else they are offloaded
     if config.name == "came":
         joint = joint_weights(named) if nvlabs else []
         return CAME(groups, config.lr, config.betas, seed=seed, factor_kernels=not nvlabs, joint=joint)  # type: ignore[arg-type]
-    usual: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw8bit":
         check(config)
         from pipeline.training.optimizers.adamw_8bit import AdamW8bit
 
-        there = all(parameter.device.type == "cuda" for _, parameter in named)  # not offloaded to host memory
-        return AdamW8bit(groups, **usual, compiled=there, seed=seed)
+        return AdamW8bit(groups, **options, compiled=all(p.device.type == "cuda" for _, p in named), seed=seed)
     if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
-        return stochastic_rounding.AdamW(groups, **usual, seed=seed)
-    return torch.optim.AdamW(groups, **usual, foreach=None if on_gpu else False, fused=True if on_gpu else None)
+        return stochastic_rounding.AdamW(groups, **options, seed=seed)
+    return torch.optim.AdamW(groups, **options, foreach=None if on_gpu else False, fused=True if on_gpu else None)
 
 
 def check(config: OptimConfig) -> None:
-    """Refuse an optimizer that this installation does not have.
+    """Refuse an optimizer that is not installed.
 
     Raises:
-        UserError: torchao is not there, or a version without what is used of it.
+        UserError: torchao is missing or does not fit.
     """
     if config.name != "adamw8bit":
         return
@@ -143,7 +141,7 @@ def check(config: OptimConfig) -> None:
 
 
 def check_resumable(before: str, now: str, recipes: tuple[str, str] = ("default", "default")) -> None:
-    """Refuse to continue with an optimizer that cannot use what the checkpoint holds.
+    """Refuse to continue with an optimizer that cannot use the checkpoint's state.
 
     Args:
         before, now: `train.optim.name` of the checkpoint and of this run.

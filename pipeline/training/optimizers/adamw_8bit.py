@@ -1,16 +1,16 @@
 """AdamW with moments in 8 bits, on torchao's quantised tensors.
 
-What: `AdamW8bit` keeps both moments as codes of 8 bits with one fp32 scale per 256 values (arXiv 2110.02861): 2.04
-bytes of state per parameter. Tensors whose shard has less than 4096 values or no multiple of 256 keep fp32 moments.
-Why not torchao's own class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then mixes up
-the kinds of tensors inside (another kind's code is loaded for the same shapes). Here its kernel gets this process's
-plain shards. For bf16 parameters the rounding by chance is ours too: torchao draws from each process's random state,
-and replicas of a shard would part.
-The state dict holds the moments dequantised, as AdamW's: a checkpoint fits any number of processes, and a run may go
-from `adamw` to `adamw8bit` and back.
-Price: a save holds both moments in fp32 in host memory, 8 bytes per parameter of this process (for a moment 16, where
-it is written beside the training); values that are quantised again for another sharding lose up to half a code. On a
-GPU the kernel is compiled once per shape, at the start.
+What: `AdamW8bit` stores both moments as 8-bit codes with one fp32 scale per 256 values (arXiv 2110.02861): 2.04 bytes
+of state per parameter. Moments of shards with fewer than 4096 values or no multiple of 256 stay fp32.
+Why not torchao's class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then confuses the
+kinds of tensors inside (it loads another kind's code for the same shapes). Here its kernel gets this process's plain
+shards. Stochastic rounding of bf16 parameters is ours, too: torchao draws from each process's random state, so replicas
+of a shard would diverge.
+The state dict holds dequantised moments, as AdamW's: a checkpoint fits any number of processes, and a run may switch
+between `adamw` and `adamw8bit`.
+Price: a save needs both moments in fp32 in host memory, 8 bytes per parameter of this process (briefly 16 with
+`train.async_save`); values that are quantised again for another sharding lose up to half a code. On a GPU the kernel is
+compiled once per shape, at the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.training.optimizers.stochastic_rounding import Noise, local, to_bf
 
 BLOCK = 256
 _SMALLEST = 4096
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it is signed
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -39,8 +39,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Args:
         params: plain tensors or DTensors of any placement, fp32 or bf16; nothing is communicated.
-        compiled: whether torch.compile fuses the update. Without it the temporaries of a parameter are several times
-            its size.
+        compiled: fuse the update with torch.compile. Otherwise the temporaries are several times a parameter's size.
         seed: of the rounding of bf16 parameters.
     """
 
@@ -59,14 +58,14 @@ class AdamW8bit(torch.optim.Optimizer):
         self.noise = Noise(seed)
         self._update = single_param_adam
         if compiled:
-            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # for people who write torchao
+            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # addressed to torchao's developers
             self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient are left alone."""
+        """One update. Parameters without a gradient stay as they are."""
         index = -1
-        with torch._dynamo.utils.disable_cache_limit():  # as many graphs as shapes
+        with torch._dynamo.utils.disable_cache_limit():  # one graph per shape
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:
@@ -79,9 +78,9 @@ class AdamW8bit(torch.optim.Optimizer):
                         state |= {name: _zeros(parameter, signed) for name, signed in _MOMENTS.items()}
                     state["step"] += 1
                     if local(parameter).numel():
-                        self._one(parameter, state, rate, group, index)
+                        self._update_shard(parameter, state, rate, group, index)
 
-    def _one(
+    def _update_shard(
         self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor, group: dict[str, Any], index: int
     ) -> None:
         stored, gradient = local(parameter.detach()), parameter.grad
@@ -106,31 +105,32 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's form with fp32 moments on the CPU, DTensors where the parameters are."""
-        found = super().state_dict()
-        ours = chain.from_iterable(group["params"] for group in self.param_groups)
-        parameters = dict(zip(_identities(found), ours, strict=True))
-        found["state"] = {
+        state_dict = super().state_dict()
+        parameters = dict(zip(_identities(state_dict), self._parameters(), strict=True))
+        state_dict["state"] = {
             identity: {
-                name: _unpacked(value, parameters[identity]) if name in _MOMENTS else value
+                name: _dequantised(value, parameters[identity]) if name in _MOMENTS else value
                 for name, value in state.items()
             }
-            for identity, state in found["state"].items()
+            for identity, state in state_dict["state"].items()
         }
-        return found
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take fp32 moments and quantise them."""
         super().load_state_dict({**state_dict, "state": {}})
-        ours = chain.from_iterable(group["params"] for group in self.param_groups)
-        for identity, parameter in zip(_identities(state_dict), ours, strict=True):
-            given = state_dict["state"].get(identity)
-            if given is None:
+        for identity, parameter in zip(_identities(state_dict), self._parameters(), strict=True):
+            loaded = state_dict["state"].get(identity)
+            if loaded is None:
                 continue
             state = self.state[parameter]
-            state["step"] = torch.as_tensor(given["step"], dtype=torch.float32).clone()
+            state["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).clone()
             for name, signed in _MOMENTS.items():
                 state[name] = _zeros(parameter, signed)
-                _pack(state[name], local(given[name]).to(state[name].device, torch.float32))
+                _quantise_into(state[name], local(loaded[name]).to(state[name].device, torch.float32))
+
+    def _parameters(self) -> Iterable[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
 
 
 def _identities(state_dict: dict[str, Any]) -> list[Any]:
@@ -139,26 +139,26 @@ def _identities(state_dict: dict[str, Any]) -> list[Any]:
 
 def _zeros(parameter: Tensor, signed: bool) -> Tensor:
     """A zero moment for this process's part of a parameter."""
-    own = local(parameter.detach())
-    if own.numel() >= _SMALLEST and own.numel() % BLOCK == 0:
-        return OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=torch.float32)
-    return torch.zeros_like(own, dtype=torch.float32)
+    shard = local(parameter.detach())
+    if shard.numel() >= _SMALLEST and shard.numel() % BLOCK == 0:
+        return OptimState8bit.zeros(shard.shape, signed, BLOCK, shard.device, dtype=torch.float32)
+    return torch.zeros_like(shard, dtype=torch.float32)
 
 
-def _unpacked(moment: Tensor, parameter: Tensor) -> Tensor:
-    """fp32 on the CPU, placed as the parameter is."""
+def _dequantised(moment: Tensor, parameter: Tensor) -> Tensor:
+    """fp32 on the CPU, sharded like the parameter."""
     whole = (moment.dequantize() if isinstance(moment, OptimState8bit) else moment).to("cpu", torch.float32, copy=True)
     if not isinstance(parameter, DTensor):
         return whole
-    # By `to` of an empty tensor on the right mesh: from_local would move the values to the mesh's device.
+    # not from_local: it would move the values to the mesh's device
     like = torch.empty_like(parameter, dtype=torch.float32).to("cpu")
     local(like).copy_(whole)
     return like
 
 
-def _pack(moment: Tensor, value: Tensor) -> None:
-    """Quantise `value` into a moment. The scale is the one with which the block's extreme value has a code of its own
-    (1 above, -0.993 below), so that what was dequantised gets its codes back."""
+def _quantise_into(moment: Tensor, value: Tensor) -> None:
+    """Quantise `value` into a moment. The scale gives the block's extreme value an exact code (1 above, -0.993 below),
+    so that a dequantised moment gets its codes back."""
     if not isinstance(moment, OptimState8bit):
         moment.copy_(value)
         return

@@ -1,14 +1,14 @@
-"""CAME: an optimizer with one full momentum and factored second moments, for any way of sharding.
+"""CAME: an optimizer with one full momentum and factored second moments, for any sharding.
 
-What: `CAME` keeps the momentum of every parameter, and of the mean square of its gradient and of its deviation from the
-momentum only the means over rows and over columns. A convolution is seen as the matrix (outputs, all the rest).
-NVlabs' CAME differs in two points, which `factor_kernels` and `joint` give: it keeps 3x3 kernels whole, and its model
-has one matrix where ours has two or three.
-Why our own: factoring the last two dimensions, as the packages do, gives a 1x1 convolution (out, in, 1, 1) four factors
-of its own size; these are 47 % of Sana, and CAME then needs more memory than AdamW. They also fail on DTensors.
-How it shards: the row means of a shard of rows are local, the column means are summed over the processes that hold
-other rows, and the reverse for shards of columns; any mesh of both works, also with empty shards. Parameters are taken
-in groups of a bounded size, whose sums travel together: three all-reduces per group and mesh dimension.
+What: `CAME` stores the momentum of every parameter in full, but the mean squares of its gradient and of its deviation
+from the momentum only as means over rows and over columns. A convolution is treated as the matrix (outputs, all other
+dimensions). NVlabs' CAME differs in two points, which `factor_kernels` and `joint` reproduce: it does not factor 3x3
+kernels, and its model has one matrix where ours has two or three.
+Why not a package: those factor the last two dimensions, which gives a 1x1 convolution (out, in, 1, 1) four factors of
+its full size; these are 47 % of Sana, and CAME then needs more memory than AdamW. They also fail on DTensors.
+Sharding: the row means of a shard of rows are local, its column means are summed over the processes with the other
+rows, and the reverse for shards of columns; any mesh of both works, also with empty shards. Parameters are processed in
+groups of a bounded size, with three all-reduces per group and mesh dimension.
 Price: 4.01 bytes of state per fp32 parameter of Sana 1.6B, 2.02 for bf16 ones (AdamW: 8 and 4). There is no bias
 correction, as published: the first thousands of steps are longer than later ones, so keep the warm-up.
 
@@ -36,18 +36,18 @@ CLIP = 1.0
 """Largest root mean square of a normalised gradient."""
 
 _GROUP = 2**26
-"""Elements per process whose normalised gradients are held at a time (256 MiB)."""
+"""Elements per process whose normalised gradients are in memory at a time (256 MiB)."""
 
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass
 class _Part:
-    """This process's part of one parameter, seen as a matrix (or a vector: `vector`).
+    """This process's shard of one parameter, as a matrix (or a vector: `vector`).
 
-    value, momentum: as stored. update: fp32, first the gradient, then the normalised gradient. rows, columns: of the
-    whole matrix, that of several parameters if they are joint; `matrix` is its number. other_rows, other_columns: the
-    processes that hold them.
+    value, momentum: as stored. update: fp32, first the gradient, then the normalised gradient. matrix: number of the
+    whole matrix, which joint parameters share; rows, columns: its sizes. other_rows, other_columns: process groups that
+    have the rest of it.
     """
 
     value: Tensor
@@ -64,24 +64,24 @@ class _Part:
 
     @property
     def vector(self) -> bool:
-        """Whether squares are kept one by one."""
+        """Whether squares are stored unfactored."""
         return "exp_avg_sq" in self.state
 
 
 class CAME(torch.optim.Optimizer):
-    """The optimizer. Every process that holds a part of the parameters calls `step` alike.
+    """The optimizer. `step` is a collective of all processes that have shards.
 
     Args:
         params: plain tensors or DTensors, sharded by rows (dimension 0), by columns (dimension 1) or both; fp32, or
-            bf16 (then updates and momentum are rounded by chance, see `stochastic`).
+            bf16 (then updates and momentum are rounded stochastically, see `stochastic_rounding`).
         betas: decay of the second moment's companions: momentum, squares, squared deviations.
         eps: added to the squares of the gradient and of the deviation.
         clip: largest root mean square of the normalised gradient, over the whole matrix.
         seed: of the rounding.
-        factor_kernels: whether squares of convolutions larger than 1x1 are factored. Nine values per channel are a
-            per cent of Sana's parameters; unfactored they have no confidence.
-        joint: parameters that are taken for the rows of one matrix: they share the means over rows and the clipping.
-            All of them need gradients, or none.
+        factor_kernels: whether squares of convolutions larger than 1x1 are factored (one per cent of Sana's
+            parameters). Unfactored they have no confidence.
+        joint: parameters that are treated as the rows of one matrix: they share column means and clipping. All of
+            them need gradients, or none.
 
     State: `exp_avg` like the parameter; `exp_avg_sq_row` (rows,), `exp_avg_sq_col` (the other dimensions),
     `exp_avg_res_row` and `exp_avg_res_col` alike, fp32, DTensors where the parameter is one; for a vector or an
@@ -110,12 +110,12 @@ class CAME(torch.optim.Optimizer):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"CAME takes fp32 or bf16 parameters, not {parameter.dtype}")
-            if isinstance(parameter, DTensor) and any(not _known(p) for p in parameter.placements):
+            if isinstance(parameter, DTensor) and any(not _supported(p) for p in parameter.placements):
                 raise ValueError(f"CAME reads shards of rows or columns, not {parameter.placements}")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient are left alone (the same ones on all processes)."""
+        """One update. Parameters without a gradient stay as they are (the same ones on all processes)."""
         for parts in self._grouped():
             for part in parts:
                 _decay(part, part.group["lr"] * part.group["weight_decay"])
@@ -128,17 +128,17 @@ class CAME(torch.optim.Optimizer):
                 _store(part.value, part.value.float().add_(part.update, alpha=-part.group["lr"]), part)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's, but the means stay fp32: torch would cast them to the parameter's dtype."""
+        """As torch's, which would cast the means to the parameter's dtype; here they stay fp32."""
         super().load_state_dict(state_dict)
-        theirs = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        ours = chain.from_iterable(group["params"] for group in self.param_groups)
-        for identity, parameter in zip(theirs, ours, strict=True):
+        identities = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for identity, parameter in zip(identities, parameters, strict=True):
             for name, value in state_dict["state"].get(identity, {}).items():
                 if name not in ("step", "exp_avg"):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32)
 
     def _grouped(self) -> Iterator[list[_Part]]:
-        """Parts in groups of about `_GROUP` elements. Cut by sizes that all processes share, not by those of shards."""
+        """Parts in groups of about `_GROUP` elements, by sizes that all processes agree on, not those of shards."""
         matrices: dict[Tensor, list[tuple[int, Tensor, dict[str, Any]]]] = {}  # by the first of joint parameters
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
         for index, (parameter, group) in enumerate(every):
@@ -146,14 +146,14 @@ class CAME(torch.optim.Optimizer):
                 first, *_ = self._joint.get(parameter, (parameter,))
                 matrices.setdefault(first, []).append((index, parameter, group))
         parts: list[_Part] = []
-        held = 0.0
+        elements = 0.0
         for number, members in enumerate(matrices.values()):
             for index, parameter, group in members:
                 parts.append(self._part(parameter, group, index, number))
-                held += parameter.numel() / _shards(parameter)
-            if held >= _GROUP:
+                elements += parameter.numel() / _shards(parameter)
+            if elements >= _GROUP:
                 yield parts
-                parts, held = [], 0.0
+                parts, elements = [], 0.0
         if parts:
             yield parts
 
@@ -188,8 +188,8 @@ class CAME(torch.optim.Optimizer):
             matrix=matrix,
             rows=rows + sum(member.shape[0] for member in others),
             columns=parameter.numel() // rows,
-            other_rows=_holders(parameter, 0),
-            other_columns=_holders(parameter, 1),
+            other_rows=_sharding_groups(parameter, 0),
+            other_columns=_sharding_groups(parameter, 1),
             generator=self.noise.at(parameter, int(state["step"].item()), index) if rounded else None,
             group=group,
         )
@@ -219,14 +219,14 @@ def _clip(parts: list[_Part]) -> None:
     """update <- update / max(1, RMS / clip), the RMS over the whole parameter."""
     sums = [part.update.square().sum() for part in parts]
     _sum(sums, [part.other_rows + part.other_columns for part in parts])
-    _share(parts, sums)
+    _sum_joint(parts, sums)
     for part, total in zip(parts, sums, strict=True):
         rms = (total / (part.rows * part.columns)).sqrt()
         part.update.div_((rms / part.group["clip"]).clamp(min=1.0))
 
 
 def _confide(parts: list[_Part]) -> None:
-    """update <- momentum / sqrt(mean square of the update's deviation from it); of a vector the momentum alone."""
+    """update <- momentum / sqrt(mean square of the update's deviation from it); for a vector the momentum itself."""
     for part in (part for part in parts if part.vector):
         part.update = part.momentum.float()
     matrices = [part for part in parts if not part.vector]
@@ -238,32 +238,35 @@ def _confide(parts: list[_Part]) -> None:
 def _factors(
     parts: list[_Part], name: str, beta: int, eps: int, squares: Callable[[_Part], Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Update the row and column means of `squares` + eps, and return what a matrix is multiplied with, rows (n, 1) and
-    columns (1, m), to be divided by the root of the matrix that they stand for: row * column / mean of the rows."""
+    """Update the row and column means of `squares` + eps.
+
+    Returns:
+        Factors (n, 1) and (1, m) whose product is 1 / sqrt(row mean * column mean / mean of the row means).
+    """
     row_sums, column_sums = [], []
     for part in parts:
         square = squares(part)
         row_sums.append(square.sum(1))
         column_sums.append(square.sum(0))
     _sum(column_sums, [part.other_rows for part in parts])
-    _share(parts, column_sums)
+    _sum_joint(parts, column_sums)
     totals = []
     for part, sums in zip(parts, column_sums, strict=True):
         columns = part.state[name + "_col"].view(-1)
         columns.lerp_(sums.div_(part.rows).add_(part.group["eps"][eps]), 1 - part.group["betas"][beta])
         totals.append(columns.sum())
     _sum([*row_sums, *totals], [part.other_columns for part in parts] * 2)
-    found = []
+    factors = []
     for part, sums, total in zip(parts, row_sums, totals, strict=True):
         rows, columns = part.state[name + "_row"], part.state[name + "_col"].view(-1)
         rows.lerp_(sums.div_(part.columns).add_(part.group["eps"][eps]), 1 - part.group["betas"][beta])
-        mean = total / part.columns  # of all squares: the mean of the columns' means is that of the rows' means
-        found.append(((rows / mean).rsqrt_()[:, None], columns.rsqrt()[None]))
-    return found
+        mean = total / part.columns  # of all squares; equal to the mean of the row means
+        factors.append(((rows / mean).rsqrt_()[:, None], columns.rsqrt()[None]))
+    return factors
 
 
-def _share(parts: list[_Part], sums: list[Tensor]) -> None:
-    """Add up, in place, the sums of the parts of one matrix."""
+def _sum_joint(parts: list[_Part], sums: list[Tensor]) -> None:
+    """Add up, in place, the sums of joint parameters."""
     members: dict[int, list[Tensor]] = {}
     for part, value in zip(parts, sums, strict=True):
         members.setdefault(part.matrix, []).append(value)
@@ -278,41 +281,40 @@ def _share(parts: list[_Part], sums: list[Tensor]) -> None:
 
 
 def _sum(tensors: list[Tensor], groups: list[Groups]) -> None:
-    """Sum each tensor in place over the processes of its groups, one after the other; those of the same groups in one
-    all-reduce each."""
-    together: dict[Groups, list[Tensor]] = {}
-    for tensor, own in zip(tensors, groups, strict=True):
-        if own:
-            together.setdefault(own, []).append(tensor)
-    for own, members in together.items():
+    """Sum each tensor in place over each of its groups; tensors with the same groups share an all-reduce."""
+    by_groups: dict[Groups, list[Tensor]] = {}
+    for tensor, its_groups in zip(tensors, groups, strict=True):
+        if its_groups:
+            by_groups.setdefault(its_groups, []).append(tensor)
+    for its_groups, members in by_groups.items():
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        for group in own:
+        for group in its_groups:
             dist.all_reduce(flat, group=group)
         for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """(out, everything else), sharing memory; a vector stays one. Sizes are spelt out for the sake of empty shards."""
+    """(out, all other dimensions), sharing memory; a vector stays one. Sizes are explicit because of empty shards."""
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel()) if tensor.ndim > 1 else tensor
 
 
-def _known(placement: Placement) -> bool:
+def _supported(placement: Placement) -> bool:
     return placement.is_replicate() or _dimension(placement) in (0, 1)
 
 
 def _dimension(placement: Placement) -> int | None:
-    """The dimension that a placement shards, also if by strides (FSDP2 over tensor parallelism)."""
+    """The dimension that a placement shards, also a strided one (FSDP2 over tensor parallelism)."""
     return getattr(placement, "dim", None)
 
 
-def _holders(parameter: Tensor, dimension: int) -> Groups:
-    """The groups over which `dimension` is spread; none for a plain tensor or a mesh of one."""
+def _sharding_groups(parameter: Tensor, dimension: int) -> Groups:
+    """The groups over which `dimension` is sharded; none for a plain tensor or a mesh of one."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
-    spread = (i for i, p in enumerate(parameter.placements) if _dimension(p) == dimension and mesh.size(i) > 1)
-    return tuple(mesh.get_group(i) for i in spread)
+    sharded = (i for i, p in enumerate(parameter.placements) if _dimension(p) == dimension and mesh.size(i) > 1)
+    return tuple(mesh.get_group(i) for i in sharded)
 
 
 def _shards(parameter: Tensor) -> int:
@@ -326,21 +328,21 @@ def _zeros(parameter: Tensor, side: int) -> Tensor:
     """fp32 zeros for one value per row (side 0: shape (rows,)) or per column (side 1: the other dimensions), sharded
     where the parameter is sharded in that dimension."""
 
-    def cut(shape: torch.Size) -> torch.Size:
+    def reduced(shape: torch.Size) -> torch.Size:
         return shape[:1] if side == 0 else shape[1:]
 
-    own = torch.zeros(cut(local(parameter).shape), dtype=torch.float32, device=local(parameter).device)
+    shard = torch.zeros(reduced(local(parameter).shape), dtype=torch.float32, device=local(parameter).device)
     if not isinstance(parameter, DTensor):
-        return own
-    whole = cut(parameter.shape)
-    placements = [_moved(p, side) for p in parameter.placements]
-    stride = torch.empty(whole, device="meta").stride()
-    made = DTensor.from_local(own, parameter.device_mesh, placements, run_check=False, shape=whole, stride=stride)
-    return made.to(parameter.device)  # an offloaded parameter is on the CPU, its mesh on the GPU
+        return shard
+    shape = reduced(parameter.shape)
+    placements = [_reduced_placement(p, side) for p in parameter.placements]
+    stride = torch.empty(shape, device="meta").stride()
+    zeros = DTensor.from_local(shard, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return zeros.to(parameter.device)  # an offloaded parameter is on the CPU, its mesh on the GPU
 
 
-def _moved(placement: Placement, side: int) -> Placement:
-    """The placement of the row means (side 0) or column means (1) of a parameter so placed."""
+def _reduced_placement(placement: Placement, side: int) -> Placement:
+    """The placement of a parameter's row means (side 0) or column means (1)."""
     if _dimension(placement) != side:
         return Replicate()
     if side == 0 or isinstance(placement, Shard):
@@ -352,6 +354,6 @@ def _moved(placement: Placement, side: int) -> Placement:
 
 
 def _store(target: Tensor, value: Tensor, part: _Part) -> None:
-    """Round `value`, made from `target.float()`, into it. Of an fp32 tensor that is the tensor itself."""
+    """Round `value`, computed from `target.float()`, into `target`. For fp32 both are the same tensor."""
     if value is not target:
         target.copy_(to_bf16(value, part.generator))

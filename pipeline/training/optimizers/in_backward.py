@@ -1,12 +1,12 @@
-"""The optimizer's step within the backward pass, parameter by parameter.
+"""The optimizer's update within the backward pass, parameter by parameter.
 
-What: `fuse` has a `Spread` hand each parameter over as soon as its gradient is complete, and lets the run's one
-optimizer step that parameter alone. The step after the backward pass then finds no gradients and does nothing.
-Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays what
-it is, and the setting can change when a run is resumed.
+What: `fuse` lets the run's optimizer update each parameter as soon as its gradient is complete, which is then freed.
+The `step` after the backward pass finds no gradients and does nothing.
+Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays the
+same, and the setting can change when a run is resumed.
 Price: a call of the optimizer per parameter. No clipping, since the global norm is not known yet; no accumulation over
-microbatches. A gradient that is not a number is found when it has been applied: the weights in memory are then spoilt,
-the last checkpoint is not.
+microbatches. A non-finite gradient is found after its update: the weights in memory are then spoilt, the last
+checkpoint is not.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import nn
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.parallelize import ParallelModel
 
 
 def check(train: TrainConfig, batch: int, parts: int) -> None:
-    """Refuse a batch that a process would have to work off in several microbatches.
+    """Refuse a batch that needs several microbatches on a process.
 
     Args:
         batch: the largest global batch of an optimizer step.
-        parts: into how many parts it is divided.
+        parts: number of parts that it is divided into.
 
     Raises:
         ConfigError: with the sizes that would work.
@@ -40,8 +40,8 @@ def check(train: TrainConfig, batch: int, parts: int) -> None:
         )
 
 
-def fuse(optimizer: torch.optim.Optimizer, spread: Spread) -> None:
-    """Update every parameter of `spread` with `optimizer` within each backward pass from now on."""
+def fuse(optimizer: torch.optim.Optimizer, model: ParallelModel) -> None:
+    """Update every parameter of `model` with `optimizer` within each backward pass from now on."""
     group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def update(parameter: nn.Parameter) -> None:
@@ -52,4 +52,4 @@ def fuse(optimizer: torch.optim.Optimizer, spread: Spread) -> None:
         finally:
             optimizer.param_groups = groups
 
-    spread.hand_over(update)
+    model.update_in_backward(update)

@@ -1,15 +1,15 @@
-"""Rounding to bf16 by chance, and AdamW for parameters that exist in bf16 alone.
+"""Stochastic rounding to bf16, and AdamW for parameters without fp32 copies.
 
-What: `to_bf16` rounds up or down with the probability that makes the mean right; `Noise` gives it its random bits;
-`AdamW` computes in fp32 what torch's AdamW computes, and keeps parameters and moments in bf16 by such rounding.
-Why: bf16 has 8 bits. A step of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop nearly
-every update, and a moment with beta 0.999 would hardly ever move. Rounded by chance, both move right on the average.
-The bits follow from (seed, step, parameter, shard) alone: replicas of a shard stay equal, a resumed run draws what the
-uninterrupted one drew, and no random state goes into the checkpoint.
+What: `to_bf16` rounds up or down at random such that the mean is exact; `Noise` seeds its random bits; `AdamW` computes
+torch's AdamW in fp32 and rounds parameters and moments to bf16 stochastically.
+Why: bf16 has 8 bits. An update of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop
+nearly every update, and a moment with beta 0.999 would hardly ever change. Rounded stochastically, both are right on
+average. The bits depend only on (seed, step, parameter, shard): replicas of a shard stay equal, a resumed run draws the
+bits of the uninterrupted one, and no random state goes into the checkpoint.
 Price: weights carry noise of half a bit (0.2 %), and another number of shards draws other noise. One pass of random
-numbers per tensor stored, and one fp32 copy of the parameter at hand.
+numbers per stored tensor, and one fp32 copy of the current parameter.
 
-Rounding by chance for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101.
+Stochastic rounding for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 
 def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 to bf16, up with the probability of the part that is cut off: the mean is `value`.
+    """Round fp32 to bf16 stochastically; the expected result is `value`.
 
     Args:
-        value: float32, finite. What bf16 can hold is returned as it is.
+        value: float32, finite. Values that bf16 represents exactly are unchanged.
     """
     bits = value.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
@@ -36,19 +36,19 @@ def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part, sharing memory."""
+    """This process's shard, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Noise:
-    """Random bits by (seed, step, parameter, shard): one generator, seeded anew for each use."""
+    """Random bits by (seed, step, parameter, shard): one generator per device, seeded anew for each use."""
 
     def __init__(self, seed: int):
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def at(self, parameter: Tensor, step: int, index: int) -> torch.Generator:
-        """For parameter number `index` in optimizer step `step`: the same on all processes that hold the same shard."""
+        """For parameter number `index` in optimizer step `step`: equal on all replicas of a shard."""
         shard = 0
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -82,12 +82,12 @@ class AdamW(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
-            raise ValueError("this AdamW is for bf16 parameters; torch's own is for all others")
+            raise ValueError("this AdamW is for bf16 parameters; use torch's for all others")
         self.noise = Noise(seed)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient are left alone."""
+        """One update. Parameters without a gradient stay as they are."""
         index = -1
         for group in self.param_groups:
             (beta1, beta2), rate = group["betas"], group["lr"]

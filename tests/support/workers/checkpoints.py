@@ -26,9 +26,9 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import load_weights, save_weights
 from pipeline.models.sana_start import Drawn, Start, Stored
-from pipeline.parallel import mesh
-from pipeline.parallel.load_sharded import fill
-from pipeline.parallel.parallelize import spread
+from pipeline.parallel import collectives, mesh
+from pipeline.parallel.load_sharded import load_sharded
+from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
@@ -141,18 +141,18 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
 
     def compare(own: Launch) -> dict[str, Any]:
         result = {}
-        with mesh.started(own, settings.train.parallel, torch.device("cpu")) as group:
+        with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
             sources: dict[str, tuple[Start, dict[str, Tensor]]] = {
                 "drawn": (Drawn(config, 3), dict(SanaTransformer.from_scratch(config, 3).named_parameters())),
                 "stored": (Stored(FOLDER / "stored"), load_weights(FOLDER / "stored")[1]),
             }
             for kind, (source, expected) in sources.items():
-                module = spread(SanaTransformer.on_meta(config), group, settings.train).module
-                fill(module, source)
+                module = parallelize(SanaTransformer.on_meta(config), group, settings.train).module
+                load_sharded(module, source)
                 found = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
                 right = all(torch.equal(value.detach(), expected[name].float()) for name, value in found.items())
-                there = {name for names in mesh.gather(list(found)) for name in names}
-                result[kind] = all(mesh.gather(right)) and there == set(expected)
+                there = {name for names in collectives.all_gather_objects(list(found)) for name in names}
+                result[kind] = all(collectives.all_gather_objects(right)) and there == set(expected)
                 result[f"{kind}, dtypes"] = sorted({str(p.dtype) for p in found.values()})
         return result
 
@@ -182,15 +182,15 @@ def memory() -> None:
             source.read = call  # type: ignore[method-assign]
             return source
 
-        with mesh.started(own, settings.train.parallel, torch.device("cpu")) as group:
+        with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
             result: dict[str, Any] = {}
             for kind, source in (("drawn", Drawn(LARGE, 0)), ("stored", Stored(FOLDER / "large"))):
                 handed[0], seen[0], before = 0, 0, resident()
-                module = spread(SanaTransformer.on_meta(LARGE), group, settings.train).module
-                fill(module, counted(source))
+                module = parallelize(SanaTransformer.on_meta(LARGE), group, settings.train).module
+                load_sharded(module, counted(source))
                 result[kind] = {"grown": max(seen[0], resident()) - before, "read": handed[0]}
                 del module
-            everyone = mesh.gather(result)
+            everyone = collectives.all_gather_objects(result)
         elements = sum(torch.Size(shape).numel() for shape in Drawn(LARGE, 0).shapes.values())
         return {"processes": everyone, "model": 4 * elements, "file": file_size()}
 
@@ -247,8 +247,8 @@ def failing() -> None:
         if own.rank == 1:
             FileSystemWriter.write_data = full  # type: ignore[method-assign]
         said = run(own, tiny_run.config(FOLDER / "failing run", steps=500, save_every=2, parallel=FSDP2), delay=0.05)
-        with mesh.started(own_again(own), tiny_run.config().train.parallel, torch.device("cpu")):
-            return mesh.gather(said)
+        with mesh.open_mesh(own_again(own), tiny_run.config().train.parallel, torch.device("cpu")):
+            return collectives.all_gather_objects(said)
 
     launch("failing", 2, refused)
 

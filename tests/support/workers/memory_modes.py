@@ -23,7 +23,7 @@ from benchmarks.saved_bytes import saved_bytes
 from pipeline.launch import Launch, detect
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh, saved_tensors
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
@@ -59,8 +59,8 @@ def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
     return layout, init_device_mesh("cpu", layout.sizes, mesh_dim_names=mesh.DIMS)
 
 
-def held(found: Any, train: Any, layers: int = 4) -> Spread:
-    return spread(one.model(torch.float32, layers=layers), found, train)
+def held(found: Any, train: Any, layers: int = 4) -> ParallelModel:
+    return parallelize(one.model(torch.float32, layers=layers), found, train)
 
 
 def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
@@ -70,7 +70,7 @@ def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
     for layers in (2, 4):
         module = held(found, train, layers).module
         total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
-        host = sum(keeper.host_bytes() for keeper in one.keepers(module))
+        host = sum(offloader.host_bytes() for offloader in one.offloaders(module))
         counts.append((total - host, host))
         out.float().square().mean().backward()
     device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
@@ -152,19 +152,19 @@ def updates(found: Any) -> dict[str, Any]:
     for name, way in variants.items():
         train = settings("fp32", **{**way, "optim": {**plain, **way.get("optim", {})}})
         layout, here = laid_out(train)
-        spreaded = spread(tiny_run.model(tiny_run.config()), here, train)
-        optimizer = optimizers.build(spreaded.module, train.optim, CPU)
+        parallel = parallelize(tiny_run.model(tiny_run.config()), here, train)
+        optimizer = optimizers.build(parallel.module, train.optim, CPU)
         alive: list[int] = []
         if train.optim.in_backward:
-            in_backward.fuse(optimizer, spreaded)
-        parameters = list(spreaded.module.parameters())
+            in_backward.fuse(optimizer, parallel)
+        parameters = list(parallel.module.parameters())
         count_gradients(parameters, alive)
-        step = Step(spreaded, FlowMatching(train.flow), optimizer, train, CPU)
+        step = Step(parallel, FlowMatching(train.flow), optimizer, train, CPU)
         size = 4 if layout.pp > 1 else 8
         own = layout.data_rank(dist.get_rank()), layout.data_world
         batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
         outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
-        weights[name] = {n: whole(p.detach()) for n, p in spreaded.module.named_parameters()}
+        weights[name] = {n: whole(p.detach()) for n, p in parallel.module.named_parameters()}
         reference = weights["came after" if "came" in name else "after"]
         result[name] = {
             "losses": [float(o.loss) for o in outcomes],
@@ -174,10 +174,10 @@ def updates(found: Any) -> dict[str, Any]:
             "devices": sorted({saved_tensors.local(p).device.type for p in parameters}),
             "offloaded": sum(
                 group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
-                for module in spreaded.module.modules()
+                for module in parallel.module.modules()
                 if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None
             ),
-            "wrapped": sum(isinstance(module, FSDPModule) for module in spreaded.module.modules()),
+            "wrapped": sum(isinstance(module, FSDPModule) for module in parallel.module.modules()),
         }
     return result
 
@@ -185,7 +185,7 @@ def updates(found: Any) -> dict[str, Any]:
 def main() -> None:
     folder, launch = Path(sys.argv[1]), detect()
     assert isinstance(launch, Launch)
-    with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
+    with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
         result = {check.__name__: check(found) for check in (sharded, cut, parameters_left_alone, updates)}
         if launch.is_main:
             (folder / "found.json").write_text(json.dumps(result))

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
-from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel import collectives, mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import came
@@ -84,8 +84,8 @@ def came_of(place: str | None, nvlabs: bool) -> dict[str, Tensor]:
         optimizer.step()
     found = {}
     for i, parameter in enumerate(parameters):
-        held = {"": parameter.detach(), **{n: v for n, v in optimizer.state[parameter].items() if n != "step"}}
-        for name, value in held.items():
+        stored = {"": parameter.detach(), **{n: v for n, v in optimizer.state[parameter].items() if n != "step"}}
+        for name, value in stored.items():
             assert isinstance(value, DTensor) == (place is not None), name
             found[f"{i}{name}{nvlabs}"] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
@@ -97,10 +97,10 @@ def settings_of(parallel: dict[str, int], **train: Any) -> Config:
     return tiny_run.config(**{**base, **train})
 
 
-def trained(launch: Launch, settings: Config, group: Any) -> tuple[Spread, int]:
+def trained(launch: Launch, settings: Config, group: Any) -> tuple[ParallelModel, int]:
     """The model after some steps, and how often CAME summed over processes in one of them."""
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
-    held = spread(tiny_run.model(settings), group, settings.train)
+    parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
     calls = 0
 
     def counting(tensor: Tensor, group: Any = None) -> None:
@@ -114,15 +114,15 @@ def trained(launch: Launch, settings: Config, group: Any) -> tuple[Spread, int]:
 
     before, came.dist = came.dist, Counted  # type: ignore[assignment,misc]
     try:
-        tiny_run.train_losses(held, settings, STEPS, layout.data_rank(launch.rank), layout.data_world)
+        tiny_run.train_losses(parallel_model, settings, STEPS, layout.data_rank(launch.rank), layout.data_world)
     finally:
         came.dist = before  # type: ignore[misc]
-    return held, calls // STEPS
+    return parallel_model, calls // STEPS
 
 
-def weights(held: nn.Module) -> dict[str, Tensor]:
+def weights(module: nn.Module) -> dict[str, Tensor]:
     return without_noise(
-        {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().float() for n, p in held.named_parameters()}
+        {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().float() for n, p in module.named_parameters()}
     )
 
 
@@ -142,25 +142,25 @@ def digest(parameters: dict[str, Tensor]) -> str:
 def overflow(launch: Launch, group: Any) -> list[Any]:
     """Only the third process's shard of one gradient is infinite: what all of them made of it."""
     settings = tiny_run.config(precision="fp16", microbatch=2)
-    held = spread(tiny_run.model(settings), group, settings.train)
+    parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
     if launch.rank == 2:
-        original = held.forward_backward
+        original = parallel_model.forward_backward
 
         def spoilt(*arguments: Any) -> list[Tensor]:
             found = original(*arguments)
-            gradient = dict(held.module.named_parameters())["proj_out.weight"].grad
+            gradient = dict(parallel_model.module.named_parameters())["proj_out.weight"].grad
             assert gradient is not None
             local(gradient)[0, 0] = float("inf")
             return found
 
-        held.forward_backward = spoilt  # type: ignore[method-assign]
-    optimizer = optimizers.build(held.module, settings.train.optim, CPU)
-    step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+        parallel_model.forward_backward = spoilt  # type: ignore[method-assign]
+    optimizer = optimizers.build(parallel_model.module, settings.train.optim, CPU)
+    step = Step(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
     step.scale.state["scale"].fill_(2.0**8)  # nothing else overflows
-    before = digest(dict(held.module.named_parameters()))
+    before = digest(dict(parallel_model.module.named_parameters()))
     outcome = step(tiny_run.microbatches(tiny_run.global_batch(0), 2, launch.rank, launch.world), 1)
-    same = digest(dict(held.module.named_parameters())) == before
-    return mesh.gather([outcome.skipped, step.scale.value, same])
+    same = digest(dict(parallel_model.module.named_parameters())) == before
+    return collectives.all_gather_objects([outcome.skipped, step.scale.value, same])
 
 
 def compare(launch: Launch) -> None:
@@ -173,7 +173,7 @@ def compare(launch: Launch) -> None:
         return Launch(launch.rank, 4, launch.rank, 4, rendezvous=f"{launch.rendezvous}-{meetings}")
 
     plain = came_of(None, False) | came_of(None, True)
-    with mesh.started(meeting(), settings_of({}).train.parallel, CPU):
+    with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU):
         for place in PLACES:
             mine = came_of(place, False) | came_of(place, True)
             found["came"][place] = max(
@@ -182,21 +182,21 @@ def compare(launch: Launch) -> None:
     expected = torch.load(FOLDER / "alone.pt")
     for name, parallel in MODELS.items():
         settings = settings_of(parallel)
-        with mesh.started(meeting(), settings.train.parallel, CPU) as group:
-            held, found["calls"][name] = trained(launch, settings, group)
-            found["models"][name] = tiny_run.distance(weights(held.module), expected)
+        with mesh.open_mesh(meeting(), settings.train.parallel, CPU) as group:
+            parallel_model, found["calls"][name] = trained(launch, settings, group)
+            found["models"][name] = tiny_run.distance(weights(parallel_model.module), expected)
     for name in ("HSDP", "DDP", "FSDP2 x TP"):
         for optimizer in ("adamw", "came"):
             settings = settings_of(MODELS[name], precision="bf16_pure", optim={"name": optimizer})
-            with mesh.started(meeting(), settings.train.parallel, CPU) as group:
-                held, _ = trained(launch, settings, group)
+            with mesh.open_mesh(meeting(), settings.train.parallel, CPU) as group:
+                parallel_model, _ = trained(launch, settings, group)
                 whole = {
                     n: p
-                    for n, p in held.module.named_parameters()
+                    for n, p in parallel_model.module.named_parameters()
                     if name != "FSDP2 x TP" or not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names)
                 }
-                found["copies"][f"{name}, {optimizer}"] = mesh.gather(digest(whole))
-    with mesh.started(meeting(), settings_of({}).train.parallel, CPU) as group:
+                found["copies"][f"{name}, {optimizer}"] = collectives.all_gather_objects(digest(whole))
+    with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU) as group:
         found["overflow"] = overflow(launch, group)
     if launch.is_main:
         (FOLDER / "found.json").write_text(json.dumps(found))

@@ -21,9 +21,9 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.sana import SanaTransformer
-from pipeline.parallel import mesh
-from pipeline.parallel.activation_checkpoint import Kept
-from pipeline.parallel.parallelize import Pipelined, Spread, spread
+from pipeline.parallel import collectives, mesh
+from pipeline.parallel.activation_checkpoint import ManagedActivations
+from pipeline.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
 from pipeline.parallel.pipeline_parallel import Pipeline
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
@@ -122,18 +122,20 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         "gradient": [],
         "plain bf16": expected["bf16"][settings.train.residual or "compute"],
     }
-    with mesh.started(launch, settings.train.parallel, CPU) as group:
-        held = spread(start(settings), group, settings.train)
-        tokens = strategies.tokens_of(held)
+    with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
+        parallel_model = parallelize(start(settings), group, settings.train)
+        tokens = strategies.tokens_of(parallel_model)
         for step, (loss, norm, gradients) in enumerate(expected["steps"]):  # two shapes, one after the other
-            mine = tiny_run.gradients(held, settings, own(settings, launch, step))
+            mine = tiny_run.gradients(parallel_model, settings, own(settings, launch, step))
             found["loss"].append(abs(mine[0] - loss))
             found["norm"].append(abs(mine[1] / norm - 1))
-            found["gradient"].append(tiny_run.distance(whole(mesh.gather(mine[2])), gradients))
-        found["wrapping"], found["tokens"] = mesh.gather(wrapping(held)), sorted(tokens)
-        held = spread(start(settings), group, settings.train)
+            found["gradient"].append(tiny_run.distance(whole(collectives.all_gather_objects(mine[2])), gradients))
+        found["wrapping"], found["tokens"] = collectives.all_gather_objects(wrapping(parallel_model)), sorted(tokens)
+        parallel_model = parallelize(start(settings), group, settings.train)
         steps = case.get("steps", STEPS)
-        losses = tiny_run.train_losses(held, settings, steps, layout.data_rank(launch.rank), layout.data_world)
+        losses = tiny_run.train_losses(
+            parallel_model, settings, steps, layout.data_rank(launch.rank), layout.data_world
+        )
     found["losses"] = max(abs(a - b) for a, b in zip(losses, expected["losses"][:steps], strict=True))
     return found
 
@@ -142,25 +144,25 @@ def whole(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def wrapping(held: Spread) -> dict[str, Any]:
+def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
     """What is really there, on this process."""
-    assert isinstance(held, Pipelined)
-    parameters = dict(held.module.named_parameters())
-    blocks = [block for stage in held.pipeline.stages for block in stage.blocks]  # type: ignore[union-attr]
+    assert isinstance(parallel_model, PipelineParallelModel)
+    parameters = dict(parallel_model.module.named_parameters())
+    blocks = [block for stage in parallel_model.pipeline.stages for block in stage.blocks]  # type: ignore[union-attr]
     dims = {p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for p in parameters.values()}
     return {
         "names": sorted(parameters),
-        "stages": held.pipeline.numbers,
-        "blocks": [sorted(stage.transformer_blocks) for stage in held.pipeline.stages],  # type: ignore[arg-type]
-        "sharded": sum(isinstance(module, FSDPModule) for module in (*held.pipeline.stages, *blocks)),
+        "stages": parallel_model.pipeline.numbers,
+        "blocks": [sorted(stage.transformer_blocks) for stage in parallel_model.pipeline.stages],  # type: ignore[arg-type]
+        "sharded": sum(isinstance(module, FSDPModule) for module in (*parallel_model.pipeline.stages, *blocks)),
         "recomputed": [
             name
-            for stage in held.pipeline.stages
+            for stage in parallel_model.pipeline.stages
             for name, block in stage.transformer_blocks.items()  # type: ignore[union-attr,operator]
-            if isinstance(block, Kept) and block.kept.checkpointing == "full"
+            if isinstance(block, ManagedActivations) and block.activation_policy.checkpointing == "full"
         ],
         "dims": sorted("/".join(names) for names in dims),
-        "schedule": sorted({type(schedule).__name__ for schedule in held.pipeline._schedules.values()}),
+        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline._schedules.values()}),
     }
 
 
@@ -232,15 +234,15 @@ def bad_number(launch: Launch, folder: Path) -> str:
 def stalled(launch: Launch, folder: Path) -> float:
     """Seconds until a process gives up on another one of its pipeline, which holds still with all connections open."""
     settings = settings_of({"parallel": {**pp(dp_shard=2), "timeout_s": STALL}})
-    with mesh.started(launch, settings.train.parallel, CPU) as group:
-        held = spread(start(settings), group, settings.train)
+    with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
+        parallel_model = parallelize(start(settings), group, settings.train)
         began = time.monotonic()
         if launch.rank > 1:
             while time.monotonic() < began + 10 * STALL and len(list(folder.glob("gave-up-*"))) < 2:
                 time.sleep(0.1)
             return 0.0
         try:
-            tiny_run.gradients(held, settings, own(settings, launch, 0))
+            tiny_run.gradients(parallel_model, settings, own(settings, launch, 0))
         except RuntimeError:
             waited = time.monotonic() - began
             (folder / f"gave-up-{launch.rank}").touch()
@@ -257,10 +259,10 @@ def another_shape(launch: Launch, folder: Path) -> None:
         return next(iter(self._schedules.values()), None) or pick(self, count, inputs)
 
     Pipeline._for = first  # type: ignore[method-assign]
-    with mesh.started(launch, settings.train.parallel, CPU) as group:
-        held = spread(start(settings), group, settings.train)
+    with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
+        parallel_model = parallelize(start(settings), group, settings.train)
         for step in (0, 1):
-            tiny_run.gradients(held, settings, own(settings, launch, step))
+            tiny_run.gradients(parallel_model, settings, own(settings, launch, step))
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -279,8 +281,8 @@ def everything(launch: Launch, folder: Path) -> None:
         resumed(launch, folder)
     if launch.world == 2:
         said = bad_number(at(launch, 3), folder)
-        with mesh.started(at(launch, 4), settings_of({"parallel": pp()}).train.parallel, CPU):
-            found["said"] = mesh.gather(said)
+        with mesh.open_mesh(at(launch, 4), settings_of({"parallel": pp()}).train.parallel, CPU):
+            found["said"] = collectives.all_gather_objects(said)
     if launch.world == 4:
         found["gave up after"] = stalled(at(launch, 5), folder)
     if launch.is_main:

@@ -10,8 +10,9 @@ from pipeline.cache.store import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit
-from pipeline.sources.source import FolderSource
+from pipeline.sources.folder import FolderSource
 from pipeline.work.claims import Claims
+from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
 
 RUN = 4
@@ -34,7 +35,7 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
     scanning.RUN = RUN
     cache = Cache(cache_root, create=True)
     stop = Stop(grace_s=0)
-    fragments = Fragments(cache, "photos", Claims(cache.files, float(stale_s)), (int(task), int(tasks)), stop)
+    fragments = Fragments(cache, "photos", Worker(Claims(cache.files, float(stale_s)), stop, int(task), int(tasks)))
     try:
         with stop.signals(), stop.polite():
             table = scanning.scan(

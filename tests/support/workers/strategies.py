@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from tests.support.workers import tiny_run
 
@@ -94,11 +94,11 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
         raise SystemExit(f"a launch of {world} ended with {codes}")
 
 
-def wrapping(held: Spread) -> dict[str, Any]:
+def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
     """What is really there."""
-    parameters = dict(held.module.named_parameters())
+    parameters = dict(parallel_model.module.named_parameters())
     dims = {name: p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for name, p in parameters.items()}
-    blocks = [m for m in held.module.modules() if type(m).__name__.endswith("SanaTransformerBlock")]
+    blocks = [m for m in parallel_model.module.modules() if type(m).__name__.endswith("SanaTransformerBlock")]
     over_tp = sorted(
         name
         for name, p in parameters.items()
@@ -112,14 +112,14 @@ def wrapping(held: Spread) -> dict[str, Any]:
         "over_tp": len(over_tp),
         "dims": sorted({"/".join(names) for names in dims.values()}),
         "share": local / sum(p.numel() for p in parameters.values()),
-        "data_world": held.data_world,
+        "data_world": parallel_model.data_world,
     }
 
 
-def tokens_of(held: Spread) -> set[str]:
+def tokens_of(parallel_model: ParallelModel) -> set[str]:
     """Filled with the dtypes of what the blocks return from now on."""
     found: set[str] = set()
-    for block in held.module.modules():
+    for block in parallel_model.module.modules():
         if type(block).__name__.endswith("SanaTransformerBlock"):
             block.register_forward_hook(lambda module, inputs, output: found.add(str(output.dtype)))
     return found
@@ -127,8 +127,8 @@ def tokens_of(held: Spread) -> set[str]:
 
 def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     settings = settings_of(case)
-    held = spread(tiny_run.model(settings), group, settings.train)
-    return tiny_run.gradients(held, settings, pieces(settings, launch))
+    parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+    return tiny_run.gradients(parallel_model, settings, pieces(settings, launch))
 
 
 def pieces(settings: Config, launch: Launch) -> list[Any]:
@@ -162,13 +162,15 @@ def compare(launch: Launch, folder: Path) -> None:
         settings = settings_of(case)
         expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
         own = Launch(launch.rank, launch.world, launch.rank, launch.world, rendezvous=f"{launch.rendezvous}-{number}")
-        with mesh.started(own, settings.train.parallel, CPU) as group:
+        with mesh.open_mesh(own, settings.train.parallel, CPU) as group:
             layout = mesh.check_sizes(settings.train.parallel, launch.world)
-            held = spread(tiny_run.model(settings), group, settings.train)
-            what, tokens = wrapping(held), tokens_of(held)
-            loss, norm, mine = tiny_run.gradients(held, settings, pieces(settings, own))
-            held = spread(tiny_run.model(settings), group, settings.train)
-            losses = tiny_run.train_losses(held, settings, STEPS, layout.data_rank(own.rank), layout.data_world)
+            parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+            what, tokens = wrapping(parallel_model), tokens_of(parallel_model)
+            loss, norm, mine = tiny_run.gradients(parallel_model, settings, pieces(settings, own))
+            parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+            losses = tiny_run.train_losses(
+                parallel_model, settings, STEPS, layout.data_rank(own.rank), layout.data_world
+            )
         found[name] = {
             "precision": settings.train.precision,
             "qk_norm": bool(case.get("norm")),

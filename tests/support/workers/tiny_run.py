@@ -17,10 +17,12 @@ from pipeline.loader.loader import Batch, State
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.parallelize import Spread
+from pipeline.parallel.mesh import Layout
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
+from pipeline.training.build import numerics
 from pipeline.training.step import Step
-from pipeline.training.trainer import Task, numerics
+from pipeline.training.task import Task
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
@@ -119,7 +121,7 @@ def task(
     """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
     train = settings.train
 
-    def loader(start: int, stop: int) -> Iterator[tuple[list[Batch], State]]:
+    def loader(layout: Layout, start: int, stop: int) -> Iterator[tuple[list[Batch], State]]:
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
@@ -162,29 +164,29 @@ class Recorder:
 
 def losses(step: Step, batch: Batch) -> Tensor:
     """Losses of the samples of one microbatch, with their graph."""
-    inputs, target = step.part(batch)
-    return step.objective.loss(step.spread.module(*inputs), target)
+    inputs, target = step.prepare(batch)
+    return step.objective.loss(step.model.module(*inputs), target)
 
 
 def gradients(
-    model: torch.nn.Module | Spread, settings: Config, pieces: list[Batch]
+    model: torch.nn.Module | ParallelModel, settings: Config, pieces: list[Batch]
 ) -> tuple[float, float, dict[str, Tensor]]:
     """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
     free = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
-    held = model if isinstance(model, Spread) else Spread(model)
-    recorder = Recorder(held.module)
-    step = Step(held, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
+    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
+    recorder = Recorder(parallel_model.module)
+    step = Step(parallel_model, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
     outcome = step(pieces, 1)
     return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
 
 
 def train_losses(
-    model: torch.nn.Module | Spread, settings: Config, steps: int, rank: int = 0, world: int = 1
+    model: torch.nn.Module | ParallelModel, settings: Config, steps: int, rank: int = 0, world: int = 1
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
-    train, held = settings.train, model if isinstance(model, Spread) else Spread(model)
-    optimizer = optimizers.build(held.module, train.optim, torch.device("cpu"), recipe=train.recipe)
-    step = Step(held, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
+    train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
+    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
+    step = Step(parallel_model, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
     found = []
     for number in range(steps):
         optimizers.set_learning_rate(

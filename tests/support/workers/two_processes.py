@@ -24,11 +24,12 @@ from pipeline.errors import UserError
 from pipeline.launch import Launch, detect
 from pipeline.loader.loader import Batch
 from pipeline.models import sana
-from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.parallelize import Spread, spread
+from pipeline.parallel import collectives, data_parallel, mesh
+from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
-from pipeline.training.trainer import Report, fit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -47,12 +48,12 @@ def meeting(launch: Launch) -> Launch:
 
 @contextmanager
 def group(launch: Launch, settings: Config) -> Iterator[DeviceMesh]:
-    with mesh.started(launch if launch.world == 1 else meeting(launch), settings.train.parallel, CPU) as found:
+    with mesh.open_mesh(launch if launch.world == 1 else meeting(launch), settings.train.parallel, CPU) as found:
         yield found
 
 
-def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> Spread:
-    return spread(tiny_run.model(settings, seed), found, settings.train)
+def sharded(settings: Config, found: DeviceMesh, seed: int = 0) -> ParallelModel:
+    return parallelize(tiny_run.model(settings, seed), found, settings.train)
 
 
 def late() -> Batch:
@@ -101,13 +102,13 @@ def wrapped(launch: Launch) -> dict[str, Any]:
     """Every block and the root are FSDP modules, a process holds its share, and only the last microbatch reduces."""
     settings = tiny_run.config(microbatch=1)
     with group(launch, settings) as found:
-        held = sharded(settings, found)
-        model: Any = held.module
+        parallel_model = sharded(settings, found)
+        model: Any = parallel_model.module
         own = sum(parameter.to_local().numel() for parameter in model.parameters())
         total = sum(parameter.numel() for parameter in model.parameters())
         pieces = tiny_run.microbatches(tiny_run.global_batch(0), 1, launch.rank, launch.world)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            tiny_run.gradients(held, settings, pieces)
+            tiny_run.gradients(parallel_model, settings, pieces)
         reductions = sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::") and "_scatter" in e.key)
         return {
             "wrapped": sum(isinstance(module, FSDPModule) for module in model.modules()),
@@ -248,13 +249,13 @@ def refusal(call: Any) -> str:
 
 def everywhere(text: str, launch: Launch, settings: Config) -> list[str]:
     with group(launch, settings):
-        return mesh.gather(text)
+        return collectives.all_gather_objects(text)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     launch = detect()
-    with mesh.started(launch, tiny_run.config().train.parallel, CPU) as found:
+    with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
         result: dict[str, Any] = {"launch": {"kind": launch.kind, "size": found.size(), "backend": dist.get_backend()}}
     for check in (fp32, wrapped, bf16, bad_number, other_weights, resumed):
         result[check.__name__] = check(launch)

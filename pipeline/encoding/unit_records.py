@@ -1,14 +1,13 @@
-"""Work: make the records of a unit and commit them.
+"""The records of a unit: encode its batches, write them into a shard, commit it.
 
-What: `image_records` and `caption_records` encode the batches of one unit of a plan, `encode` writes them into a shard
-and commits it.
-Why: a unit is the grain of everything: of resuming (a killed process loses the unit it was at), of sharing work, and of
-the bytes (batches are fixed by the plan).
-Price: threads decode the next batches while the encoder works and another writes the last ones; pictures of
+`image_records` and `caption_records` encode the batches of a unit, `write_unit` writes and commits them.
+Why: the unit is the grain of resuming (a killed process loses its current unit), of sharing work, and of the bytes (the
+plan fixes the batches).
+Price: threads decode the next batches while the encoder works, and another thread writes the last ones. So pictures of
 `DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory.
 
-A record that cannot be made (undecodable, changed since the scan, non-finite) becomes a reject with its reason; the
-rest of the unit goes on. Because a batch keeps its place when a member is missing, only that batch is smaller.
+A record that cannot be made (undecodable, changed since the scan, not finite) becomes a reject with its reason. Only
+its batch is smaller then: the other batches keep their composition.
 """
 
 from __future__ import annotations
@@ -54,23 +53,6 @@ class CaptionEncoder(Protocol):
     def null(self) -> tuple[np.ndarray, int]: ...
 
 
-def missing_units(cache: Cache, plans: list[Plan]) -> list[tuple[Plan, Unit]]:
-    """Units that nobody has committed, in plan order. Finished plans get their segment on the way."""
-    todo: list[tuple[Plan, Unit]] = []
-    for plan in plans:
-        done = index.committed(cache.files, plan.recipe, plan.number)
-        left = [unit for unit in plan.units if unit.unit not in done]
-        if not left:
-            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
-        todo.extend((plan, unit) for unit in left)
-    return todo
-
-
-def share(todo: list[tuple[Plan, Unit]], task: int, tasks: int) -> list[tuple[Plan, Unit]]:
-    """The part of the units that task `task` of `tasks` does: by unit id, so it does not shift as units are done."""
-    return [(plan, unit) for plan, unit in todo if int(unit.unit[:8], 16) % tasks == task]
-
-
 @dataclass(frozen=True)
 class Record:
     """One encoded record. `caption` is None for latents; `valid` None means every row."""
@@ -82,7 +64,7 @@ class Record:
 
 
 Made = tuple[list[Record], list[Reject]]
-"""What became of one batch."""
+"""The records and rejects of a batch."""
 
 
 def image_records(
@@ -102,7 +84,7 @@ def image_records(
     Args:
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
-        only: encode just the batches that hold one of these keys, in their old composition.
+        only: encode only the batches that hold one of these keys, in their planned composition.
     """
 
     batches = _batches(unit, rows, only)
@@ -166,14 +148,14 @@ def caption_records(
         yield records, rejects
 
 
-def encode(
+def write_unit(
     cache: Cache,
     recipe: layout.Recipe,
     plan: Plan,
     unit: Unit,
     made: Iterable[Made],
     progress: Callable[[int, int], None],
-    how: dict[str, Any] | None = None,
+    origin: dict[str, Any] | None = None,
     measured: codec.Measured | None = None,
 ) -> Commit:
     """Write the records of a unit into its shard and commit it.
@@ -181,8 +163,8 @@ def encode(
     Args:
         made: what `image_records` or `caption_records` yield.
         progress: called with (records made, records rejected) after each batch.
-        how: what else to keep as the unit's provenance.
-        measured: adds up what the recipe's storage saves and costs.
+        origin: added to the unit's provenance.
+        measured: sums what the recipe's storage saves and costs.
     """
     rejects: list[Reject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
@@ -201,11 +183,11 @@ def encode(
                 progress(len(records), len(bad))
             for written in waiting:
                 written.result()
-        return _commit(cache, recipe, plan, unit, writer, rejects, how)
+        return _commit(cache, recipe, plan, unit, writer, rejects, origin)
 
 
 def provenance() -> dict[str, Any]:
-    """Hardware, library versions and halved batches, kept with every unit: bf16 results differ between them."""
+    """Hardware, library versions and halved batches of a unit, on which its bf16 bytes depend."""
     halved, _halved.count = _halved.count, 0
     return {
         **({"halved_batches": halved} if halved else {}),
@@ -227,16 +209,16 @@ def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[
 
 
 def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.ndarray | None]:
-    """Encode a batch; None where the encoder gave NaN or infinity, the others encoded without those.
+    """Encode a batch. Members with NaN or infinity become None, and the others are encoded again without them.
 
-    Where the batch does not fit into memory its halves are encoded one after the other, down to single members; the
-    unit's provenance counts how often (`halved_batches`), because bf16 bytes differ slightly between batch sizes.
+    A batch that does not fit into memory is halved, down to single members. The unit's provenance counts the halvings
+    (`halved_batches`), because bf16 bytes differ slightly between batch sizes.
     """
     try:
         return list(encode(inputs))
     except NonFiniteError as error:
         bad = set(error.rows)
-        rest = [one for i, one in enumerate(inputs) if i not in bad]
+        rest = [member for i, member in enumerate(inputs) if i not in bad]
         good = iter(_finite(rest, encode) if rest else [])
         return [None if i in bad else next(good) for i in range(len(inputs))]
     except (torch.OutOfMemoryError, MemoryError):
@@ -253,7 +235,7 @@ def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.nd
 
 
 class _Halved(threading.local):
-    """Batches of the unit at hand that had to be halved; the encoder runs in the thread that commits."""
+    """Halved batches of the current unit, by thread: the thread that encodes a unit also commits it."""
 
     count = 0
 
@@ -264,7 +246,7 @@ _halved = _Halved()
 def _ahead(
     pool: ThreadPoolExecutor, decode: Callable[[Any], Any], batches: list[list[Any]], depth: int
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Batches with their decoded members, `depth` batches being decoded ahead."""
+    """Batches with their decoded members; `depth` batches are decoded in advance."""
     queue: list[tuple[list[Any], list[Any]]] = []
     waiting = iter(batches)
     for batch in waiting:
@@ -283,14 +265,14 @@ def _commit(
     unit: Unit,
     writer: shard.ShardWriter,
     rejects: list[Reject],
-    how: dict[str, Any] | None = None,
+    origin: dict[str, Any] | None = None,
 ) -> Commit:
-    made = {**provenance(), **(how or {})}
+    made_by = {**provenance(), **(origin or {})}
     if len(writer):
         name, size, table = writer.finish()
         digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
-        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), made)
+        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), made_by)
     else:
-        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made)
+        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made_by)
     index.publish_commit(cache.files, recipe.name, plan.number, commit)
     return commit

@@ -18,8 +18,8 @@ from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
-from pipeline.parallel.mesh import Layout, started
-from pipeline.training import metrics, trackers, watch
+from pipeline.parallel.mesh import Layout, open_mesh
+from pipeline.training import memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
@@ -50,8 +50,8 @@ def test_flops_from_shapes_are_those_that_the_counter_sees(patch: int) -> None:
         out.sum().backward()
     # Linear attention does its two products again, and needs no gradient of the row of ones.
     again = config.num_layers * 3 * tokens * 2 * config.inner_dim * (2 * (config.attention_head_dim + 1) - 1)
-    found = forward.get_total_flops() + backward.get_total_flops() - again
-    assert found == training_flops(config, 3, tokens, 30)
+    actual = forward.get_total_flops() + backward.get_total_flops() - again
+    assert actual == training_flops(config, 3, tokens, 30)
 
 
 def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
@@ -64,18 +64,18 @@ def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
         ("NVIDIA L40S", 362.0, 91.6),
         ("NVIDIA L4", 121.0, 30.3),
     ):
-        assert (watch.peak_tflops(name, "bf16"), watch.peak_tflops(name, "fp32")) == (bf16, fp32)
+        assert (throughput.peak_tflops(name, "bf16"), throughput.peak_tflops(name, "fp32")) == (bf16, fp32)
     for name in ("NVIDIA RTX A4000", "NVIDIA A1000", "Tesla V100-SXM2-32GB"):
-        assert watch.peak_tflops(name, "bf16") is None
+        assert throughput.peak_tflops(name, "bf16") is None
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
 def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=2, log_every=2, peak_tflops=0.001)
-    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
     model = tiny_run.model(settings)
     batches = [tiny_run.global_batch(step) for step in (0, 1)]
@@ -86,28 +86,29 @@ def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
     assert row["tokens_per_s"] * elapsed == pytest.approx(tokens)
     assert row["mfu"] * elapsed * 1e9 == pytest.approx(flops)
     assert row["memory_gib"] is row["memory_rank"] is row["reserved_gib"] is None
-    assert 0.05 < row["rss_gib"] * 2**30 / watch.rss() <= 1
+    assert 0.05 < row["rss_gib"] * 2**30 / memory.peak_rss() <= 1
     assert row["rss_rank"] == 0
-    assert "MFU" in said[-2]
-    assert "GiB of main memory" in said[-2]
+    assert "MFU" in printed[-2]
+    assert "GiB of main memory" in printed[-2]
 
 
-def _watch(said: list[str], **train: Any) -> watch.Watch:
+def _counts(printed: list[str], **train: Any) -> throughput.Throughput:
     settings = tiny_run.config(**train)
-    return watch.Watch(settings.train, tiny_run.model(settings).config, Layout(1, 1, 1, 1), CPU, said.append)
+    shape = tiny_run.model(settings).config
+    return throughput.Throughput(settings.train, shape, Layout(1, 1, 1, 1), CPU, printed.append)
 
 
-def _add(counts: watch.Watch) -> None:
+def _add(counts: throughput.Throughput) -> None:
     batch = tiny_run.global_batch(0)
     outcome = Outcome(1, torch.tensor(1.0), torch.tensor(2.0), 8, batch.bucket)
     counts.add(outcome, [batch], 0.0)
 
 
 def test_without_a_known_peak_there_is_no_utilisation() -> None:
-    with started(Launch(), tiny_run.config().train.parallel, CPU):
-        counts = _watch([])
+    with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _counts([])
         _add(counts)
-        values = counts.values(0)
+        values = counts.row(0)
     assert values["mfu"] is None
     assert values["loss"] == 1.0
     assert values["grad_norm"] == 2.0
@@ -116,47 +117,47 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
 def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
     import time
 
-    with started(Launch(), tiny_run.config().train.parallel, CPU):
-        counts = _watch([])
+    with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _counts([])
         _add(counts)
-        with counts.aside():
+        with counts.paused():
             time.sleep(0.5)
-        assert counts.values(0)["images_per_s"] > 8 / 0.4
+        assert counts.row(0)["images_per_s"] > 8 / 0.4
 
 
 def test_a_full_gpu_is_told_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     share = 0.91
-    monkeypatch.setattr(watch.Watch, "_gpu", lambda self: (6 * 2**30, 7 * 2**30, share))
-    with started(Launch(), tiny_run.config().train.parallel, CPU):
-        counts = _watch(said)
+    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (0, 6 * 2**30, 7 * 2**30, share))
+    with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
+        counts = _counts(printed)
         for share in (0.91, 0.93, 0.99):
             _add(counts)
-            counts.values(0)
-            assert len(said) == (share > 0.92)
-    assert "process 0 is nearly full: 7.0 GiB, 93 %" in said[0]
-    assert "--set train.activation_checkpointing=full" in said[0]
+            counts.row(0)
+            assert len(printed) == (share > 0.92)
+    assert "process 0 is nearly full: 7.0 GiB, 93 %" in printed[0]
+    assert "--set train.activation_checkpointing=full" in printed[0]
 
 
 def test_relief_names_only_what_helps_and_is_allowed() -> None:
-    keys = [line.partition("=")[0].removeprefix("--set train.") for line in watch.relief(TrainConfig())]
+    keys = [line.partition("=")[0].removeprefix("--set train.") for line in memory.memory_advice(TrainConfig())]
     assert keys[0] == "microbatch"  # blocks are recomputed by default
-    plain = watch.relief(TrainConfig(activation_checkpointing="none", microbatch=6))
+    plain = memory.memory_advice(TrainConfig(activation_checkpointing="none", microbatch=6))
     assert plain[0].startswith("--set train.activation_checkpointing=selective ")
     assert plain[1].startswith("--set train.activation_checkpointing=full ")
     fused = TrainConfig.model_validate({"optim": {"in_backward": True, "clip": None}})
-    assert not any("microbatch" in line for line in watch.relief(fused)), "it needs a batch in one microbatch"
+    assert not any("microbatch" in line for line in memory.memory_advice(fused)), "it needs a batch in one microbatch"
     assert plain[2].startswith("--set train.microbatch=3 ")
-    small = watch.relief(TrainConfig(microbatch=1))
+    small = memory.memory_advice(TrainConfig(microbatch=1))
     assert not any("microbatch" in line or "precision" in line for line in small)
-    assert any("precision=bf16" in line for line in watch.relief(TrainConfig(precision="fp32")))
+    assert any("precision=bf16" in line for line in memory.memory_advice(TrainConfig(precision="fp32")))
     refusing = TrainConfig(
         compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
     )
-    assert [line.partition(" ")[2].partition("   ")[0] for line in watch.relief(refusing)] == [
+    assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
         "train.parallel.offload=all"
     ]
-    copies = watch.relief(
+    copies = memory.memory_advice(
         TrainConfig(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
     )
     for flag in (
@@ -165,7 +166,7 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         "reshard_after_forward=true",
     ):
         assert any(flag in line for line in copies), flag
-    for line in watch.relief(TrainConfig(activation_checkpointing="none", precision="fp32")):
+    for line in memory.memory_advice(TrainConfig(activation_checkpointing="none", precision="fp32")):
         words = line.partition("   (")[0].replace("--set train.", "").split()
         tree: dict[str, Any] = TrainConfig(activation_checkpointing="none", precision="fp32").model_dump()
         for word in words:
@@ -185,13 +186,13 @@ def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:
             torch.empty(2**60, dtype=torch.uint8)
 
     settings = tiny_run.config(tmp_path / "run", microbatch=4)
-    with pytest.raises(watch.OutOfMemory) as caught:
+    with pytest.raises(memory.OutOfMemory) as caught:
         fit(settings, tiny_run.task(settings, touch=touch), Launch(), say=lambda line: None)
     assert "not enough memory" in str(caught.value)
     assert "--set train.activation_checkpointing=full" in str(caught.value)
-    with pytest.raises(watch.OutOfMemory, match="tried to allocate"), watch.memory_errors(settings.train):
+    with pytest.raises(memory.OutOfMemory, match="tried to allocate"), memory.memory_errors(settings.train):
         raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2.00 GiB")
-    with pytest.raises(RuntimeError, match="another") as other, watch.memory_errors(settings.train):
+    with pytest.raises(RuntimeError, match="another") as other, memory.memory_errors(settings.train):
         raise RuntimeError("another mistake")
     assert not isinstance(other.value, UserError)
 
@@ -208,7 +209,7 @@ def test_on_a_gpu_rows_have_peaks_and_a_full_card_is_named(tmp_path: Path) -> No
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
     settings = tiny_run.config(tmp_path / "full", device="cuda")
-    with pytest.raises(watch.OutOfMemory):
+    with pytest.raises(memory.OutOfMemory):
         fit(settings, tiny_run.task(settings, touch=touch), Launch(), say=lambda line: None)
 
 
@@ -249,17 +250,17 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
 
     (tmp_path / "run").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="tracker tensorboard cannot be opened"):
-        with started(Launch(), tiny_run.config().train.parallel, CPU):
+        with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
             trackers.Trackers(["tensorboard"], tmp_path / "run", 0, {}, lambda line: None)
 
     def broken(self: Any, values: Any, step: int) -> None:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(TensorBoardTracker, "log", broken)
-    said: list[str] = []
+    printed: list[str] = []
     settings = tiny_run.config(tmp_path / "other", steps=3, trackers=["tensorboard"])
-    fit(settings, tiny_run.task(settings), Launch(), say=said.append)
+    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
     assert len(metrics.read(tmp_path / "other/metrics.jsonl")) == 3
-    assert [line for line in said if "left out" in line] == [
+    assert [line for line in printed if "left out" in line] == [
         "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"
     ]

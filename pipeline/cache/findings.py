@@ -1,0 +1,56 @@
+"""Findings of `status`, `verify` and `gc`: something wrong in a cache, and the command that repairs it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.store import Cache
+from pipeline.errors import CacheError
+
+ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
+GC = "sana-pipe gc --yes"
+
+Replaced = dict[str, set[bytes]]
+"""Shard -> keys of its damaged records that another shard holds intact."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong.
+
+    Attributes:
+        path: of the file in the cache.
+        recipe, plan, unit: of the shard, if the file is the shard of a unit.
+        records: hex keys of the damaged records, if the damage is inside a shard.
+        fix: the command that repairs it.
+    """
+
+    path: str
+    problem: str
+    recipe: str = ""
+    plan: int = -1
+    unit: str = ""
+    records: tuple[str, ...] = ()
+    fix: str = REPAIR
+
+
+def recipe_names(cache: Cache) -> list[str]:
+    return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
+
+
+def packs(cache: Cache) -> list[str]:
+    """Names of the packs, finished or not: folders of plans, units and joint shards."""
+    folders = [name for name in cache.files.folders("plans") if name.startswith(PACKED)]
+    return [name for name in folders if cache.files.numbers(Paths.plans(name))]
+
+
+def named_snapshots(cache: Cache) -> dict[str, str]:
+    """The snapshots that names point to now, each with one of these names. Unreadable names are left out."""
+    names = {}
+    for name in cache.snapshot_names():
+        with suppress(CacheError):
+            if (snapshot := cache.snapshot_of(name)) is not None:
+                names[snapshot] = name
+    return names

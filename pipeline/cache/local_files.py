@@ -1,0 +1,187 @@
+"""Operations on a local or network file system: open files, temporary files, syncing, digests, free space, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import xxhash
+
+from pipeline.cache import process_identity
+from pipeline.errors import CacheError, NoSpaceError
+
+STALE_TMP_S = 48 * 3600
+"""Age after which a file in `tmp/` belongs to no living writer on another machine."""
+SPARE_DESCRIPTORS = 128
+"""File descriptors left for sockets, checkpoints and libraries."""
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, *_OUT_OF_SPACE)
+
+
+class Handle:
+    """An open file, closed when it is garbage-collected: an eviction never interrupts a read."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset` on; returns the number of bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self.descriptor, [view[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def file(self) -> BinaryIO:
+        """The file as a seekable object with a descriptor of its own."""
+        return os.fdopen(os.dup(self.descriptor), "rb")
+
+    def map(self) -> pa.Buffer:
+        """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
+        # By descriptor, since the name may have been removed. Arrow keeps the pages mapped and closes the file.
+        with pa.memory_map(f"/dev/fd/{self.descriptor}") as file:
+            return file.read_buffer()
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@contextmanager
+def cache_errors(path: Path) -> Iterator[None]:
+    """Raise OSErrors of a write to `path` as `NoSpaceError` or `CacheError`, with the fix; FileExistsError as it is."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        fixes = {
+            errno.ENOSPC: "free space (or move the cache), then run the same command again: it continues",
+            errno.EDQUOT: "raise the quota, then run the same command again: it continues",
+            errno.EROFS: "make the cache writable",
+            errno.EACCES: "give this user write permission to the cache",
+            errno.EPERM: "give this user write permission to the cache",
+        }
+        kind = NoSpaceError if error.errno in _OUT_OF_SPACE else CacheError
+        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+
+
+def is_out_of_resources(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes says that file descriptors or disk space have run out."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
+            return True
+        error = error.__cause__
+    return False
+
+
+def descriptors_left() -> int:
+    """How many more files this process may open, with `SPARE_DESCRIPTORS` left over."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return limit - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
+
+
+def free_at(folder: Path) -> int:
+    """Free bytes of the file system on which a folder is, or would be made (without regard to quotas)."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+# ---------------------------------------------------------------- temporary files
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """An unused path in a folder (made if need be); the file is removed at the end if it is still there."""
+    with cache_errors(folder):
+        make_folder(folder)
+    path = folder / f"{process_identity.name_prefix()}-{uuid.uuid4().hex}"
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # without permission it stays: readers ignore it, and it is swept later
+            path.unlink(missing_ok=True)
+
+
+def sweep_in(folder: Path) -> int:
+    """Remove temporary files that no living process can own. Returns how many."""
+    paths = list(folder.glob("*"))
+    if not paths:
+        return 0
+    count, before = 0, now_in(folder) - STALE_TMP_S
+    for path in paths:
+        with suppress(OSError):
+            if path.stat().st_mtime <= before and not process_identity.is_owned_by_live_process(path.name):
+                path.unlink()
+                count += 1
+    return count
+
+
+def now_in(folder: Path) -> float:
+    """The time by the clock of the file system of a folder, in seconds since 1970."""
+    with temporary_in(folder) as path, cache_errors(path):
+        path.touch()
+        return path.stat().st_mtime
+
+
+# ---------------------------------------------------------------- durability and digests
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, durably: they survive a loss of power."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and sync it.
+
+    Raises:
+        CacheError: see `cache_errors`.
+    """
+    with cache_errors(path), open(path, "xb") as file:
+        file.write(data)
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """Hex xxh3-128 of a file's bytes, read in pieces."""
+    return digest_of(Handle(os.open(path, os.O_RDONLY)))
+
+
+def digest_of(handle: Handle) -> str:
+    """Hex xxh3-128 of an open file's bytes."""
+    state, piece, offset = xxhash.xxh3_128(), memoryview(bytearray(4 << 20)), 0
+    while count := handle.read_into(piece, offset):
+        state.update(piece[:count])
+        offset += count
+    return state.hexdigest()

@@ -1,0 +1,137 @@
+"""Status: what a cache holds and what is missing, without reading records.
+
+Price: documents and scans are read, one request after the other, and the sizes of the files that named snapshots need
+are asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.cache import index
+from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.layout import REPAIR, Paths
+from pipeline.cache.snapshot import Snapshot, check_files
+from pipeline.cache.store import Cache
+from pipeline.errors import CacheError
+from pipeline.urls import strip_credentials
+
+RATE_S = 600
+"""Commits of so many last seconds give the rate."""
+
+
+def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
+    """Counts of a cache, while or after it is filled: JSON values.
+
+    `rate` is records per second over the commits of the last ten minutes (0 without such commits). `eta_s` is the time
+    that the missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each
+    document or snapshot that is unreadable or incomplete; the counts leave it out.
+    """
+    counts = _Counts(cache, time.time() if now is None else now)
+    stores = counts.stores()
+    sources, scanning = counts.sources(stores)
+    names, packed = counts.snapshots()
+    damaged = counts.damaged | {name: {"problem": why, "fix": REPAIR} for name, why in cache.files.damage.items()}
+    complete = not scanning and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
+    return {
+        "cache": cache.location,
+        "complete": complete,
+        "stores": stores,
+        "sources": sources,
+        "snapshots": names,
+        "packed": packed,
+        "damaged": damaged,
+        "free_bytes": cache.files.free_bytes(),
+    }
+
+
+class _Counts:
+    """Counts the parts of a cache. damaged: filled by the methods."""
+
+    def __init__(self, cache: Cache, now: float):
+        self.cache, self.now = cache, now
+        self.damaged: dict[str, dict[str, str]] = {}
+
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CacheError as error:
+            self.damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
+
+    def stores(self) -> dict[str, dict[str, Any]]:
+        """By recipe or pack."""
+        stores = {}
+        for name in [*recipe_names(self.cache), *packs(self.cache)]:
+            with self._readable(Paths.plans(name)):
+                stores[name] = self._store(name)
+        return stores
+
+    def _store(self, name: str) -> dict[str, Any]:
+        files, plans = self.cache.files, self.cache.plans(name)
+        units = done = planned = made = size = rejects = 0
+        recent: list[tuple[float, int]] = []
+        for plan in plans:
+            counts = {unit.unit: unit.count for unit in plan.units}
+            units += len(counts)
+            planned += sum(counts.values())
+            written = {entry.name: entry.modified for entry in files.walk(Paths.units(name, plan.number))}
+            for commit in index.commits(files, name, plan.number):
+                done += 1
+                made += commit.records
+                size += commit.bytes
+                rejects += len(commit.rejects)
+                planned -= counts.get(commit.unit, 0)
+                when = written.get(Paths.unit(name, plan.number, commit.unit))
+                if when is not None and self.now - when < RATE_S:
+                    recent.append((when, commit.records))
+        span = self.now - min((when for when, _ in recent), default=self.now)
+        rate = sum(records for _, records in recent) / span if span > 1 else 0.0
+        return {
+            "plans": len(plans),
+            "units": units,
+            "units_done": done,
+            "records": made,
+            "records_missing": planned,
+            "bytes": size,
+            "rejects": rejects,
+            "rate": rate,
+            "eta_s": planned / rate if rate else None,
+        }
+
+    def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
+        """By name; and whether some source is still being scanned or planned."""
+        sources: dict[str, dict[str, Any]] = {}
+        scanning = bool(next(self.cache.files.walk("fragments"), None))
+        for name in self.cache.sources():
+            with self._readable(Paths.scans(name)):
+                scan = self.cache.last_scan(name)
+                if scan is None:
+                    continue
+                reasons = self.cache.table(scan["table"]).column("reject")
+                planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
+                scanning |= reasons.null_count > 0 and not planned
+                sources[name] = {
+                    "items": len(reasons),
+                    "rejected": len(reasons) - reasons.null_count,
+                    "root": strip_credentials(scan["root"]),
+                    "latent": scan["latent"],
+                    "text": scan["text"],
+                }
+        return sources, scanning
+
+    def snapshots(self) -> tuple[dict[str, str | None], list[str]]:
+        """Name -> snapshot id; and the names of packed snapshots."""
+        names: dict[str, str | None] = {}
+        packed: list[str] = []
+        for name in self.cache.snapshot_names():
+            with self._readable(Paths.names(name)):
+                names[name] = snapshot_id = self.cache.snapshot_of(name)
+                if snapshot_id is not None:
+                    snapshot = Snapshot(self.cache.files, snapshot_id)
+                    packed.extend([name] * snapshot.packed)
+                    check_files(self.cache.files, snapshot.head)
+        return names, packed

@@ -1,0 +1,200 @@
+"""Encodes units of plans. Every engine, and `verify --repair`, makes records through `UnitEncoder`.
+
+An encoder is loaded when the first unit asks for it and stays loaded until a unit of the other kind comes; the old one
+is dropped before the new one is read, so that one encoder at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import click
+import pyarrow as pa
+
+from pipeline import launch
+from pipeline.cache import codec, index, layout
+from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.config import Config
+from pipeline.encoding import calibrate, estimate, unit_records
+from pipeline.encoding.scan import reopen
+from pipeline.errors import CacheError
+from pipeline.models import encoders
+from pipeline.sources import caption_rules
+from pipeline.sources.source import Source
+from pipeline.work.disk_space import DiskSpace
+from pipeline.work.progress import Meter
+
+
+class UnitEncoder:
+    """Makes units (see `pipeline.work.engine.UnitMaker`) with the encoders that a configuration names.
+
+    Args:
+        sources: name -> source; those that image units read.
+        check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
+
+    Attributes:
+        meter: counts what the encoders do; may be set to a new one between units.
+    """
+
+    def __init__(self, config: Config, cache: Cache, sources: Mapping[str, Source], *, check: bool = False):
+        self.config, self.cache, self.sources, self.meter = config, cache, dict(sources), Meter()
+        self._checks = check
+        self._checked: set[str] = set()
+        self._encoder: Any = None
+        self._kind = ""
+        self._costs: dict[str, _StorageCosts] = {}
+        self._recipes: dict[str, layout.Recipe] = {}
+
+    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        """Encode and commit one unit. `progress` as in `unit_records.write_unit`."""
+        recipe = self._recipe(plan.recipe)
+        costs = self._costs.get(recipe.name)
+        if costs is None:  # the first unit of this recipe here
+            calibrate.ensure(self.cache, recipe, self.cache.plans(recipe.name), partial(self._batches, recipe))
+            costs = self._costs[recipe.name] = _StorageCosts(recipe)
+        batches = self._batches(recipe, unit, _rows(self.cache, plan, unit), None)
+        assert batches is not None
+        provenance = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
+        if recipe.kind == "text":
+            provenance["text_mode"] = self._encoder.mode
+        commit = unit_records.write_unit(self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured)
+        costs.log()
+        return commit
+
+    def remake(
+        self, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+    ) -> Iterable[unit_records.Made]:
+        """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance.
+
+        Loads no encoder if there is no such batch.
+        """
+        recipe = self._recipe(plan.recipe)
+        rows = _rows(self.cache, plan, unit)
+        if not any(key in only for key in rows.column("key").to_pylist()):
+            return []
+        if isinstance(recipe, layout.TextRecipe):
+            self._text_encoder(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
+        batches = self._batches(recipe, unit, rows, only)
+        assert batches is not None
+        return batches
+
+    def disk_space(self, sleep: Callable[[float], None] = time.sleep) -> DiskSpace:
+        """The space for units of this cache. `sleep` as in `DiskSpace`."""
+        return DiskSpace(self.cache, self.config.encode, partial(estimate.unit_bytes, self.cache), sleep)
+
+    def _batches(
+        self, recipe: layout.Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
+    ) -> Iterable[unit_records.Made] | None:
+        """The encoded batches of a unit; None if its pictures are of a source that is not here."""
+        if isinstance(recipe, layout.TextRecipe):
+            text_encoder = _Metered(self._text_encoder(recipe), self.meter)
+            return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only)
+        assert isinstance(recipe, layout.LatentRecipe)
+        if set(rows.column("source").to_pylist()) - set(self.sources):
+            return None
+        return unit_records.image_records(
+            recipe,
+            unit,
+            rows,
+            self.sources,
+            _Metered(self._latent_encoder(recipe), self.meter),
+            max_pixels=self.config.data.max_pixels,
+            workers=self.config.encode.workers,
+            only=only,
+            max_bytes=self.config.data.max_bytes,
+        )
+
+    def _recipe(self, name: str) -> layout.Recipe:
+        if name not in self._recipes:
+            self._recipes[name] = self.cache.recipe(name)
+        return self._recipes[name]
+
+    def _latent_encoder(self, recipe: layout.LatentRecipe) -> encoders.LatentEncoder:
+        config = self.config
+        self._check(recipe, lambda: encoders.describe_vae(config.vae), "vae")
+        return self._loaded(recipe, lambda: encoders.LatentEncoder.load(config.vae, device(config)))
+
+    def _text_encoder(self, recipe: layout.TextRecipe) -> encoders.TextEncoder:
+        config, instruction = self.config, caption_rules.instruction(self.config.text)
+        self._check(recipe, lambda: encoders.describe_text(config.text, instruction), "text")
+        return self._loaded(recipe, lambda: encoders.TextEncoder.load(config.text, instruction, device(config)))
+
+    def _loaded(self, recipe: layout.Recipe, load: Callable[[], Any]) -> Any:
+        if self._kind != recipe.kind:
+            self._kind, self._encoder = "", None  # before the other one is read
+            self._kind, self._encoder = recipe.kind, load()
+        return self._encoder
+
+    def _check(self, recipe: layout.Recipe, describe: Callable[[], dict[str, Any]], section: str) -> None:
+        """CacheError unless the configured encoder gives the values of the recipe. Each recipe is checked once."""
+        if not self._checks or recipe.name in self._checked:
+            return
+        if differences := recipe.unlike(describe()):
+            raise CacheError(
+                f"this machine's {section} is not the one that this cache's recipe names (recipe | here)",
+                found="; ".join(differences),
+                fix=f"give every machine the same {section} model",
+            )
+        self._checked.add(recipe.name)
+
+
+def build(config_json: str, source_names: tuple[str, ...]) -> UnitEncoder:
+    """The encoder of a Ray worker process. The sources are not listed again: their items are known from the scan."""
+    config = Config.model_validate_json(config_json)
+    cache = Cache.of(config)
+    sources = {name: reopen(cache, name, config.data) for name in source_names}
+    return UnitEncoder(config, cache, sources, check=True)
+
+
+def device(config: Config) -> Any:
+    """The torch device of this process. Several processes of a node take its GPUs in turn (one may serve two)."""
+    name = config.encode.device
+    here = launch.detect()
+    if name in ("auto", "cuda") and here.local_world > 1:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        name = f"cuda:{here.local_rank % count}" if count else name
+    return launch.resolve_device(name)
+
+
+def _rows(cache: Cache, plan: Plan, unit: Unit) -> pa.Table:
+    return cache.table(plan.table).slice(unit.start, unit.count)
+
+
+class _Metered:
+    """An encoder whose time and captions are counted."""
+
+    def __init__(self, encoder: Any, meter: Meter):
+        self._encoder, self._meter = encoder, meter
+
+    def encode(self, batch: Any) -> Any:
+        before = self._counts()
+        with self._meter.computing():
+            outputs = self._encoder.encode(batch)
+        tokens, truncated, unshared = (now - then for now, then in zip(self._counts(), before, strict=True))
+        self._meter.add(Meter(tokens, truncated, unshared))
+        return outputs
+
+    def null(self) -> Any:
+        with self._meter.computing():
+            return self._encoder.null()
+
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self._encoder, name, 0) for name in ("tokens", "truncated", "unshared"))
+
+
+class _StorageCosts:
+    """Prints once, after the first unit with records, what a storage other than plain bf16 saves and costs."""
+
+    def __init__(self, recipe: layout.Recipe):
+        self.recipe, self.storage = recipe, codec.storage_of(recipe)
+        self.measured = None if self.storage == codec.PLAIN else codec.Measured()
+
+    def log(self) -> None:
+        if self.measured is not None and self.measured.records:
+            click.echo(self.measured.line(self.recipe.kind, self.storage))
+            self.measured = None

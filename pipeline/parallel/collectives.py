@@ -1,0 +1,79 @@
+"""Exchange Python objects and errors between the processes of a run.
+
+What: `broadcast_from_rank_0`, `run_on_all`, `raise_first_error` and `all_gather_objects`; all go over gloo.
+Why: an error that one process finds (a damaged checkpoint, a full disk) must stop all of them with the same message;
+otherwise the others hang until the timeout.
+Objects travel pickled between processes of one launch: paths, numbers, dataclasses. A second thread needs a `group` of
+its own (all processes), since two threads of a process meet those of other processes in no fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import UserError
+
+Value = TypeVar("Value")
+
+
+def broadcast_from_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Run `function` on rank 0 only. Every process returns its result or raises its error."""
+    box: list[Any] = [None, None]  # result, error
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:
+            box[1] = error
+    if dist.get_world_size() > 1:
+        box[1] = _picklable(box[1])
+        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+    _raise(box[1])
+    return box[0]
+
+
+def raise_first_error(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Every process passes its error or None; the first error in rank order is raised on all of them."""
+    if dist.get_world_size() == 1:
+        _raise(error)
+        return
+    errors = all_gather_objects(_picklable(error), group)
+    _raise(next((other for other in errors if other is not None), None))
+
+
+def run_on_all(function: Callable[[], Value]) -> Value:
+    """Run `function` on every process; if it fails on one, all of them raise that error."""
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught
+    raise_first_error(error)
+    return value
+
+
+def all_gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Every process's value, in rank order, on every process. `[value]` where no process group is open."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def _raise(error: Exception | None) -> None:
+    if isinstance(error, UserError):
+        error.everywhere = True
+    if error is not None:
+        raise error
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    """Our own errors as they are, any other as a RuntimeError with its text."""
+    if error is None or isinstance(error, UserError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,56 @@
+"""Caption files beside a picture or a tar: text, a JSON object, or the JSON files of NVlabs' datasets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.sources.filenames import escaped, extension, has_surrogates, short_repr
+from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.source import Reject
+
+MAX_CAPTION_BYTES = 1 << 20
+
+
+@dataclass
+class SampleColumns:
+    """Captions and scores of one sample by column, from files of NVlabs' datasets."""
+
+    captions: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Add values by column: numbers are scores, all others captions."""
+        for column, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self.scores[column] = value
+            else:
+                self.captions[column] = value
+
+
+def read_sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | Reject:
+    """The text of a .txt file or the object of a .json file, given its bytes."""
+    if isinstance(data, Unreadable):
+        return Reject(name, f"cannot be read: {str(data).removeprefix(escaped(name) + ': ')}")
+    if len(data) > MAX_CAPTION_BYTES:
+        return Reject(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Reject(name, f"is not UTF-8 (byte {error.start})")
+    if extension(name) != "json":
+        return text.strip()
+    value = parse_json(text)
+    return value if isinstance(value, dict) else Reject(name, value)
+
+
+def parse_json(text: str) -> dict[str, Any] | str:
+    """A JSON object, or the reason why the text is not one. NaN and Infinity, which are not JSON, become null."""
+    try:
+        value = json.loads(text, parse_constant=lambda name: None)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    if "\\ud" in text.lower() and has_surrogates(json.dumps(value, ensure_ascii=False)):
+        return "has an escape that stands for half a character, which is not valid Unicode"
+    return value if isinstance(value, dict) else f"is not a JSON object but {short_repr(value)}"

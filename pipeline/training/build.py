@@ -1,0 +1,173 @@
+"""Build a run: the parallel model, its values, optimizer, EMA and step, new or from a checkpoint.
+
+What: `build` returns a `Run`, which the loop then drives.
+Why on the meta device first: no process ever holds the whole model. It is parallelized without memory, and each process
+reads its own shards of the start weights or of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeline.config import Config, TrainConfig, reads, written
+from pipeline.errors import ConfigError, UserError
+from pipeline.models import hub
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_files import architecture_at
+from pipeline.models.sana_start import Drawn, Start, Stored
+from pipeline.parallel.collectives import all_gather_objects, run_on_all
+from pipeline.parallel.load_sharded import load_sharded
+from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.training import checkpoint, optimizers
+from pipeline.training.checkpoint import Resumed
+from pipeline.training.ema import EMA
+from pipeline.training.optimizers import in_backward
+from pipeline.training.step import Step
+from pipeline.training.task import Context, Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop drives.
+
+    Attributes:
+        done: optimizer steps done.
+        checkpoint: the one that the run was resumed from.
+    """
+
+    context: Context
+    architecture: SanaConfig
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    step: Step
+    ema: EMA | None
+    done: int = 0
+    checkpoint: Path | None = None
+
+    def sections(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a checkpoint beside those of model and optimizer."""
+        ema = {"ema": self.ema.values} if self.ema is not None else {}
+        return {**ema, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
+
+
+def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed: Resumed | None) -> Run:
+    """Build a run in its start state. Collective.
+
+    Raises:
+        UserError: weights or a checkpoint that cannot be read; the same on every process.
+    """
+    train, device, log = context.train, context.device, context.log
+    start = run_on_all(lambda: start_values(context.config, architecture)) if resumed is None else None
+    whole = SanaTransformer.on_meta(architecture, numerics(train))
+    whole.reset_buffers()
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    model = parallelize(whole, mesh, train)
+    if start is not None:
+        _load_start(model, start, context)
+    optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+    ema = EMA(model.module, train.ema) if train.ema is not None else None
+    step = Step(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
+    run = Run(context, architecture, model, optimizer, step, ema)
+    if resumed is not None:
+        run = _restore(run, resumed)
+    if train.optim.in_backward:
+        in_backward.fuse(optimizer, model)
+    log(
+        f"training {parameters / 1e6:.1f} M parameters on {context.launch.world} x {device.type} ({context.layout}), "
+        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder}"
+    )
+    return run
+
+
+def _load_start(model: ParallelModel, start: Start, context: Context) -> None:
+    """Load the start values, after a check that all processes have the same ones: each reads its own files or uses its
+    own generator, and a mixture would go unnoticed."""
+    fingerprints = all_gather_objects(run_on_all(start.fingerprint))
+    if len(set(fingerprints)) > 1:
+        different = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+        raise UserError(
+            "the processes start from different weights",
+            found=f"processes {different} differ from process 0",
+            fix="give every node the same files under model.weights and the same versions of torch",
+        )
+    if isinstance(start, Stored):
+        context.log(f"start weights: {start.description}")
+    run_on_all(lambda: load_sharded(model.module, start))
+
+
+def _restore(run: Run, resumed: Resumed) -> Run:
+    folder, document = resumed
+    log, done = run.context.log, document.state.step
+    absent = checkpoint.load(folder, document, run.model.module, run.optimizer, run.sections())
+    for line in changed_options(document.config, run.context.config):
+        log(f"changed since the checkpoint: {line}")
+    if "ema" in absent and run.ema is not None:
+        run.ema.restart()
+        log(f"note: {folder} holds no running average: it starts from the weights of step {done}")
+    log(f"resumed from {folder} after step {done}")
+    return replace(run, done=done, checkpoint=folder)
+
+
+def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
+    """The configuration with `train.residual` decided: as given, else as the run began, else fp32.
+
+    Args:
+        earlier: the configuration in the checkpoint to be resumed.
+    """
+    if config.train.residual is not None:
+        return config
+    residual = "fp32" if earlier is None else earlier["train"].get("residual") or "compute"
+    return config.model_copy(update={"train": config.train.model_copy(update={"residual": residual})})
+
+
+def numerics(train: TrainConfig) -> Numerics:
+    """The model's numerics under `train.residual` (decided by `with_residual`) and `train.recipe`."""
+    epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+
+
+def start_values(config: Config, architecture: SanaConfig) -> Start:
+    """The parameters of a new run: the files of `model.weights`, or values drawn with `train.seed`.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    weights = config.model.weights
+    if weights is None:
+        return Drawn(architecture, config.train.seed)
+    return Stored(hub.resolve(weights, widest=True), weights.variant)
+
+
+def architecture_of(config: Config, task: Task) -> SanaConfig:
+    """The model's shape: that of the weights, or `model.arch`.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    if config.model.weights is not None:
+        return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
+    if config.model.arch is None:
+        raise ConfigError("neither model.weights nor model.arch is given")
+    return SanaConfig.from_arch(config.model.arch, task.sample_size)
+
+
+def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:
+    """`train.optim.lr: 0.0001 -> 2e-05` for every training option that differs and that both versions have."""
+
+    def differing(old: Any, new: Any, name: str) -> Iterator[str]:
+        if isinstance(old, dict) and isinstance(new, dict):
+            for key in sorted(old.keys() & new.keys()):
+                yield from differing(old[key], new[key], f"{name}.{key}")
+        elif old != new and reads("train", name[1:]):
+            yield f"{name[1:]}: {old} -> {new}"
+
+    return list(differing(earlier, written(config), ""))

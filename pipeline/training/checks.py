@@ -1,0 +1,90 @@
+"""Everything that can refuse a run, before anything is built.
+
+What: `check_inputs` needs no other process: it runs before the process group is opened and anything is written.
+`check_start` compares model, data and checkpoint once the run directory is locked, and raises on all processes alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import pipeline_parallel, tensor_parallel
+from pipeline.parallel.collectives import run_on_all
+from pipeline.parallel.mesh import DIMS, Layout, check_sizes
+from pipeline.training import checkpoint, optimizers, trackers
+from pipeline.training.build import architecture_of
+from pipeline.training.checkpoint import Resumed
+from pipeline.training.optimizers import in_backward
+from pipeline.training.task import Context, Log, Task
+
+
+def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Context:
+    """Refuse a configuration that this launch, device, installation or data cannot carry out.
+
+    Raises:
+        UserError: with what would work.
+    """
+    train = config.train
+    layout = check_sizes(train.parallel, launch.world)
+    check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
+    check_restart()
+    optimizers.check(train.optim)
+    trackers.check(train.trackers)
+    device = resolve_device(train.device, launch)
+    _check_packed_attention(train, device)
+    task.check(layout)
+    if layout.model_parallel_size > 1:
+        _check_model_parallel(config, task, layout)
+    in_backward.check(train, task.batch, layout.data_world)
+    return Context(config, task, launch, layout, device, log)
+
+
+def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | None) -> None:
+    """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective.
+
+    Raises:
+        UserError: the same on every process.
+    """
+    run_on_all(lambda: _check_widths(architecture, context.task))
+    if resumed is None:
+        return
+    run_on_all(lambda: checkpoint.check_belongs(*resumed, context.task.origin, architecture))
+    train, earlier = context.train, resumed.document.config["train"]
+    recipes = earlier.get("recipe", "default"), train.recipe
+    optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
+
+
+def _check_model_parallel(config: Config, task: Task, layout: Layout) -> None:
+    train, architecture = config.train, architecture_of(config, task)
+    tensor_parallel.check(architecture.tensor_parallel_parts, layout.tp, architecture.dropout)
+    shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
+    pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
+
+
+def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
+    if train.packed_attention and device.type == "cuda":
+        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+        if train.precision == "fp32" or not capable:
+            raise ConfigError(
+                "train.packed_attention: true has no kernel here",
+                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+                fix="--set train.packed_attention=false",
+            )
+
+
+def _check_widths(architecture: SanaConfig, task: Task) -> None:
+    pairs = (
+        ("in_channels", architecture.in_channels, "the latents have", task.channels),
+        ("caption_channels", architecture.caption_channels, "the text rows have", task.text_width),
+    )
+    for name, of_model, data, of_data in pairs:
+        if of_model != of_data:
+            raise ConfigError(
+                f"the model and the snapshot do not fit: the model's {name} is {of_model}, {data} {of_data}",
+                fix="train on a snapshot made with this model's encoders, or change the model section",
+            )

@@ -1,0 +1,92 @@
+"""End a training cleanly on SIGTERM, SIGUSR1, Ctrl-C, or when its launcher was killed.
+
+What: `catch_signals` yields a `StopRequest`, which the loop asks between steps and the loader while it waits for data.
+A second Ctrl-C ends the process at once.
+Why not `pipeline.work.stop`, as encoding does: a process may leave the loop only together with all others, so nothing
+is raised here; the request becomes part of the step's verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from pipeline.training.feeding import Interrupted
+
+AGAIN_S = 1.0
+"""A second Ctrl-C within this time is ignored: launchers pass on the signal that the terminal has sent already."""
+
+
+@dataclass
+class StopRequest:
+    """Whether the run is to end.
+
+    Attributes:
+        name: of the first signal.
+        looping: the loop runs, so that there will be something to save.
+        since: when the first signal came, seconds of the monotonic clock.
+        launcher: process id of the launcher, if its end ends the run.
+    """
+
+    name: str | None = None
+    looping: bool = False
+    since: float = 0.0
+    launcher: int | None = None
+
+    def reason(self) -> str | None:
+        """The signal, or the end of the launcher: one that was killed sends no signal."""
+        if self.name is None and self.launcher not in (None, os.getppid()):
+            self.name = "the end of the launcher"
+        return self.name
+
+    def check(self) -> None:
+        """Raise Interrupted if the run is to end."""
+        if self.reason() is not None:
+            raise Interrupted(self.name)
+
+
+@contextmanager
+def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRequest]:
+    """Inside, SIGTERM, SIGUSR1 and SIGINT request a clean end. SIGINT ends the process at once before the first step,
+    and when it is the second one. Signals are caught in the main thread only; an ignored SIGINT stays ignored.
+
+    Args:
+        verbose: announce on stderr what a signal does.
+        launcher: see `StopRequest`.
+    """
+    request = StopRequest(launcher=launcher)
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def announce(line: str) -> None:
+        if verbose:
+            os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not request.looping:
+            signal.default_int_handler(number, frame)
+        if request.name is None:
+            request.name, request.since = signal.Signals(number).name, time.monotonic()
+            end = "a checkpoint will be written after this step; Ctrl-C then ends at once, without one"
+            announce(f"{request.name}: {end if request.looping else 'the run ends as soon as it has started'}")
+        elif number == signal.SIGINT and time.monotonic() - request.since > AGAIN_S:
+            announce("ended without a checkpoint of the last steps; continue with --resume auto")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

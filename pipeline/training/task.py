@@ -1,0 +1,84 @@
+"""What a run trains on and how it ends: the data types between the stage, the checks, the build and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.config import Config, TrainConfig
+from pipeline.launch import Launch
+from pipeline.loader.loader import Batch, State
+from pipeline.parallel.mesh import Layout
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data of a run, as far as the trainer must know it.
+
+    Attributes:
+        origin: snapshot, seed and phase of the order; its step is ignored.
+        batch: the global batch that `scale_lr` refers to (the largest of the snapshot's buckets).
+        channels, text_width: of the latents and of the text rows.
+        sample_size: side of the latent at the base resolution, for a model trained from scratch.
+        loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
+        batches: global batch by bucket name.
+        names: sample ids -> names for error messages, as far as they are known.
+        check: refuses what the data do not allow under a layout; called before anything is started.
+    """
+
+    origin: State
+    batch: int
+    channels: int
+    text_width: int
+    sample_size: int
+    loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], State]]]
+    batches: Mapping[str, int]
+    names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
+    check: Callable[[Layout], None] = lambda layout: None
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps done.
+        checkpoint: the last one, if any.
+        loss: mean since the last logged row before the end; None if this attempt did no step.
+        stopped_by: the signal's name if one ended the run.
+    """
+
+    step: int
+    checkpoint: Path | None
+    loss: float | None
+    stopped_by: str | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """The checked inputs of a run.
+
+    Attributes:
+        log: prints one line, on the first process only.
+    """
+
+    config: Config
+    task: Task
+    launch: Launch
+    layout: Layout
+    device: torch.device
+    log: Log
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.config.train.output)

@@ -1,0 +1,177 @@
+"""`sana-pipe config`: the effective configuration, with the meaning, default and origin of each option.
+
+The output is a valid configuration file, so `--config sana_600m_512 > sana-pipe.yaml` starts your own. `--markdown`
+writes the reference in docs/configuration.md. Both come from the docstrings and types of the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import click
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pipeline.config import Config, Given, option_fields, section_of, written
+from pipeline.errors import ConfigError
+
+WIDTH = 110
+
+
+def run(config: Config, given: Given, name: str | None = None, as_json: bool = False) -> int:
+    """Print the options.
+
+    Args:
+        config: the effective configuration.
+        given: which options the file and `--set` gave.
+        name: print this option or section alone.
+
+    Raises:
+        ConfigError: there is no option or section called `name`.
+    """
+    values = written(config)
+    rows = [row for row in _rows(values, given) if name is None or _selected(row["name"], name)]
+    if not rows:
+        known = ", ".join(section for section, field in option_fields() if section_of(field))
+        raise ConfigError(
+            f"there is no option or section {name!r}",
+            expected=f"an option such as train.optim.lr, or a section: {known}",
+            fix="sana-pipe config",
+        )
+    if as_json:
+        click.echo(json.dumps({"file": str(given.file), "options": rows}))
+        return 0
+    above: list[str] = []
+    for row in rows:
+        *sections, _ = row["name"].split(".")
+        for depth, section in enumerate(sections):  # headings of the sections that this row is the first of
+            if sections[: depth + 1] != above[: depth + 1]:
+                click.echo(f"{'  ' * depth}{section}:")
+                above = sections[: depth + 1]
+        above = sections
+        click.echo("\n".join(_lines(row, "  " * len(sections))))
+    return 0
+
+
+def markdown() -> str:
+    """The reference of all options, as docs/configuration.md holds it."""
+    lines = [
+        "# Options",
+        "",
+        "Generated from the fields in `pipeline/config.py` by `sana-pipe config --markdown > docs/configuration.md`.",
+        "`sana-pipe config` prints the values of your configuration and where each comes from.",
+    ]
+    sections: dict[str, list[str]] = {"": []}
+    about = {"": "Options outside of sections."}
+    for name, field in option_fields():
+        above, _, key = name.rpartition(".")
+        below, mapping = section_of(field), get_origin(field.annotation) is dict
+        if below is not None:
+            path = f"{name}.NAME" if mapping else name
+            sections[path], about[path] = [], _one_line(below.__doc__)
+        if below is None or mapping or _default(field) == "null":
+            default = _default(field)
+            cells = (
+                f"`{key}`",
+                _kind(field.annotation, tuple(field.metadata)),
+                "required" if default is None else f"`{default}`",
+                _one_line(field.description),
+            )
+            sections[above].append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for path, rows in sections.items():
+        if rows:
+            heading = ["", f"## {path or 'Top level'}", "", about[path], "", "| option | values | default | meaning |"]
+            lines += [*heading, "|---|---|---|---|", *rows]
+    return "\n".join(lines)
+
+
+def _selected(option: str, name: str) -> bool:
+    return option == name or option.startswith(name + ".")
+
+
+def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
+    """Every option that has a value: name, value, default, origin, kind, meaning."""
+    for name, field in option_fields():
+        *sections, key = name.split(".")
+        parent: Any = values
+        for section in sections:
+            parent = parent.get(section) if isinstance(parent, dict) else None
+        if "NAME" in sections or not isinstance(parent, dict):  # below a mapping, or a section that is null
+            continue
+        value = parent[key]
+        if section_of(field) is not None and value and get_origin(field.annotation) is not dict:
+            continue  # a section: its options follow
+        yield {
+            "name": name,
+            "value": value,
+            "default": _default(field),
+            "from": given.origin(name),
+            "values": _kind(field.annotation, tuple(field.metadata)),
+            "meaning": _one_line(field.description),
+        }
+
+
+def _lines(row: dict[str, Any], indent: str) -> Iterator[str]:
+    """One option as YAML under its comment."""
+    facts = [row["values"], "required" if row["default"] is None else f"default {row['default']}"]
+    if row["from"] != "default":
+        facts.append(f"set by {row['from']}")
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    yield from wrapper.wrap(row["meaning"])
+    yield from wrapper.wrap(f"[{'; '.join(facts)}]")
+    yield f"{indent}{row['name'].rpartition('.')[2]}: {_as_yaml(row['value'])}"
+
+
+def _as_yaml(value: Any) -> str:
+    """A value in one line of YAML."""
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _default(field: FieldInfo) -> str | None:
+    """The default as YAML in one line; None: the option is required."""
+    if field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True)
+    plain = {} if isinstance(value, BaseModel) else list(value) if isinstance(value, tuple) else value
+    return _as_yaml(plain)
+
+
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def _kind(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    """The values of a type in words, such as `integer at least 0 | null`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    named = [text for text in constraints if isinstance(text, str)]
+    if named:
+        return named[0]
+    if origin is Annotated:
+        return _kind(parts[0], parts[1:])
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin is dict:
+        return f"mapping of name to {_kind(parts[1])}"
+    if origin in (list, tuple):
+        return f"list of {_kind(parts[0])}"
+    if parts:  # a union; its constraints are those of the value
+        return " | ".join(_kind(part, constraints) for part in parts)
+    if hasattr(annotation, "model_fields"):
+        return "section"
+    limits = [
+        f"{word} {getattr(limit, key):g}"
+        for constraint in constraints
+        for limit in (constraint, *getattr(constraint, "metadata", ()))
+        for key, word in _BOUNDS.items()
+        if getattr(limit, key, None) is not None and annotation is not type(None)
+    ]
+    return " ".join([_KINDS[annotation], " and ".join(limits)]).strip()
