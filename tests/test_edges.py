@@ -521,6 +521,10 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
     add(of, "one", many)
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]
+    reason = (
+        "bucket 16x24 has fewer samples than one batch of 4 (keep them: bucket.small=carry, or a smaller bucket.batch)"
+    )
+    assert snapshot.head.left_out == {reason: 3}, "reasons are part of a snapshot's id"
     capsys.readouterr()
     for small in ("drop", "repeat", "carry"):
         own = config(tmp_path / "cache", f"bucket.small={small}")

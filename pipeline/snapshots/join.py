@@ -459,9 +459,10 @@ def _grouped(
         steps, note = _steps(visits, batch, small)
         if small == "drop" and not steps:
             left_out[bucket] = True
+            # The reason enters the snapshot's id, so the option has its earlier name here.
             joined.leave(
                 f"bucket {height}x{width} has fewer samples than one batch of {batch} "
-                "(keep them: bucket.remainder=carry, or a smaller bucket.batch)",
+                "(keep them: bucket.small=carry, or a smaller bucket.batch)",
                 samples,
             )
         else:
