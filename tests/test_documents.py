@@ -257,17 +257,17 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     encoded: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, real, tried = make_config(tmp_path), worker.image.load, list[bytes]()
+    config, real, tried = make_config(tmp_path), worker.decoding.load, list[bytes]()
     refused: list[bytes] = []
 
     def load(data: bytes, *rest: Any) -> Any:
         tried.append(data)
         if not refused:
             refused.append(data)
-            raise worker.image.ImageReject("for this once")
+            raise worker.decoding.ImageReject("for this once")
         return real(data, *rest)
 
-    monkeypatch.setattr(worker.image, "load", load)
+    monkeypatch.setattr(worker.decoding, "load", load)
     stages.encode.run(config, data=str(photos))
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*.json")

@@ -211,7 +211,8 @@ class RecordIndex:
 
     def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
         """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
-        adopted, encoded = [], []
+        adopted: list[tuple[int, list[Commit]]] = []
+        encoded: list[tuple[int, list[Commit]]] = []
         for plan in plans:
             done = commits(self._files, self.recipe, plan)
             is_adopted = bool(done) and all(ADOPTED in commit.provenance for commit in done)

@@ -156,7 +156,7 @@ def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarra
 
 
 def fits(heights: np.ndarray, widths: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`upscale` and `crop_loss` of many pictures, (n,) floats each. heights, widths: (n,) pixels; shapes: (n, 2) buckets."""
+    """`upscale` and `crop_loss` of many pictures, (n,) floats each. heights, widths: (n,); shapes: (n, 2) buckets."""
     scale = np.maximum(shapes[:, 0] / heights, shapes[:, 1] / widths)
     loss = 1.0 - (shapes[:, 0] * shapes[:, 1]) / (heights * scale * widths * scale)
     return scale, np.maximum(0.0, loss)
