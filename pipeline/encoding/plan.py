@@ -233,7 +233,7 @@ def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, i
     """How many records of a work list are still to be made, and how many are there. Those that failed for good are
     neither."""
     index = cache.index(recipe.name)
-    there = index.there(fixed(work.column("key")))
+    there = index.present(fixed(work.column("key")))
     failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
     return int((~there & ~failed).sum()), int(there.sum())
 
