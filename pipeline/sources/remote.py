@@ -210,9 +210,8 @@ class RemoteFilesystem(Filesystem):
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
         """A range; None if the server sent more than that, and so does not support ranges."""
         path = self.path(name)
-        with (
-            nullcontext() if self._ranges_proven else self._first_range
-        ):  # else many threads would each receive a whole file
+        # Until a range has arrived, one request at a time: else many threads could each receive a whole file.
+        with nullcontext() if self._ranges_proven else self._first_range:
             if not self.supports_ranges:
                 return None
             data = self._request(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
@@ -264,7 +263,7 @@ class RemoteFilesystem(Filesystem):
         except FileNotFoundError as error:
             raise Unreadable(f"{file}does not exist") from error
         except ObjectAwayError as error:
-            raise Unreadable(escaped(error.what)) from error
+            raise Unreadable(file + escaped(error.reason)) from error
         except (RequestFailed, OSError) as error:
             raise Unreadable(file + strip_credentials(escaped(error_text(error)))) from error
 
