@@ -74,7 +74,7 @@ def run(
     caches = _caches(config, dry_run)
     cache = caches[0]
     if not dry_run:
-        copies.complete(cache.files)
+        copies.repair_all(cache.files)
     unused = {source for source, one in own.sources.items() if not one.weight}
     found = _sources(caches, unused)
     if not found:

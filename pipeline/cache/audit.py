@@ -170,7 +170,7 @@ def verify_documents(cache: Cache, progress: Callable[[int], None] = lambda size
     """
     files, named = cache.files, set[str]()
     for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
-        pair = copies.examined(files, name)
+        pair = copies.inspect(files, name)
         named.add(name)
         if pair.document:
             files.damage.setdefault(name, pair.document)

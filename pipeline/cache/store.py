@@ -347,7 +347,7 @@ class Cache:
                 raise name_taken(name, current, snapshot_id)
             # Freshen first: a gc that does not see the name yet spares the young head.
             where = Paths.snapshot(snapshot_id)
-            if not self.files.freshen(where) and not copies.put_right(self.files, where):
+            if not self.files.freshen(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
             self._append_name(name, snapshot_id)
 
