@@ -39,7 +39,7 @@ def verify_documents(cache: Cache, progress: Progress = lambda size: None) -> It
     """Documents that are damaged, lost, or contradict the shards."""
     files, reported = cache.files, set[str]()
     for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
-        pair = copies.examined(files, name)
+        pair = copies.inspect(files, name)
         if pair.document:
             files.damage.setdefault(name, pair.document)
             reported.add(name)

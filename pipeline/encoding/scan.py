@@ -37,7 +37,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
-from pipeline.sources.range_prefetch import TOGETHER
+from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Reject, Run, Seen, Source
 
@@ -142,7 +142,7 @@ def scan(
     """
     settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
     while True:
-        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.is_remote else 1))
+        pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
         try:
             tables = _Scan(source, name, cache, pool, settings, fragments).tables()
             break
