@@ -27,7 +27,7 @@ def test_a_block_permutation_is_a_bijection_whose_windows_are_whole_blocks(size:
     spans: dict[int, list[int]] = defaultdict(list)
     for place, position in enumerate(found.tolist()):
         spans[position // lie.block].append(place)
-    assert max(max(own) - min(own) for own in spans.values()) < lie.block * lie.window
+    assert max(max(span) - min(span) for span in spans.values()) < lie.block * lie.window
 
 
 def test_the_short_block_and_every_block_come_early_and_late() -> None:
@@ -64,12 +64,12 @@ def test_weights_and_policies_give_every_sample_its_visits(
     """Oracle: the plain order of the same snapshot. Over each epoch, each part of each bucket has as many visits."""
     counts, batches = [sum(n for n, _ in parts) for parts, _ in buckets], [batch for _, batch in buckets]
     first = sorted(range(len(buckets)), key=lambda b: -counts[b]) if seed % 2 else ()
-    own = {"seed": seed, "phase": 0, "small": small, "parts": [parts for parts, _ in buckets], "first": first}
+    options = {"seed": seed, "phase": 0, "small": small, "parts": [parts for parts, _ in buckets], "first": first}
     try:
-        plain = Schedule(counts, batches, **own)
+        plain = Schedule(counts, batches, **options)
     except ValueError:
         return
-    schedule = Schedule(counts, batches, blocks=[lie] * len(counts), **own)
+    schedule = Schedule(counts, batches, blocks=[lie] * len(counts), **options)
     done, numbers = 0, set()
     visited: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
     for epoch in range(6):
@@ -105,13 +105,13 @@ def test_weights_and_policies_give_every_sample_its_visits(
 def test_a_block_is_open_for_two_windows_at_most(small: str) -> None:
     counts, batches, lie = [1000, 333, 90], [8, 6, 4], [Blocks(32, 4), Blocks(20, 3), Blocks(50, 2)]
     schedule = Schedule(counts, batches, seed=1, phase=0, small=small, blocks=lie)
-    own = Counter[int]()
+    batches_seen = Counter[int]()
     first: dict[tuple[int, int, int], int] = {}
     fetched = Counter[tuple[int, int, int]]()
     for t in range(schedule.steps_upto(4)):
         step = schedule.step(t)
-        at = own[step.bucket] * batches[step.bucket]
-        own[step.bucket] += 1
+        at = batches_seen[step.bucket] * batches[step.bucket]
+        batches_seen[step.bucket] += 1
         visits = step.visits // 2 if small == "repeat" else step.visits
         for position, visit, odd in zip(step.positions.tolist(), visits.tolist(), step.visits.tolist(), strict=True):
             if small == "repeat" and odd % 2:
@@ -139,13 +139,13 @@ def test_buckets_take_turns_evenly() -> None:
 
 def test_every_epoch_seed_and_phase_is_another_order() -> None:
     def blocks_of(epoch: int, seed: int, phase: int) -> list[int]:
-        own = Schedule([640], [8], seed=seed, phase=phase, small="carry", blocks=[Blocks(32, 2)])
-        return [int(p) // 32 for t in range(80 * epoch, 80 * epoch + 80) for p in own.step(t).positions]
+        schedule = Schedule([640], [8], seed=seed, phase=phase, small="carry", blocks=[Blocks(32, 2)])
+        return [int(p) // 32 for t in range(80 * epoch, 80 * epoch + 80) for p in schedule.step(t).positions]
 
     orders = [tuple(blocks_of(*key)) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
     assert len(set(orders)) == 4
-    first = [own[:64] for own in orders]
-    assert len({frozenset(own) for own in first}) > 1, "the same blocks come first"
+    first = [order[:64] for order in orders]
+    assert len({frozenset(order) for order in first}) > 1, "the same blocks come first"
 
 
 def test_a_late_step_of_a_large_snapshot_needs_nothing_before_it() -> None:

@@ -148,10 +148,10 @@ def test_many_buckets_are_the_bucket_of_each() -> None:
     chosen = buckets.nearest_all(table, heights, widths)
     scale, loss = buckets.fits(heights, widths, np.array(table)[chosen])
     for i, (h, w) in enumerate(zip(heights.tolist(), widths.tolist(), strict=True)):
-        own = buckets.nearest(table, h, w)
-        assert table[chosen[i]] == own
-        assert scale[i] == buckets.upscale(h, w, own)
-        assert loss[i] == pytest.approx(buckets.crop_loss(h, w, own), abs=1e-12)
+        nearest = buckets.nearest(table, h, w)
+        assert table[chosen[i]] == nearest
+        assert scale[i] == buckets.upscale(h, w, nearest)
+        assert loss[i] == pytest.approx(buckets.crop_loss(h, w, nearest), abs=1e-12)
 
 
 # ---------------------------------------------------------------- filters
@@ -641,10 +641,10 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
-        for own, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
-            choices.setdefault(own, []).append(key_bytes(key) in rare)
-    assert all(len(own) == 200 and 0 < sum(own) < 200 for own in choices.values()), "chosen once, not per visit"
-    assert 0.22 < np.mean([one for own in choices.values() for one in own]) < 0.28
+        for sample_id, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
+            choices.setdefault(sample_id, []).append(key_bytes(key) in rare)
+    assert all(len(picks) == 200 and 0 < sum(picks) < 200 for picks in choices.values()), "chosen once, not per visit"
+    assert 0.22 < np.mean([pick for picks in choices.values() for pick in picks]) < 0.28
 
 
 # ---------------------------------------------------------------- several caches
@@ -682,8 +682,14 @@ def test_a_name_that_is_none_makes_nothing(tmp_path: Path, name: str, options: l
     of = with_another(tmp_path)
     before = files(tmp_path)
     settings = (f"cache={of.cache}", f"data.buckets={[list(size) for size in synthetic.TABLE]}", "bucket.batch=4")
-    own = ["--config=tiny", "--cache", of.bucket.caches[0], *(f"--set={setting}" for setting in settings), *options]
-    done = CliRunner().invoke(cli, ["bucket", "--name", name, *own])
+    arguments = [
+        "--config=tiny",
+        "--cache",
+        of.bucket.caches[0],
+        *(f"--set={setting}" for setting in settings),
+        *options,
+    ]
+    done = CliRunner().invoke(cli, ["bucket", "--name", name, *arguments])
     assert isinstance(done.exception, UserError) and "cannot name a snapshot" in str(done.exception)
     assert files(tmp_path) == before
 

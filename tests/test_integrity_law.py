@@ -117,18 +117,18 @@ def flips(path: Path, count: int | None, favour: Iterable[int] = ()) -> Iterator
 @pytest.mark.parametrize("kind", ["latent", "text"])
 @pytest.mark.parametrize("count", [SAMPLED, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
-    own = loader(Cache(copy), caption_drop=0.0, stop_step=None)
+    tested = loader(Cache(copy), caption_drop=0.0, stop_step=None)
 
-    snapshot, null = own.snapshot, own.snapshot.null
+    snapshot, null = tested.snapshot, tested.snapshot.null
     captions, steps = {c.key for row in range(3) for c in snapshot.sample(row).captions}, 0
     while captions:  # until every caption has been seen
-        captions -= {key.ljust(16, b"\0") for key in own.planner.step(steps).texts["key"].tolist()}
+        captions -= {key.ljust(16, b"\0") for key in tested.planner.step(steps).texts["key"].tolist()}
         steps += 1
     reader, rows = Reader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
 
     def reading() -> object:
         reader.read(null.shard, null.offset, null.key, null.checksum, rows)
-        loaded = [own.load(step).batches for step in range(steps)]
+        loaded = [tested.load(step).batches for step in range(steps)]
         return [[b.latents.tolist(), b.captions.tolist()] for batches in loaded for b in batches], rows.tolist()
 
     records: dict[str, list[tuple[int, int, str]]] = {}
@@ -409,13 +409,13 @@ def test_without_identity_swapped_records_would_be_silent(
 ) -> None:
     """A checksum of the payload alone: the judge must see that a wrong record passes."""
     real = layout.checksum
-    own = Cache(copy).open_snapshot()
-    one, two = own.sample(0), own.sample(1)
-    reader, into = Reader(Files(copy), own.latent_recipe.name), np.empty((2, 2, 2), np.uint16)
+    snapshot = Cache(copy).open_snapshot()
+    one, two = snapshot.sample(0), snapshot.sample(1)
+    reader, into = Reader(Files(copy), snapshot.latent_recipe.name), np.empty((2, 2, 2), np.uint16)
     reader.read(one.shard, one.offset, one.key, one.checksum, into)
-    path = copy / layout.Paths.shard(own.latent_recipe.name, one.shard)
+    path = copy / layout.Paths.shard(snapshot.latent_recipe.name, one.shard)
     payload = path.read_bytes()[one.offset : one.offset + 16]
-    recipe = own.latent_recipe.id
+    recipe = snapshot.latent_recipe.id
     other = (recipe, two.key) if forgotten == "key" else (layout.LatentRecipe(weights="x").id, one.key)
     assert real(*other, payload) != one.checksum
     weak = (lambda r, k, p: real(r, b"", p)) if forgotten == "key" else (lambda r, k, p: real("00" * 16, k, p))

@@ -201,20 +201,20 @@ def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
     vae = encoders.LatentEncoder.load(config.vae, "cpu")
     text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
     pictures, words = {}, {}
-    for own, name in ids.items():
+    for sample_id, name in ids.items():
         with Image.open(source / f"{name}.png") as opened:
             size = opened.size[::-1]
         loaded = decoding.load((source / f"{name}.png").read_bytes(), size, decoder=decoding.choose("auto"))
-        pictures[own] = bf16(vae.encode(loaded[None])[0]).float()
+        pictures[sample_id] = bf16(vae.encode(loaded[None])[0]).float()
         caption = caption_rules.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
-        words[own] = bf16(text.encode([caption])[0]).float()
+        words[sample_id] = bf16(text.encode([caption])[0]).float()
     wrong = 0
     for batch in batches:
-        for i, own in enumerate(batch.sample_ids):
+        for i, sample_id in enumerate(batch.sample_ids):
             latent, rows = batch.latents[i].float(), batch.captions[i][batch.mask[i]].float()
             like = {k: float((v - latent).norm()) for k, v in pictures.items() if v.shape == latent.shape}
             said = {k: float((v - rows).norm()) for k, v in words.items() if v.shape == rows.shape}
-            wrong += min(like, key=like.__getitem__) != own or min(said, key=said.__getitem__) != own
+            wrong += min(like, key=like.__getitem__) != sample_id or min(said, key=said.__getitem__) != sample_id
     return wrong
 
 

@@ -110,33 +110,35 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
         fresh = np.random.Generator(np.random.Philox(key=key))
         expected = [fresh.random(), fresh.random(), fresh.standard_normal()]
         found = randomness.draws(1, 2, [0, 3, 3], [number, number, number + 1])  # whatever it is asked for with
-        assert [own[1] for own in found] == expected
+        assert [values[1] for values in found] == expected
         randomness.generator("other", 0, 0, 0, 0).integers(0, 9, 3, np.uint32)  # leaves half a word behind
     assert randomness.draws(0, 0, [0], [0]).caption.tolist() == [0.6314775042138685]
-    assert [len(own) for own in randomness.draws(0, 0, [], [])] == [0, 0, 0]
+    assert [len(values) for values in randomness.draws(0, 0, [], [])] == [0, 0, 0]
 
 
 def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.cache.snapshot.CHUNK_ROWS", 7)
-    own = tiny_cache.build(tmp_path / "cache").open_snapshot()
-    assert len(own.head.chunks) > 3
+    opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
+    assert len(opened.head.chunks) > 3
     rng = np.random.default_rng(0)
     for rows in (
-        rng.permutation(len(own)),
-        rng.integers(0, len(own), 9),
+        rng.permutation(len(opened)),
+        rng.integers(0, len(opened), 9),
         np.array([8, 7, 8]),
         np.array([6]),
         np.arange(0),
     ):
-        found = own.columns(rows)
-        seen, said = found.samples, found.captions
+        found = opened.columns(rows)
+        seen, captions = found.samples, found.captions
         for i, row in enumerate(rows.tolist()):
-            sample = own.sample(row)
+            sample = opened.sample(row)
             assert (seen["sample_id"][i], seen["offset"][i]) == (sample.sample_id, sample.offset)
             at = slice(found.first[i], found.first[i + 1])
             expected = [(c.offset, c.rows, c.key.rstrip(b"\0")) for c in sample.captions]
-            assert list(zip(*(said[name][at].tolist() for name in ("offset", "rows", "key")), strict=True)) == expected
-        assert found.first[-1] == len(said["rows"]) and len(found.first) == len(rows) + 1
+            assert (
+                list(zip(*(captions[name][at].tolist() for name in ("offset", "rows", "key")), strict=True)) == expected
+            )
+        assert found.first[-1] == len(captions["rows"]) and len(found.first) == len(rows) + 1
 
 
 def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]) -> None:
@@ -155,8 +157,8 @@ def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monk
         return real(self, shard, offset, views)
 
     monkeypatch.setattr(Reader, "read_span", counted)
-    own = loader(cache, start_step=10**6, stop_step=10**6 + 1, caption_drop=0.0)
-    [(batches, state)] = list(own)
+    reading = loader(cache, start_step=10**6, stop_step=10**6 + 1, caption_drop=0.0)
+    [(batches, state)] = list(reading)
     assert state.step == 10**6 + 1
     payload = sum(b.latents.numel() * 2 + int(b.mask.sum()) * 3 * 2 for b in batches)
     between = sum(size for _, size in read) - payload  # neighbours are read in one call, with what lies between
@@ -195,8 +197,8 @@ def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
 
 
 def test_there_is_room_for_a_null_record_that_is_shown(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = loader(cache, caption_drop=0.5, null_mask="bos")
-    assert own.planner.min_rows == own.null_valid > 0
+    reading = loader(cache, caption_drop=0.5, null_mask="bos")
+    assert reading.planner.min_rows == reading.null_valid > 0
     assert loader(cache, caption_drop=0.5, null_mask="caption").planner.min_rows == 0
     plain = loader(cache, caption_drop=0.0, null_mask="bos").planner
     assert plain.min_rows == 0
@@ -213,13 +215,13 @@ def test_there_is_room_for_a_null_record_that_is_shown(cache: Cache, monkeypatch
 
 
 def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: Cache) -> None:
-    own, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
-    own.null, own.null_valid = np.full((40, 3), 7, np.uint16), 40
-    for step, ((batches, _), (others, _)) in enumerate(zip(own, plain, strict=True)):
-        plan = own.planner.step(step)
+    reading, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
+    reading.null, reading.null_valid = np.full((40, 3), 7, np.uint16), 40
+    for step, ((batches, _), (others, _)) in enumerate(zip(reading, plain, strict=True)):
+        plan = reading.planner.step(step)
         drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.samples["sample_id"].tolist())
         kept = torch.from_numpy(drawn.drop >= 0.5)
-        found, expected = (torch.cat([b.captions for b in own]) for own in (batches, others))
+        found, expected = (torch.cat([b.captions for b in side]) for side in (batches, others))
         assert plan.length < 40 and 0 < int(kept.sum()) < len(kept)
         assert torch.equal(found[kept], expected[kept]) and bool((found[~kept] == found[~kept][0, 0, 0]).all())
 
@@ -278,7 +280,7 @@ def test_windows_against_an_oracle() -> None:
             for bucket in range(len(counts)):
                 mine = [ordered.step(s) for s in range(*span) if truth[s].bucket == bucket]
                 theirs = [truth[s] for s in range(*span) if truth[s].bucket == bucket]
-                assert all(own.bucket == bucket for own in mine)
+                assert all(step.bucket == bucket for step in mine)
                 pairs = [
                     Counter(p for s in x for p in zip(s.positions.tolist(), s.visits.tolist())) for x in (mine, theirs)
                 ]
@@ -302,58 +304,57 @@ def test_the_window_is_part_of_the_state(cache: Cache) -> None:
 
 def test_a_batch_that_is_held_is_never_overwritten(cache: Cache, truth: list[list[str]]) -> None:
     """Beyond the contract: whoever keeps every batch gets fresh buffers for the others, not other bytes."""
-    own = loader(cache, prefetch=3, threads=2)
-    held = [batches for batches, _ in own]
+    reading = loader(cache, prefetch=3, threads=2)
+    held = [batches for batches, _ in reading]
     assert [seen(batches) for batches in held] == truth
-    assert own.pool.made >= len(held)
+    assert reading.pool.made >= len(held)
     del held
     gc.collect()
-    assert len(own.pool.free) == own.pool.made, "a buffer is lost"
+    assert len(reading.pool.free) == reading.pool.made, "a buffer is lost"
 
 
 def test_a_tensor_of_a_batch_keeps_the_whole_buffer(cache: Cache) -> None:
-    own = loader(cache, stop_step=8)
-    kept = [batches[0].mask[0] for batches, _ in own]
+    reading = loader(cache, stop_step=8)
+    kept = [batches[0].mask[0] for batches, _ in reading]
     expected = [batches[0].mask[0].clone() for batches, _ in loader(cache, stop_step=8)]
     assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
 
 
 def test_buffers_are_used_again(cache: Cache) -> None:
-    own = loader(cache, prefetch=0, stop_step=40)
+    reading = loader(cache, prefetch=0, stop_step=40)
     places = set()
-    for batches, _ in own:
+    for batches, _ in reading:
         places.add(batches[0].latents.data_ptr())
-    assert own.pool.made == len(places) == 2, "the one that is in use, and the next"
+    assert reading.pool.made == len(places) == 2, "the one that is in use, and the next"
 
 
 def test_a_batch_stays_until_the_next_but_one_is_asked_for(cache: Cache) -> None:
     """For copies to a GPU in flight, which hold no tensor: the buffer of a batch that was let go of is not free while
     the next one is in use, and free once the one after that is."""
-    own = loader(cache, stop_step=20)
-    own.settings = dataclasses.replace(
-        own.settings, pin=True
-    )  # not of its pool: there is no page-locked memory without a GPU
-    steps, places = iter(own), []
+    reading = loader(cache, stop_step=20)
+    # The loader's setting, not its pool's: without a GPU there is no page-locked memory.
+    reading.settings = dataclasses.replace(reading.settings, pin=True)
+    steps, places = iter(reading), []
     for _ in range(20):
         batches, _ = next(steps)
         places.append(batches[0].latents.data_ptr())  # latents stand first in the buffer
         del batches
-        free = {memory.data_ptr() for memory in own.pool.free}
+        free = {memory.data_ptr() for memory in reading.pool.free}
         assert not free & set(places[-2:]), "a buffer is free too early"
-    assert own.pool.made <= 3
+    assert reading.pool.made <= 3
 
 
 def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]) -> None:
-    own = loader(cache)
-    real = own.pool.take
+    reading = loader(cache)
+    real = reading.pool.take
 
     def dirty() -> np.ndarray:
         buffer = real()
         buffer[:] = 0xA5
         return buffer
 
-    own.pool.take = dirty  # type: ignore[method-assign]
-    assert sequence(own) == truth
+    reading.pool.take = dirty  # type: ignore[method-assign]
+    assert sequence(reading) == truth
 
 
 def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,11 +416,11 @@ def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.Mo
             release.wait(30)
         return real(self, shard, offset, views)
 
-    own = loader(cache, prefetch=2, threads=2, timeout_s=0.4, stop_step=None)
+    reading = loader(cache, prefetch=2, threads=2, timeout_s=0.4, stop_step=None)
     monkeypatch.setattr(Reader, "read_span", hang)
     began = time.monotonic()
     with pytest.raises(CacheError, match=r"\.tar: record [0-9a-f]{32} at byte \d+ takes too long") as caught:
-        for _ in own:
+        for _ in reading:
             pass
     assert time.monotonic() - began < 5
     assert "patience_s" in str(caught.value)
@@ -434,9 +435,9 @@ def test_slow_reads_that_go_on_are_no_error(cache: Cache, monkeypatch: pytest.Mo
         time.sleep(0.05)
         return real(self, shard, offset, views)
 
-    own = loader(cache, prefetch=1, threads=1, timeout_s=0.3, stop_step=1)
+    reading = loader(cache, prefetch=1, threads=1, timeout_s=0.3, stop_step=1)
     monkeypatch.setattr(Reader, "read_span", slow)
-    assert len(list(own)) == 1
+    assert len(list(reading)) == 1
 
 
 def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
@@ -445,9 +446,9 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path; from pipeline.cache.store import Cache; from pipeline.cache.shard import Reader\n"
         "from tests.support.consumed import loader\n"
-        "own = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
+        "reading = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
         "Reader.read_span = lambda *a: threading.Event().wait()\n"
-        "list(own)\n"
+        "list(reading)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, ROOT, cache.root], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "takes too long" in done.stderr
@@ -495,14 +496,14 @@ def test_without_a_quarantine_a_bad_record_stops_the_run(rotten: tuple[Cache, se
 def test_quarantine_replaces_the_same_samples_everywhere(
     rotten: tuple[Cache, set[int]], cache: Cache, tmp_path: Path, text: str
 ) -> None:
-    own, bad = rotten
+    damaged, bad = rotten
     clean = sequence(loader(cache, caption_drop=0.0))
     found: dict[int, list[list[str]]] = {}
     lines: dict[int, list[dict[str, Any]]] = {}
     for world in (1, 2, 4):
         file = tmp_path / f"quarantine-{world}.jsonl"
         options = {"caption_drop": 0.0, "quarantine": file, "world": world, "text": text, "prefetch": 2, "threads": 2}
-        loaders = [loader(own, rank=rank, **options) for rank in range(world)]
+        loaders = [loader(damaged, rank=rank, **options) for rank in range(world)]
         ranks = [sequence(one) for one in loaders]
         found[world] = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
         lines[world] = [json.loads(line) for line in file.read_text().splitlines()]
@@ -571,27 +572,27 @@ def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkey
         return got
 
     expected = sequence(loader(cache, stop_step=4))
-    own = loader(cache, stop_step=4)
+    reading = loader(cache, stop_step=4)
     monkeypatch.setattr(Reader, "read_span", once)
-    assert sequence(own) == expected
+    assert sequence(reading) == expected
 
 
 @pytest.mark.parametrize("read", ["bf16", "bf16-zstd", "captions"])
 def test_a_shard_that_was_replaced_is_read_anew(tmp_path: Path, read: str) -> None:
     """A repair publishes by rename; who has the damaged file open would read it for ever."""
     cache = tiny_cache.build(tmp_path / "cache", storage="bf16" if read == "captions" else read)
-    own, snapshot = loader(cache, stop_step=4), cache.open_snapshot()
+    reading, snapshot = loader(cache, stop_step=4), cache.open_snapshot()
 
     def outcome() -> list[Any]:
         if read == "captions":
-            return [snapshot.captions(row, own.readers["text"]) for row in range(len(snapshot))]
-        return sequence(own)
+            return [snapshot.captions(row, reading.readers["text"]) for row in range(len(snapshot))]
+        return sequence(reading)
 
     expected = outcome()
-    for reader in own.readers.values():
+    for reader in reading.readers.values():
         reader.close()
     for path in cache.root.glob("shards/*/*/*.tar"):
-        own.readers["latent" if "latent-" in str(path) else "text"].read_span(path.stem, 0, [bytearray(1)])
+        reading.readers["latent" if "latent-" in str(path) else "text"].read_span(path.stem, 0, [bytearray(1)])
         right = path.read_bytes()
         path.write_bytes(bytes(byte ^ 1 for byte in right))  # in the file that is open
         (tmp_path / "new").write_bytes(right)
@@ -624,9 +625,9 @@ def test_a_process_with_few_descriptors_reads_many_shards(
     few_descriptors(40)
     if not sized:
         monkeypatch.setattr(shard, "descriptors_left", lambda: 10_000)
-    own = loader(cache)
-    assert sequence(own) == expected
-    still_open = sum(reader.open_shards for reader in own.readers.values())
+    reading = loader(cache)
+    assert sequence(reading) == expected
+    still_open = sum(reader.open_shards for reader in reading.readers.values())
     assert 0 < still_open <= 40 and (not sized or 8 < still_open <= 32), "as many as there may be"
 
 

@@ -95,11 +95,11 @@ def alive(process: int) -> bool:
 
 @pytest.fixture(scope="module")
 def consumers() -> Iterator[Consumers]:
-    own = Consumers()
-    yield own
-    assert own.process.stdin is not None
-    own.process.stdin.close()
-    own.process.wait(30)
+    started = Consumers()
+    yield started
+    assert started.process.stdin is not None
+    started.process.stdin.close()
+    started.process.wait(30)
 
 
 def run(

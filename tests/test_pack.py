@@ -75,17 +75,25 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
     recipe, found = snapshot.latent_recipe, {}
     for row in range(len(snapshot)):
-        own = snapshot.sample(row)
-        bucket = snapshot.buckets[own.bucket]
+        sample = snapshot.sample(row)
+        bucket = snapshot.buckets[sample.bucket]
         latent = np.empty((recipe.channels, bucket.height // 8, bucket.width // 8), np.uint16)
-        readers["latent"].read(own.shard, own.offset, own.key, own.checksum, latent, own.length)
+        readers["latent"].read(sample.shard, sample.offset, sample.key, sample.checksum, latent, sample.length)
         texts = []
-        for caption in own.captions:
+        for caption in sample.captions:
             text = np.empty((caption.rows, 3), np.uint16)
             readers["text"].read(caption.shard, caption.offset, caption.key, caption.checksum, text, caption.length)
             texts.append((caption.key, caption.checksum, caption.weight, text.tobytes()))
         said = snapshot.captions(row, readers["text"])
-        found[own.sample_id] = (own.bucket, own.key, own.checksum, latent.tobytes(), texts, said, snapshot.origin(row))
+        found[sample.sample_id] = (
+            sample.bucket,
+            sample.key,
+            sample.checksum,
+            latent.tobytes(),
+            texts,
+            said,
+            snapshot.origin(row),
+        )
     return found
 
 
@@ -123,11 +131,13 @@ def test_webdataset_pairs_latent_text_and_captions(both: tuple[Cache, Snapshot, 
     truth = content(source)
     found = 0
     for sample in webdataset.WebDataset(paths, shardshuffle=False, empty_check=False):
-        own = truth[int(sample["__key__"], 16)]
-        assert np.load(io.BytesIO(sample["latent.npy"])).tobytes() == own[3]
-        names = ["", "1."][: len(own[4])]
-        assert [np.load(io.BytesIO(sample[f"{n}text.npy"])).tobytes() for n in names] == [text[3] for text in own[4]]
-        assert [sample[f"{n}txt"].decode() for n in names] == own[5]
+        expected = truth[int(sample["__key__"], 16)]
+        assert np.load(io.BytesIO(sample["latent.npy"])).tobytes() == expected[3]
+        names = ["", "1."][: len(expected[4])]
+        assert [np.load(io.BytesIO(sample[f"{n}text.npy"])).tobytes() for n in names] == [
+            text[3] for text in expected[4]
+        ]
+        assert [sample[f"{n}txt"].decode() for n in names] == expected[5]
         assert {k for k in sample if not k.startswith("__")} == {"latent.npy"} | {
             f"{n}{kind}" for n in names for kind in ("text.npy", "txt")
         }
@@ -231,10 +241,12 @@ def test_order_law_and_exactly_once(both: tuple[Cache, Snapshot, Snapshot]) -> N
     for batches, _ in loader(cache, stop_step=steps):
         for batch in batches:
             ids[batch.bucket].update(batch.sample_ids)
-    assert sum(sum(own.values()) for own in ids.values()) == steps * tiny_cache.BATCH
-    for size, own in ids.items():
-        assert len(own) == SIZES[size] and max(own.values()) - min(own.values()) <= 1
-        assert 0 <= 8 * SIZES[size] - sum(own.values()) < tiny_cache.BATCH, "more than the stated remainder is missing"
+    assert sum(sum(visits.values()) for visits in ids.values()) == steps * tiny_cache.BATCH
+    for size, visits in ids.items():
+        assert len(visits) == SIZES[size] and max(visits.values()) - min(visits.values()) <= 1
+        assert 0 <= 8 * SIZES[size] - sum(visits.values()) < tiny_cache.BATCH, (
+            "more than the stated remainder is missing"
+        )
 
 
 def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapshot]) -> None:
@@ -242,7 +254,7 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
     cache, source, packed = both
     found = []
     for snapshot in (source, packed):
-        own = Counter[tuple[int, bytes]]()
+        counts = Counter[tuple[int, bytes]]()
         steps = Schedule.of(snapshot.head, seed=5, phase=1).steps_upto(24)  # 24 epochs fill batches of 24 exactly
         settings: dict[str, Any] = {"caption_drop": 0.2, "null_mask": "caption", "prefetch": 0, "threads": 1}
         every = Loader(
@@ -253,14 +265,14 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
             assert batch.cu_seqlens is not None
             for i, identity in enumerate(batch.sample_ids):
                 text = batch.captions[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
-                own[
+                counts[
                     identity,
                     b"".join(
                         t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
                         for t in (batch.latents[i], text, batch.noise[i], batch.logit[i : i + 1])
                     ),
                 ] += 1
-        found.append(own)
+        found.append(counts)
     assert found[0] == found[1] and sum(found[0].values()) == 24 * sum(SIZES.values())
 
 
@@ -276,9 +288,9 @@ def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapsh
     plain = Schedule(
         [b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1, small="carry"
     )
-    own = Schedule.of(source.head, seed=5, phase=1)
+    order = Schedule.of(source.head, seed=5, phase=1)
     for step in range(40):
-        assert own.step(step).positions.tolist() == plain.step(step).positions.tolist()
+        assert order.step(step).positions.tolist() == plain.step(step).positions.tolist()
 
 
 # ---------------------------------------------------------------- integrity

@@ -264,10 +264,10 @@ def test_packing_in_the_store_reads_ranges_and_gives_the_same(
 ) -> None:
     import fsspec
 
-    own = tiny_cache.build(tmp_path / "own", {(256, 256): 60, (128, 256): 30}, batch=12, per_shard=24)
+    local = tiny_cache.build(tmp_path / "local", {(256, 256): 60, (128, 256): 30}, batch=12, per_shard=24)
     url = f"{s3_bucket}/{uuid4().hex}"
-    fsspec.filesystem("s3").put(f"{own.root}/", f"{url.removeprefix('s3://')}/", recursive=True)
+    fsspec.filesystem("s3").put(f"{local.root}/", f"{url.removeprefix('s3://')}/", recursive=True)
     here = Watched(url, tmp_path / "mirror", 2**21, monkeypatch)
-    assert pack(here.cache, 8).id == pack(own, 8).id
+    assert pack(here.cache, 8).id == pack(local, 8).id
     assert not here.shards(), "whole shards were fetched"
     assert not list(audit.verify(here.cache))

@@ -42,5 +42,5 @@ def seen(batches: list[Batch]) -> list[str]:
     return out
 
 
-def sequence(own: Loader) -> list[list[str]]:
-    return [seen(batches) for batches, _ in own]
+def sequence(steps: Loader) -> list[list[str]]:
+    return [seen(batches) for batches, _ in steps]

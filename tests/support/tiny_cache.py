@@ -47,30 +47,34 @@ def build(
             {"key": layout.latent_key(latent.id, layout.digest(names, str(i)), height, width), "array": values}
         )
         for j in range(2 if i % 3 == 0 else 1):
-            said = f"{names} {i} said in way {j}"
+            caption = f"{names} {i} said in way {j}"
             values = _bits(rng, (1 + (i * 5 + j * 3) % 9, 3))
-            records["text"].append({"key": layout.text_key(text.id, said), "array": values, "caption": said, "of": i})
+            records["text"].append(
+                {"key": layout.text_key(text.id, caption), "array": values, "caption": caption, "of": i}
+            )
     records["text"].append({"key": layout.null_key(text.id), "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
-    found: dict[bytes, dict[str, Any]] = {}
+    rows_by_key: dict[bytes, dict[str, Any]] = {}
     shards: dict[str, list[ShardFile]] = {"latent": [], "text": []}
     for recipe in (latent, text):
-        own = records[recipe.kind]
+        kind_records = records[recipe.kind]
         cache.add_recipe(recipe)
         units, commits = [], []
-        for start in range(0, len(own), per_shard):
+        for start in range(0, len(kind_records), per_shard):
             unit = f"{start:032x}"
             with shard.ShardWriter(cache.files, recipe, unit) as writer:
-                for record in own[start : start + per_shard]:
+                for record in kind_records[start : start + per_shard]:
                     more = {name: record[name] for name in ("caption", "valid") if name in record}
                     writer.add(record["key"], record["array"], **more)
                 name, size, table = writer.finish()
             number = len(shards[recipe.kind])
-            found.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
+            rows_by_key.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
             shards[recipe.kind].append(ShardFile(name, size))
             digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
             units.append(Unit(unit, start, table.num_rows, 1))
             commits.append(index.Commit(unit, name, size, table.num_rows, digest, (), {}))
-        cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array([r["key"] for r in own], pa.binary(16))}))
+        cache.add_plan(
+            recipe.name, 0, units, pa.table({"key": pa.array([r["key"] for r in kind_records], pa.binary(16))})
+        )
         for commit in commits:
             index.publish_commit(cache.files, recipe.name, 0, commit)
         assert index.merge(cache.files, recipe.name, 0, [u.unit for u in units])
@@ -79,13 +83,13 @@ def build(
         buckets.append(Bucket(height, width, count, batch))
         picked = []
         for i in range(first, first + count):
-            captions = [found[r["key"]] for r in records["text"] if r.get("of") == i]
+            captions = [rows_by_key[r["key"]] for r in records["text"] if r.get("of") == i]
             identity = layout.sample_id(names, str(i))
             picked.append(
                 (
                     {
                         "sample_id": identity,
-                        **_place(found[records["latent"][i]["key"]]),
+                        **_place(rows_by_key[records["latent"][i]["key"]]),
                         "captions": [
                             {**_place(c), "rows": c["valid"], "weight": 1.0 + k} for k, c in enumerate(captions)
                         ],
@@ -109,7 +113,7 @@ def build(
         rows += [pair[0] for pair in picked]
         written += [pair[1] for pair in picked]
         first += count
-    null = found[layout.null_key(text.id)]
+    null = rows_by_key[layout.null_key(text.id)]
     head = Head(
         recipes={"latent": latent.values(), "text": text.values()},
         policies=Policies(small, pad_text_multiple=2),
