@@ -433,4 +433,4 @@ def test_a_claim_that_is_swept_at_once_stops_nobody(objects: ObjectFiles, monkey
 
     claims = Claims(objects, 60)
     monkeypatch.setattr(objects, "put", swept)
-    assert claims.take("latent-x", 0, "u") == "held"
+    assert claims.take("latent-x", 0, "u") == "claimed"

@@ -216,7 +216,7 @@ def _verify_shards(cache: Cache, named: Collection[str], replaced: Replaced, pro
             try:
                 yield from verified.findings(shard_path in needed, replaced, progress)
             except (CacheError, OSError) as error:
-                problem = f"is damaged, and which records cannot be told: {_problem(error)}"
+                problem = f"is damaged, and its damaged records cannot be listed: {_problem(error)}"
                 yield verified.finding(problem)
 
 
