@@ -574,8 +574,8 @@ class Reader:
         self._open.clear()
 
     def read_span(self, shard: str, offset: int, views: list[Any]) -> int:
-        """Fill writable buffers in turn from an offset of a shard, unverified; returns the bytes read, -1 on a disk error
-        (reading the records one by one then reports it)."""
+        """Fill writable buffers in turn from an offset of a shard, unverified; returns the bytes read, -1 on a disk
+        error (reading the records one by one then reports it)."""
         handle = self._handle(shard)  # this reference keeps it open if it is evicted meanwhile
         try:
             return os.preadv(handle.descriptor, views, offset)
