@@ -151,7 +151,7 @@ def retry(
                 answer = ask()
             except Exception as error:
                 was_known = state.answered
-                _classify(error, state, retryable)
+                _raise_unless_retryable(error, state, retryable)
                 now = time.monotonic()
                 if first_failure is None:
                     first_failure = now - min(now - began, TIMEOUT_S)
@@ -171,7 +171,9 @@ def retry(
                 return answer
 
 
-def _classify(error: Exception, state: _StoreState, retryable: Callable[[BaseException], bool] | None) -> None:
+def _raise_unless_retryable(
+    error: Exception, state: _StoreState, retryable: Callable[[BaseException], bool] | None
+) -> None:
     """Raise an error that is final; note whether the store is known to exist."""
     if retryable is not None:
         if not retryable(error):

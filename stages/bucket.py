@@ -111,7 +111,7 @@ def run(
     caches = _caches(config, dry_run)
     cache = caches[0]
     if not dry_run:
-        copies.complete(cache.files)
+        copies.repair_all(cache.files)
     inputs = _inputs(config, caches)
     joined = _joined(config, inputs)
     frame = joined.frame()

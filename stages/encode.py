@@ -215,7 +215,7 @@ def _run(
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
-    copies.complete(cache.files)
+    copies.repair_all(cache.files)
     latent, text = _known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):

@@ -55,7 +55,7 @@ def run(
     check_name(name)
     stop = Stop(config.encode.grace_s)
     cache = Cache.of(config)
-    copies.complete(cache.files)
+    copies.repair_all(cache.files)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
     name = name if name is not None else f"{source_name[:93]}.packed"

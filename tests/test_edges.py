@@ -83,13 +83,13 @@ def test_texts_of_a_list_share_its_weight_and_empty_ones_have_none() -> None:
 
 def test_a_text_that_is_never_drawn_counts_once_and_not_where_it_is_drawn() -> None:
     scored = [("same", 30.0), ("same", 1.0), ("below", 1.0), ("below", 2.0)]
-    captions, never = RULE.settle([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")
+    captions, never = RULE.weigh([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")
     assert (captions, never) == ((("same", 1.0),), 1)
 
 
 def test_a_table_wants_no_column_where_text_files_alone_are_listed() -> None:
-    assert not CaptionRule(fields=(("txt", 1.0),), listed=True).wanting(["other"])
-    assert CaptionRule().wanting(["other"])
+    assert not CaptionRule(fields=(("txt", 1.0),), listed=True).lacks_captions(["other"])
+    assert CaptionRule().lacks_captions(["other"])
 
 
 def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absent() -> None:

@@ -121,9 +121,9 @@ def test_a_unit_of_a_living_owner_is_left_to_it(cache: Cache, todo: engine.Work)
     owner = other_machine(cache)
     owner.stale_s = 0.6
     plan, unit = todo[3]
-    assert owner.take(plan.recipe, plan.number, unit.unit) == "mine"
+    assert owner.take(plan.recipe, plan.number, unit.unit) == "ours"
     runner = Runner(cache)
-    with owner.held(plan.recipe, plan.number, unit.unit):
+    with owner.heartbeat(plan.recipe, plan.number, unit.unit):
         began = time.monotonic()
         assert here(runner, todo, stale_s=60) == (0, 1)
     assert time.monotonic() - began < 20, "it waited for more than a sign of life"

@@ -78,7 +78,7 @@ def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: 
     assert files.exists(name) and not files.has_file(name)
     assert files.names("names/a") == ["00000000.json"] and files.folders("names") == ["a"]
     assert files.numbers("names/a") == [0] and not files.put(name, layout.seal({**body, "snapshot": "two"}))
-    copies.complete(files)
+    copies.repair_all(files)
     assert files.read(name) == layout.seal(body)
     for one in (name, copy):
         files.replace(one, b"damaged")
@@ -433,4 +433,4 @@ def test_a_claim_that_is_swept_at_once_stops_nobody(objects: ObjectFiles, monkey
 
     claims = Claims(objects, 60)
     monkeypatch.setattr(objects, "put", swept)
-    assert claims.take("latent-x", 0, "u") == "held"
+    assert claims.take("latent-x", 0, "u") == "claimed"

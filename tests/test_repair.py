@@ -349,6 +349,7 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
 ) -> None:
     cache = Cache(small_cache_copy)
     recipe = cache.recipes("text")[0]
+    assert isinstance(recipe, layout.TextRecipe)
     other = dataclasses.replace(recipe, weights="0" * 32)
     cache.add_recipe(other)
     plan = cache.plans(recipe.name)[0]

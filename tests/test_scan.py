@@ -318,7 +318,7 @@ def rows_of(n: int) -> Rows:
 
 def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
     other, own = Claims(cache.files, 60), Claims(cache.files, 60)
-    assert other.take("fragments", "photos", "ab" * 16) == "mine"
+    assert other.take("fragments", "photos", "ab" * 16) == "ours"
     Fragments(cache, "photos", Worker(other, Stop(0), 0, 2)).publish("ab" * 16, rows_of(1))
     got: list[int] = []
     fragments = Fragments(cache, "photos", Worker(own, Stop(0), 1, 2))

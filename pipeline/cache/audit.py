@@ -39,7 +39,7 @@ def verify_documents(cache: Cache, progress: Progress = lambda size: None) -> It
     """Documents that are damaged, lost, or contradict the shards."""
     files, reported = cache.files, set[str]()
     for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
-        pair = copies.examined(files, name)
+        pair = copies.inspect(files, name)
         if pair.document:
             files.damage.setdefault(name, pair.document)
             reported.add(name)
@@ -216,7 +216,7 @@ def _verify_shards(cache: Cache, named: Collection[str], replaced: Replaced, pro
             try:
                 yield from verified.findings(shard_path in needed, replaced, progress)
             except (CacheError, OSError) as error:
-                problem = f"is damaged, and which records cannot be told: {_problem(error)}"
+                problem = f"is damaged, and its damaged records cannot be listed: {_problem(error)}"
                 yield verified.finding(problem)
 
 

@@ -1,8 +1,8 @@
 """The two copies of every document: compare them, repair one from the other.
 
 `Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
-`examined` checks both, `put_right` repairs both from the intact one, `complete` repairs all documents of which one of
-the two is missing.
+`inspect` checks both, `repair` repairs both from the intact one, `repair_all` repairs all documents of which one of the
+two is missing.
 Why: a lost document looks like one that was never written, so records without a commit would look unneeded and be
 encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
 Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
@@ -37,7 +37,7 @@ class Pair:
     whole: bool
 
 
-def examined(files: Files, name: str) -> Pair:
+def inspect(files: Files, name: str) -> Pair:
     """Read a document and its copy."""
     first, second = _read(files, name, name), _read(files, name, Paths.copy(name))
     if isinstance(first, bytes) and isinstance(second, bytes):
@@ -51,9 +51,9 @@ def examined(files: Files, name: str) -> Pair:
     return Pair(document, copy, data, False)
 
 
-def put_right(files: Files, name: str) -> bool:
+def repair(files: Files, name: str) -> bool:
     """Repair a document and its copy from the intact one. Returns whether both are intact now."""
-    pair = examined(files, name)
+    pair = inspect(files, name)
     if pair.whole or pair.data is None:
         return pair.whole
     for path in (name, Paths.copy(name)):
@@ -74,7 +74,7 @@ def documents(files: Files) -> Iterator[tuple[str, int]]:
         yield from sorted(sizes.items())
 
 
-def complete(files: Files) -> None:
+def repair_all(files: Files) -> None:
     """Copy every document without a copy, restore every lost one, and let `files` repair damaged ones from now on.
 
     For commands that write into the cache. Lists all documents; reads only those that exist once.
@@ -84,7 +84,7 @@ def complete(files: Files) -> None:
     second = {e.name.removeprefix("copies/") for e in files.walk("copies") if e.name.endswith(".json")}
     first |= {Paths.FORMAT} if files.has_file(Paths.FORMAT) else set()
     for name in sorted(first ^ second):
-        put_right(files, name)
+        repair(files, name)
 
 
 def _read(files: Files, name: str, where: str) -> bytes | str:

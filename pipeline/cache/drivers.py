@@ -34,7 +34,14 @@ T = TypeVar("T")
 
 
 class ObjectAwayError(AwayError):
-    """One file could not be read or written for `patience_s`, while the store answered other requests."""
+    """One file could not be read or written for `patience_s`, while the store answered other requests.
+
+    reason: without the name of the file.
+    """
+
+    def __init__(self, what: str, *, reason: str, fix: str):
+        super().__init__(f"{what}: {reason}", fix=fix)
+        self.reason = reason
 
 
 class RequestFailed(Exception):
@@ -94,8 +101,10 @@ class Connection:
         except (FileNotFoundError, FileExistsError):
             raise
         except retrying.NoAnswer as error:
-            kind = ObjectAwayError if error.alone else AwayError
-            raise kind(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
+            what = f"{self.where(name)}: cannot be {action}"
+            if error.alone:
+                raise ObjectAwayError(what, reason=str(error), fix=error.fix) from None
+            raise AwayError(f"{what}: {error}", fix=error.fix) from None
         except retrying.Refused as error:
             raise self._error(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
         except PermissionError as error:

@@ -308,7 +308,7 @@ class RecordIndex:
             rows[before] += 1
         return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
 
-    def there(self, keys: np.ndarray) -> np.ndarray:
+    def present(self, keys: np.ndarray) -> np.ndarray:
         """(n,) bool: which records exist in a shard that is not lost. keys: as in `find`."""
         rows = self.find(keys)
         present = rows >= 0
@@ -317,7 +317,7 @@ class RecordIndex:
 
     def has(self, key: bytes) -> bool:
         """Whether a record exists in a shard that is not lost."""
-        return bool(self.there(as_keys([key]))[0])
+        return bool(self.present(as_keys([key]))[0])
 
 
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:

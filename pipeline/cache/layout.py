@@ -111,10 +111,10 @@ class Recipe:
         """The recipe without the provenance that earlier versions wrote into it."""
         return self.from_values({key: value for key, value in self.values().items() if key not in PROVENANCE})
 
-    def unlike(self, found: dict[str, Any]) -> list[str]:
+    def unlike(self, model: dict[str, Any]) -> list[str]:
         """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
         values = self.values()
-        return [f"{key}: {values[key]!r} | {value!r}" for key, value in found.items() if values[key] != value]
+        return [f"{key}: {values[key]!r} | {value!r}" for key, value in model.items() if values[key] != value]
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -252,7 +252,7 @@ def seal(body: dict[str, Any]) -> bytes:
     """A document: the body and the digest over its canonical JSON, as readable JSON."""
     sealed = {"format": FORMAT, "version": VERSION, **body}
     sealed["digest"] = content_digest(canonical(sealed))
-    return (json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return _json(sealed)
 
 
 REPAIR = "sana-pipe verify --repair"
@@ -279,9 +279,9 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
         "snapshots": {"id": stem},
         "names": {"name": owner},
     }.get(folder, {})
-    found = {key: body.get(key, value) for key, value in wanted.items()}
-    found = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in found.items()}
-    return ", ".join(f"{key} {value}" for key, value in found.items() if value != wanted[key])
+    actual = {key: body.get(key, value) for key, value in wanted.items()}
+    actual = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in actual.items()}
+    return ", ".join(f"{key} {value}" for key, value in actual.items() if value != wanted[key])
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
@@ -295,16 +295,18 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         body = json.loads(data)
         if not isinstance(body, dict):
             raise ValueError("not an object")
-        found = body.pop("digest")
+        stated = body.pop("digest")
         expected = content_digest(canonical(body))
     except (ValueError, KeyError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a document of this cache: {error}", fix=REPAIR) from None
-    if found != expected:
+    if stated != expected:
         raise IntegrityError(
-            f"{where}: its digest does not match its content", expected=expected, found=found, fix=REPAIR
+            f"{where}: its digest does not match its content", expected=expected, found=stated, fix=REPAIR
         )
-    if seal_bytes := _resealed_differs(body, found, data):
-        raise IntegrityError(f"{where}: bytes were changed outside its values", found=seal_bytes, fix=REPAIR)
+    resealed = _json({**body, "digest": stated})
+    if resealed != data:
+        sizes = f"{len(data)} bytes, expected {len(resealed)}"
+        raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
     version = body.pop("version", None)
@@ -316,9 +318,9 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     return body
 
 
-def _resealed_differs(body: dict[str, Any], found: str, data: bytes) -> str:
-    again = json.dumps({**body, "digest": found}, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    return "" if again.encode() == data else f"{len(data)} bytes, expected {len(again.encode())}"
+def _json(body: dict[str, Any]) -> bytes:
+    """A document's body as readable JSON."""
+    return (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 # ---------------------------------------------------------------- paths

@@ -37,7 +37,7 @@ from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
 
-TOGETHER = 16
+PARALLEL_REQUESTS = 16
 """Requests in flight where many small objects are read."""
 
 _PIECE = 16 << 20
@@ -144,7 +144,7 @@ class ObjectFiles(Files):
             raise IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR) from None
 
     def documents(self, names: list[str]) -> Iterator[dict]:
-        with ThreadPoolExecutor(TOGETHER) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             yield from pool.map(self.document, names)
 
     def walk(self, folder: str) -> Iterator[Entry]:
@@ -160,7 +160,7 @@ class ObjectFiles(Files):
             path, info = file
             return info if info.get("size") is not None else self._info(self._name(path))
 
-        with ThreadPoolExecutor(TOGETHER) as pool:  # the listing of a web server has no sizes
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:  # the listing of a web server has no sizes
             for (path, _), info in zip(files, pool.map(complete, files), strict=True):
                 if info is not None:
                     size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])

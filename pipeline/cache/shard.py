@@ -1,14 +1,14 @@
 """Shards: immutable USTAR tars of .npy members, readable by any webdataset client and by offset.
 
-What: `ShardWriter` packs records into a tar, `Reader` reads one record at a known offset and verifies it.
-Why: a tar of .npy is the format every tool knows; the index beside it makes reading a record one `preadv`, which costs
-0.15 CPU-seconds per GB against 1.35 for streaming the same tar (reference measurements).
+`ShardWriter` packs records into a tar; `Reader` reads a record at a known offset and verifies it.
+Why: every tool knows a tar of .npy; with the index beside it, reading a record is one `preadv`, which takes 0.15
+CPU-seconds per GB against 1.35 for streaming the same tar (reference measurements).
 Price: 512 bytes of tar header and up to 640 bytes of npy header and padding per member.
 
 A shard holds, in this order: `__sana_pipe__/head.json`; for each record `<key>.npy` (and `<key>.txt` for text: the
-caption as it was written); `__sana_pipe__/records.arrow`, the record table, so that a lost index can be made again.
+original caption); `__sana_pipe__/records.arrow`, the record table, from which a lost index can be rebuilt.
 bf16 is stored as `<u2` (numpy has no bf16): `torch.from_numpy(array.view("int16")).view(torch.bfloat16)`.
-Other storages are stored as `|u1`, one dimension: the payload of `pipeline.cache.codec`.
+Other storages are stored as `|u1`, one-dimensional: the payload of `pipeline.cache.codec`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipeline.errors import CacheError, IntegrityError
 
 BLOCK = 512
 TOUCH_S = 3600
-"""How often a shard that is being written is marked as alive, for sweepers on other machines."""
+"""Seconds between touches of a shard being written, so that sweepers on other machines spare it."""
 _HEAD = 4096
 """Bytes at the beginning of a shard that hold its head."""
 
@@ -71,8 +71,8 @@ RECORDS = {
         ]
     ),
 }
-"""Record tables by kind. `offset` and `length` are those of the payload inside the shard, in bytes; the shape is that
-of the values, whatever the storage."""
+"""Schema of the record tables by kind. offset, length: of the payload inside the shard, in bytes. The shape is that of
+the values in every storage."""
 
 
 def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
@@ -83,7 +83,7 @@ def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
 
 
 def to_ipc(table: pa.Table) -> bytes:
-    """Uncompressed Arrow IPC file bytes of a table in one record batch (several if a column is too large for one)."""
+    """A table as an uncompressed Arrow IPC file with one record batch (more if a column is too large for one)."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(combined(table))
@@ -91,22 +91,27 @@ def to_ipc(table: pa.Table) -> bytes:
 
 
 def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:
+    """The table in the bytes of an Arrow IPC file. where: its name, for messages.
+
+    Raises:
+        IntegrityError: not a valid Arrow file.
+    """
     try:
         table = ipc_table(data)
-        table.validate(full=True)  # Arrow itself trusts the offsets
+        table.validate(full=True)  # opening does not check offsets
         return table
     except (pa.ArrowException, OSError, ValueError) as error:
         raise IntegrityError(f"{where}: not an Arrow file: {error}") from None
 
 
 class TarWriter:
-    """Writes one shard: a tar of members that are published together, under the digest of their bytes, or not at all.
+    """Writes one shard, which is published as a whole under the digest of its bytes.
 
     Args:
         files: the cache.
-        head: what the shard says of itself.
+        head: the content of its first member.
 
-    Leaving the `with` block without `close` leaves nothing behind.
+    Leaving the `with` block without `close` discards the shard.
     """
 
     def __init__(self, files: Files, head: dict[str, Any]):
@@ -124,7 +129,7 @@ class TarWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # what is still buffered belongs to a shard that is given up
+        with suppress(OSError):  # flushing the buffer of a discarded shard may fail
             self._file.close()
         self._stack.__exit__(None, None, None)
 
@@ -134,10 +139,10 @@ class TarWriter:
         return self._offset
 
     def close(self, folder: str, records: bytes, *, only: str | None = None) -> str:
-        """Add the record table, and publish the shard below a folder of `shards/`; returns its digest (hex).
+        """Add the record table and publish the shard in a folder of `shards/`; returns its digest (hex).
 
         Args:
-            only: publish if the digest is this one, else leave nothing behind (a repair that did not restore it).
+            only: publish only if the digest is this one (a repair must restore the same bytes).
         """
         self._member(f"{layout.META}/records.arrow", records)
         self._write(bytes(2 * BLOCK))
@@ -177,13 +182,13 @@ class ShardWriter(TarWriter):
     Args:
         files: the cache.
         recipe: the recipe of every record.
-        unit: the unit's id, kept in the shard's head.
-        measured: adds up size and error of what is added (storages other than plain bf16; costs a decoding of each).
+        unit: the unit's id, for the shard's head.
+        measured: collects size and error of the records (storages other than plain bf16; decodes each record).
 
     Raises:
         CacheError: an int8 recipe whose channel scales have not been measured.
 
-    Usage: `add` records, then `finish`. Leaving the `with` block without `finish` leaves nothing behind.
+    Usage: `add` records, then `finish`. Leaving the `with` block without `finish` discards the shard.
     """
 
     def __init__(self, files: Files, recipe: layout.Recipe, unit: str, measured: codec.Measured | None = None):
@@ -210,9 +215,12 @@ class ShardWriter(TarWriter):
         Args:
             key: 16 bytes.
             array: uint16 (bf16 bits), latent (channels, height, width) or text (rows, width).
-            caption: the caption as written (text records; the null record has "").
-            valid: rows that attention may see (text; all rows unless given).
-            stored: the payload as it stood in a shard of this recipe, to be copied as it is.
+            caption: the original caption (text records; the null record has "").
+            valid: number of rows that attention may see (text records); default: all.
+            stored: the encoded payload from another shard of this recipe, to be copied unchanged.
+
+        Raises:
+            IntegrityError: NaN or infinity in `array`.
         """
         if array.dtype != np.uint16:
             raise TypeError(f"payload must be uint16 (bf16 bits), found {array.dtype}")
@@ -226,7 +234,7 @@ class ShardWriter(TarWriter):
         else:
             payload = self._codec.encode(array) if stored is None else stored
             header = npy_header((len(payload),), "|u1")
-            if self.measured is not None and caption != "":  # the null record is not like the others
+            if self.measured is not None and caption != "":  # the null record is not representative
                 self.measured.add(self._codec, array, payload)
         start = self._member(f"{key.hex()}.npy", header, payload)
         row: dict[str, Any] = {
@@ -250,7 +258,7 @@ class ShardWriter(TarWriter):
         """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table.
 
         Args:
-            only: publish if the digest is this one, else leave nothing behind (a repair that did not restore it).
+            only: publish only if the digest is this one (a repair must restore the same bytes).
         """
         table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
         digest = self.close(self.recipe.name, to_ipc(table), only=only)
@@ -263,18 +271,18 @@ def finite(bits: np.ndarray) -> bool:
 
 
 GAP = 8192
-"""Records that lie closer than this many bytes are read in one call, with what lies between."""
+"""Records with at most this many bytes between them are read in one call."""
 RUN = 64
-"""Limit on the records of one call."""
-_MEND = "sana-pipe verify --repair, with the --config and --set of this cache; or restore this shard from a copy of it"
-_own = threading.local()
+"""Limit on the records in one call."""
+_FIX = "sana-pipe verify --repair, with the --config and --set of this cache; or restore this shard from a copy of it"
+_thread = threading.local()
 
 
 def _gap(size: int) -> memoryview:
-    """Where preadv puts the bytes between two records, which are not used."""
-    if not hasattr(_own, "gap"):
-        _own.gap = memoryview(bytearray(GAP))
-    return _own.gap[:size]
+    """A scratch buffer of this thread for the bytes between two records."""
+    if not hasattr(_thread, "gap"):
+        _thread.gap = memoryview(bytearray(GAP))
+    return _thread.gap[:size]
 
 
 @dataclass(frozen=True)
@@ -330,7 +338,7 @@ class _Reads:
 
 
 class RecordError(IntegrityError):
-    """One record's bytes are not those that were written. `shard` is its name, `key` the record's 16 bytes."""
+    """The bytes of one record are not those that were written. shard: its name; key: 16 bytes."""
 
     def __init__(self, shard: str, key: bytes, what: str, **more: Any):
         super().__init__(what, **more)
@@ -343,9 +351,9 @@ class Reader:
     Args:
         files: the cache.
         recipe: the recipe of the records.
-        limit: how many shard files stay open at once, at most; fewer where this process has few descriptors left.
-        folder: where the shards lie, below `shards/`; default: the recipe's own.
-        ranged: read an object store by ranges, without fetching shards whole: for records that are each read once.
+        limit: maximum number of open shards; fewer if this process has few file descriptors left.
+        folder: the folder of the shards within `shards/`; default: the recipe's.
+        ranged: read an object store by range requests instead of whole shards: for records that are read once.
     """
 
     def __init__(self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False):
@@ -361,7 +369,7 @@ class Reader:
 
     @property
     def plain(self) -> bool:
-        """Whether payloads are the bits themselves."""
+        """Whether payloads are plain bf16 bits."""
         return self._codec is None
 
     def read(
@@ -374,14 +382,19 @@ class Reader:
         length: int | None = None,
         attempts: int = 2,
     ) -> None:
-        """Read one record into `into` (C-contiguous uint16: bf16 bits) and verify it; a mismatch is read once more.
+        """Read one record and verify it; after a mismatch it is read again.
 
         Args:
-            length: bytes of its payload; needed by storages other than plain bf16, whose payload is `into` itself.
-            attempts: for the last one the shard is opened anew.
+            shard: its name.
+            offset: of the payload in the shard, in bytes.
+            key: 16 bytes.
+            expected: the checksum, 16 bytes.
+            into: C-contiguous uint16 array of the record's shape, for the bf16 bits.
+            length: of the payload in bytes; required for storages other than plain bf16.
+            attempts: how often to read; the last time the shard is reopened.
 
         Raises:
-            IntegrityError: short, wrong or foreign bytes; names shard, record and offset.
+            IntegrityError: the bytes are too few or wrong; names shard, record and offset.
         """
         if self._codec is None:
             if length not in (None, into.nbytes):
@@ -466,61 +479,61 @@ class Reader:
         return layout.checksum(self.recipe_id, key, payload) == checksum
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
-        """The verified payload of a record as it stands in its shard.
+        """The verified payload of a record, still encoded.
 
         Raises:
             IntegrityError: as `read`.
         """
         if length is None:
-            raise IntegrityError(f"{self.where(shard, offset, key)}: how long its payload is was not recorded")
+            raise IntegrityError(f"{self.where(shard, offset, key)}: the length of its payload was not recorded")
         payload = bytearray(length)
         self._read(shard, offset, key, expected, memoryview(payload))
         return payload
 
     def where(self, shard: str, offset: int, key: bytes) -> str:
-        """A record's place, for messages."""
+        """The location of a record, for messages."""
         return f"{self.files.where(layout.Paths.shard(self.folder, shard))}: record {key.hex()} at byte {offset}"
 
     def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2) -> None:
-        found = b""
+        actual = b""
 
-        def right(data: memoryview) -> bool:
-            nonlocal found
-            found = layout.checksum(self.recipe_id, key, data)
-            return found == expected
+        def is_right(data: memoryview) -> bool:
+            nonlocal actual
+            actual = layout.checksum(self.recipe_id, key, data)
+            return actual == expected
 
-        got, refused = self._until(right, shard, offset, view, attempts)
-        if got == len(view) and not refused and found == expected:
+        got, refused = self._read_until(is_right, shard, offset, view, attempts)
+        if got == len(view) and not refused and actual == expected:
             return
         where = self.where(shard, offset, key)
         if refused:
-            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=_MEND)
+            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=_FIX)
         if got != len(view):
             raise RecordError(
-                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes", fix=_MEND
+                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes", fix=_FIX
             )
         raise RecordError(
-            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=found.hex(), fix=_MEND
+            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=actual.hex(), fix=_FIX
         )
 
-    def _until(
-        self, right: Callable[[memoryview], bool], shard: str, offset: int, view: memoryview, attempts: int = 2
+    def _read_until(
+        self, is_right: Callable[[memoryview], bool], shard: str, offset: int, view: memoryview, attempts: int = 2
     ) -> tuple[int, str]:
-        """Fill `view` from a shard until it is right. The last attempt opens the shard anew: a file that was replaced
-        (a repair, a copy put back, NFS) keeps its old bytes for who has it open.
+        """Fill `view` from a shard until its bytes pass `is_right`. The last attempt reopens the shard: a file that was
+        replaced (a repair, a restored copy, NFS) keeps its old bytes while it is open.
 
         Returns:
-            How many bytes the last attempt got, and why the disk refused it ("": it did not).
+            Bytes read by the last attempt, and the disk's error ("" if there was none).
         """
         got, refused = 0, ""
         for left in reversed(range(attempts)):
 
-            def fill(anew: bool = left == 0) -> int:
-                handle = self._anew(shard) if anew else self._handle(shard)
+            def fill(reopen: bool = left == 0) -> int:
+                handle = self._reopen(shard) if reopen else self._handle(shard)
                 try:
                     return handle.read_into(view, offset)
                 except OSError:
-                    self._open.pop(shard, None)  # when its file system is back, this one may stay dead
+                    self._open.pop(shard, None)  # it may stay stale when the file system is back
                     raise
 
             try:
@@ -528,45 +541,42 @@ class Reader:
             except OSError as error:  # a bad sector, a stale file of NFS
                 got, refused = 0, error.strerror or str(error)
                 continue
-            if got == len(view) and right(view):
+            if got == len(view) and is_right(view):
                 break
         return got, refused
 
     def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:
-        """The caption as it was written, kept beside a text record.
+        """The original caption of a text record.
 
         Raises:
             IntegrityError: other bytes than were written.
         """
-        data, found = bytearray(length), b""
+        data, actual = bytearray(length), b""
 
-        def right(view: memoryview) -> bool:
-            nonlocal found
-            found = layout.digest("caption", key, bytes(view))
-            return found == expected
+        def is_right(view: memoryview) -> bool:
+            nonlocal actual
+            actual = layout.digest("caption", key, bytes(view))
+            return actual == expected
 
-        self._until(right, shard, offset, memoryview(data))
-        if found != expected:
+        self._read_until(is_right, shard, offset, memoryview(data))
+        if actual != expected:
             raise IntegrityError(
                 f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
                 f"byte {offset} has the wrong checksum",
                 expected=expected.hex(),
-                found=found.hex(),
-                fix=_MEND,
+                found=actual.hex(),
+                fix=_FIX,
             )
         return data.decode("utf-8")
 
     def close(self) -> None:
-        """Let go of every open file; a read opens its shard again."""
+        """Close all open shards; a read opens its shard again."""
         self._open.clear()
 
     def read_span(self, shard: str, offset: int, views: list[Any]) -> int:
-        """Fill writable buffers one after the other from a place in a shard, with one call and without verification.
-
-        Returns:
-            How many bytes came, perhaps too few; -1 if the disk refused (a read of the single record says why).
-        """
-        handle = self._handle(shard)  # a reference for the time of the read: eviction may drop the other one
+        """Fill writable buffers in turn from an offset of a shard, unverified; returns the bytes read, -1 on a disk
+        error (reading the records one by one then reports it)."""
+        handle = self._handle(shard)  # this reference keeps it open if it is evicted meanwhile
         try:
             return os.preadv(handle.descriptor, views, offset)
         except OSError:
@@ -580,22 +590,22 @@ class Reader:
     def _handle(self, shard: str) -> Handle:
         handle = self._open.get(shard)
         if handle is not None and len(self._open) <= self._limit // 2:
-            return handle  # far from the limit nobody asks which was used last
+            return handle  # far below the limit the order of use does not matter
         with self._lock:
             handle = self._open.get(shard)
             if handle is not None:
-                with suppress(KeyError):  # another reader had everything let go of
+                with suppress(KeyError):  # another thread closed all shards
                     self._open.move_to_end(shard)
                 return handle
-            handle = self._opened(layout.Paths.shard(self.folder, shard))
+            handle = self._open_shard(layout.Paths.shard(self.folder, shard))
             self._open[shard] = handle
             while len(self._open) > self._limit:
                 with suppress(KeyError):
                     self._open.popitem(last=False)
             return handle
 
-    def _opened(self, name: str) -> Handle:
-        """Open a shard. Where descriptors or room run out, what all readers have open is let go of first."""
+    def _open_shard(self, name: str) -> Handle:
+        """Open a shard. If descriptors or disk space run out, close all readers' files and try again."""
         try:
             try:
                 return self._open_file(name)
@@ -607,8 +617,8 @@ class Reader:
         except FileNotFoundError:
             raise IntegrityError(f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR) from None
 
-    def _anew(self, shard: str) -> Handle:
-        """The shard, opened after what was read from it before was wrong."""
+    def _reopen(self, shard: str) -> Handle:
+        """The shard, reopened because a record read from it was wrong."""
         with self._lock:
             now = time.monotonic()
             if now - self._reopened.get(shard, -math.inf) >= self.files.reopen_s:
@@ -618,7 +628,7 @@ class Reader:
 
 
 def read_head(files: Files, name: str) -> dict[str, Any]:
-    """What a shard says of itself, from its first bytes: `recipe` (or `pack`) and `unit`.
+    """The head of a shard, from its first bytes: `recipe` (or `pack`) and `unit`.
 
     Raises:
         IntegrityError: not a shard of this format, or it cannot be read.
@@ -636,7 +646,7 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
 
 
 def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
-    """Head and record table out of a shard itself (when the index beside it is lost). Reads headers only.
+    """Head and record table from a shard itself (when the index is lost). Reads only the headers of records.
 
     Raises:
         IntegrityError: not a shard of this format.
@@ -655,7 +665,7 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
     if head is None or table is None:
         raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
     try:
-        said = json.loads(head)
+        content = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a shard: its head is no JSON: {error}") from None
-    return said, from_ipc(table, f"{where}!{layout.META}/records.arrow")
+    return content, from_ipc(table, f"{where}!{layout.META}/records.arrow")

@@ -1,8 +1,8 @@
 """The cache as a whole: sources, recipes, plans, indexes and snapshots under one root.
 
-What: `Cache` is the one object through which stages read and write a cache.
-Why: every rule of publication and identity is applied in one place.
-Price: but for the last table read, no answer is kept in memory between calls; callers keep what they need.
+`Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
+in one place.
+Price: only the last table is kept in memory between calls; callers store what they need again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pipeline.retrying import PATIENCE_S
 RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
 
 FORGOTTEN = "forgotten"
-"""In a scan document: its source is to be used no more."""
+"""Key in a scan document: the source was forgotten and is not used any more."""
 MOVING = ("latest", "latest.heldout")
-"""Names that follow the newest snapshot by themselves; every other name stays where it is until it is moved."""
+"""Names that move to each new snapshot; any other name moves only on request."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_source_name(name: str) -> None:
-    """UserError unless a source may be called this."""
+    """Raises a UserError unless the name is allowed for a source."""
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r} cannot name a source",
@@ -47,18 +47,18 @@ def check_source_name(name: str) -> None:
         )
 
 
-def name_taken(name: str, found: str, wanted: str) -> UserError:
-    """The refusal to move a snapshot's name from `found` to `wanted`."""
+def name_taken(name: str, current: str, wanted: str) -> UserError:
+    """The error for moving a snapshot's name from the id `current` to the id `wanted`."""
     return UserError(
         f"the name {name!r} points to another snapshot already",
         expected=wanted,
-        found=found,
-        fix="another name, or --move: what no name points to any more is removed by gc",
+        found=current,
+        fix="another name, or --move: gc removes snapshots without a name",
     )
 
 
 def check_snapshot_name(name: str) -> None:
-    """UserError unless a snapshot may be called this."""
+    """Raises a UserError unless the name is allowed for a snapshot."""
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r} cannot name a snapshot",
@@ -69,7 +69,9 @@ def check_snapshot_name(name: str) -> None:
 
 def _refuse_other(files: Files) -> None:
     names = files.names("")
-    if any(name != "tmp" for name in names) and "recipes" not in names:  # of a cache only the first file was lost
+    if (
+        any(name != "tmp" for name in names) and "recipes" not in names
+    ):  # with recipes it is a cache that lost its format document
         raise CacheError(
             f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
         )
@@ -77,7 +79,7 @@ def _refuse_other(files: Files) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """One commit's worth of work: rows `start..start+count` of its plan's table, encoded in batches of `batch`."""
+    """The work of one commit: rows `start` to `start + count` of its plan's table, encoded in batches of `batch`."""
 
     unit: str
     start: int
@@ -100,9 +102,9 @@ class Cache:
 
     Args:
         root: its path, or the URL of a place in an object store.
-        create: make it if it is not there; whether publication will hold there is probed first.
-        mirror: where copies of what an object store holds are kept, and how much of them; None for the default.
-        patience_s: how long an object store or a network file system that is away is waited for.
+        create: make it if it does not exist; whether files can be published there is tested first.
+        mirror: local folder and size for copies of an object store's files; None for the default.
+        patience_s: how long to wait for an object store or network file system that does not answer.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
@@ -139,10 +141,10 @@ class Cache:
 
     @classmethod
     def if_there(cls, config: Config) -> Cache | None:
-        """The cache that a configuration names; None if there is none yet.
+        """The cache that a configuration names; None if it does not exist yet.
 
         Raises:
-            CacheError: there is something else, so that none can be made either.
+            CacheError: the folder has other files, so that no cache can be made there.
         """
         files = files_at(config.cache, config.mirror, config.patience_s)
         if files.exists(Paths.FORMAT):
@@ -163,37 +165,37 @@ class Cache:
     def recipe(self, name: str) -> layout.Recipe:
         """A recipe by name (`latent-<id>`, `text-<id>`)."""
         body = self.files.document(Paths.recipe(name))
-        found = layout.RECIPES[body["kind"]].from_values(body["values"])
-        if found.name != name:
+        recipe = layout.RECIPES[body["kind"]].from_values(body["values"])
+        if recipe.name != name:
             raise IntegrityError(
-                f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=found.name
+                f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=recipe.name
             )
-        return found
+        return recipe
 
     def recipes(self, kind: str) -> list[layout.Recipe]:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
     def known(self, recipe: RecipeKind) -> RecipeKind:
-        """The recipe under which this cache has what `recipe` would make: the same values, whatever the weights were
-        called; of several the one with the most records. `recipe` itself if there is none."""
+        """The recipe of this cache with the same values as `recipe` (the origin of the weights does not matter); of
+        several the one with the most records; `recipe` itself if there is none."""
         kind = type(recipe)
-        same = [one for one in self.recipes(recipe.kind) if isinstance(one, kind) and one.same_values(recipe)]
+        same = [known for known in self.recipes(recipe.kind) if isinstance(known, kind) and known.same_values(recipe)]
         if len(same) < 2:
             return same[0] if same else recipe
-        return max(same, key=lambda one: (len(self.index(one.name)), one.name))
+        return max(same, key=lambda known: (len(self.index(known.name)), known.name))
 
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
         sink = io.BytesIO()
         with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
-            for piece in pieces(table):  # a row group with more text in a column could not be read
+            for piece in pieces(table):  # larger columns of text in one row group could not be read
                 file.write_table(piece)
         return self.files.put_content(sink.getvalue(), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:
-        """A Parquet table by its digest. The last one is kept: the units of a plan ask for the same table in turn."""
+        """A Parquet table by its digest. The last one stays in memory, since the units of a plan share a table."""
         last = self._last_table
         if last is None or last[0] != digest:
             name = Paths.table(digest, "parquet")
@@ -210,14 +212,14 @@ class Cache:
         return self.files.folders("sources")
 
     def last_scan(self, source: str) -> dict[str, Any] | None:
-        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`; None if there is none, or
+        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`; None if there is none or
         the source was forgotten."""
         numbers = self.files.numbers(Paths.scans(source))
-        found = self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
-        return None if found is None or found.get(FORGOTTEN) else found
+        scan = self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
+        return None if scan is None or scan.get(FORGOTTEN) else scan
 
     def add_scan(self, source: str, body: dict[str, Any]) -> None:
-        """Append a scan document unless the newest says the same."""
+        """Append a scan document unless the newest is equal."""
         check_source_name(source)
         while True:
             if self.last_scan(source) == body:
@@ -227,7 +229,7 @@ class Cache:
                 return
 
     def forget_source(self, source: str) -> None:
-        """Append a scan without items that says so: nothing that earlier scans found counts any more.
+        """Append a scan without items that marks the source as forgotten; earlier scans no longer count.
 
         Raises:
             CacheError: there is no such source.
@@ -242,19 +244,19 @@ class Cache:
             )
         try:
             empty = self.table(last["table"]).slice(0, 0)
-        except IntegrityError:  # a damaged table is no reason to stay
+        except IntegrityError:  # a source with a damaged table can be forgotten, too
             empty = pa.table({name: pa.array([], pa.string()) for name in ("item", "reject")})
         self.add_scan(source, {**last, "table": self.put_table(empty), FORGOTTEN: True})
 
     def forgotten_scans(self) -> set[str]:
-        """Files of the scans after which their source was forgotten: what they refer to is not needed."""
-        found: set[str] = set()
+        """Names of the scan documents before a source was forgotten; files that only they refer to are not needed."""
+        forgotten: set[str] = set()
         for source in self.sources():
             names = [Paths.numbered(Paths.scans(source), number) for number in self.files.numbers(Paths.scans(source))]
             for at, name in enumerate(names):
                 if self.files.document(name).get(FORGOTTEN):
-                    found |= set(names[:at])
-        return found
+                    forgotten |= set(names[:at])
+        return forgotten
 
     # ------------------------------------------------------------ plans
 
@@ -266,7 +268,7 @@ class Cache:
         return Plan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
 
     def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
-        """Append a plan. Returns False if another process was first: adopt its plan and look again."""
+        """Append a plan. Returns False if another process has appended one with this number."""
         digest = self.put_table(table)
         body = {"recipe": recipe, "number": number, "table": digest, "units": [vars(unit) for unit in units]}
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
@@ -279,21 +281,21 @@ class Cache:
     def add_snapshot(self, head: Head, name: str | None, *, latest: bool = True, move: bool = False) -> str:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
-        Its parent is what the name pointed to before, unless the head has one (a packed snapshot). A head that
-        says what the parent's says is the parent; so is one that says what the parent was packed from says.
+        Its parent is the snapshot to which the name pointed, unless the head has a parent (a packed snapshot). If the
+        head equals that of the parent, or of the snapshot from which the parent was packed, that snapshot is used.
 
         Args:
-            latest: false for a snapshot that nobody is to train on by default (a held-out part); it needs a name.
-            move: let `name` point to it though it points to another one.
+            latest: False for a snapshot that is not trained on by default (a held-out part); it needs a name.
+            move: let `name` point to it even if it points to another snapshot.
 
         Raises:
             UserError: see `point`.
-            IntegrityError: a shard of it is missing or of another size than its commit says.
+            IntegrityError: a shard of it is missing or has another size than its commit says.
         """
         if name is not None:
             check_snapshot_name(name)
         check_files(self.files, head)
-        self._write_again(head)
+        self._restore_heads(head)
         parent = self.snapshot_of(name or "latest")
         before = [] if head.parent is not None else self._readable([parent])
         if before and before[0].packed:
@@ -307,18 +309,18 @@ class Cache:
         return snapshot_id
 
     def _readable(self, ids: Iterable[str | None]) -> list[Snapshot]:
-        found = []
-        for one in ids:
+        snapshots = []
+        for snapshot_id in ids:
             with suppress(IntegrityError):
-                found += [Snapshot(self.files, one)] if one is not None else []
-        return found
+                snapshots += [Snapshot(self.files, snapshot_id)] if snapshot_id is not None else []
+        return snapshots
 
-    def _write_again(self, head: Head) -> None:
-        """Write the snapshots again that some name points to, that cannot be read, and that say what this head says;
-        their parent may be any that a name points or pointed to."""
+    def _restore_heads(self, head: Head) -> None:
+        """Write lost heads again: those of named snapshots with the content of this head, whose parent is any snapshot
+        to which a name points or pointed."""
         names = self.snapshot_names()
-        ids = {found for name in names if (found := self.snapshot_of(name)) is not None}
-        lost = ids - {one.id for one in self._readable(sorted(ids))}
+        ids = {current for name in names if (current := self.snapshot_of(name)) is not None}
+        lost = ids - {snapshot.id for snapshot in self._readable(sorted(ids))}
         if not lost:
             return
         folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in names]
@@ -330,18 +332,18 @@ class Cache:
                 self.files.ensure(Paths.snapshot(again.id), layout.seal(again.values()))
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
-        """Let a name point to a snapshot. A name that follows the newest moves by itself.
+        """Let a name point to a snapshot.
 
         Raises:
-            UserError: it points to another one, and `move` is false.
-            IntegrityError: that snapshot is not there.
+            UserError: it points to another one, `move` is False and it is not one of `MOVING`.
+            IntegrityError: the snapshot does not exist.
         """
-        while (found := self.snapshot_of(name)) != snapshot_id:
-            if found is not None and not move and name not in MOVING:
-                raise name_taken(name, found, snapshot_id)
-            # Freshened first: a gc that does not see the name yet finds the head young.
+        while (current := self.snapshot_of(name)) != snapshot_id:
+            if current is not None and not move and name not in MOVING:
+                raise name_taken(name, current, snapshot_id)
+            # Freshen first: a gc that does not see the name yet spares the young head.
             where = Paths.snapshot(snapshot_id)
-            if not self.files.freshen(where) and not copies.put_right(self.files, where):
+            if not self.files.freshen(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
             self._append_name(name, snapshot_id)
 
@@ -350,12 +352,11 @@ class Cache:
         self.files.put(Paths.numbered(Paths.names(name), number), layout.seal({"name": name, "snapshot": snapshot_id}))
 
     def keep(self, snapshot_id: str) -> None:
-        """Give a snapshot that is trained on a name of its own (`trained-ID`), so that `gc` spares it until the name is
-        forgotten.
+        """Name a snapshot that is being trained on `trained-ID`, so that `gc` spares it until the name is forgotten.
 
         Raises:
-            CacheError: no name can be written here, and no name that stays points to it: gc on a machine that can write
-                would remove what is being trained on.
+            CacheError: the name cannot be written, and no other permanent name points to the snapshot: gc on a machine
+                with write access would remove it during the training.
         """
         name = f"trained-{snapshot_id[:16]}"
         try:
@@ -372,7 +373,7 @@ class Cache:
         """Let a name point to nothing; returns the id of the snapshot that it pointed to.
 
         Raises:
-            UserError: `latest`, which is always there.
+            UserError: `latest` cannot be forgotten.
             CacheError: there is no such name.
         """
         if name == "latest":
@@ -381,7 +382,8 @@ class Cache:
         if pointed is None:
             raise CacheError(
                 f"{self.location}: {name!r} is not the name of a snapshot",
-                expected=", ".join(one for one in self.snapshot_names() if one != "latest") or "(there are no names)",
+                expected=", ".join(known for known in self.snapshot_names() if known != "latest")
+                or "(there are no names)",
                 fix="sana-pipe snapshots lists the names",
             )
         while self.snapshot_of(name) is not None:
@@ -389,7 +391,7 @@ class Cache:
         return pointed
 
     def snapshot_of(self, name: str) -> str | None:
-        """The id that a name points to; None if there is no such name or it was forgotten."""
+        """The snapshot id to which a name points; None if the name does not exist or was forgotten."""
         numbers = self.files.numbers(Paths.names(name))
         if not numbers:
             return None
@@ -402,7 +404,7 @@ class Cache:
             try:
                 return self.snapshot_of(name) is not None
             except CacheError:
-                return True  # who asks for it is told
+                return True  # using the name raises the error
 
         return [name for name in self.files.folders("names") if points(name)]
 
@@ -413,10 +415,10 @@ class Cache:
     def open_snapshot(self, name: str | None = None) -> Snapshot:
         """A snapshot by name, by id or by the beginning of an id; None is the newest."""
         if name is None:
-            found = self.snapshot_of("latest")
-            if found is None:
+            latest = self.snapshot_of("latest")
+            if latest is None:
                 raise CacheError(f"{self.location}: holds no snapshot yet", fix="sana-pipe bucket")
-            return Snapshot(self.files, found)
+            return Snapshot(self.files, latest)
         pointed = self.snapshot_of(name)
         if pointed is not None:
             return Snapshot(self.files, pointed)

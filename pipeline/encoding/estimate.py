@@ -481,7 +481,7 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
 def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     size = report["bytes"]
     state = "enough" if report["enough_space"] else "NOT ENOUGH"
-    free = "not told" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
+    free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
         f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "
         f"in all {amount(size['total'])}",

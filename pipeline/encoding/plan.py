@@ -233,7 +233,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Ta
 def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
-    present = index.there(fixed(work.column("key")))
+    present = index.present(fixed(work.column("key")))
     failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
     return int((~present & ~failed).sum()), int(present.sum())
 

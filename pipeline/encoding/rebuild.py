@@ -38,7 +38,7 @@ def rebuild_documents(cache: Cache) -> None:
     files = cache.files
     files.repairs = True
     for name in [Paths.FORMAT, *(name for name, _ in copies.documents(files))]:
-        if not copies.put_right(files, name) and name != Paths.FORMAT:
+        if not copies.repair(files, name) and name != Paths.FORMAT:
             files.set_aside(name)
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
     for name in filter(layout.is_document, (f"snapshots/{name}" for name in files.names("snapshots"))):

@@ -88,7 +88,7 @@ class Repairs:
             replaced.pop(commit.shard, None)
             return "restored"
         if not damaged:
-            return "failed: the shard's own description is damaged and cannot be made again as it was"
+            return "failed: the shard's head or table is damaged and cannot be made again as it was"
         if unreplaced:  # the others are in a later plan already
             _replace(cache, recipe, plan, unit, commit, unreplaced, made)
         replaced[commit.shard] = damaged

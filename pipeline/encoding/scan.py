@@ -37,7 +37,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
-from pipeline.sources.range_prefetch import TOGETHER
+from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Reject, Run, Seen, Source
 
@@ -142,7 +142,7 @@ def scan(
     """
     settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
     while True:
-        pool = ThreadPoolExecutor(max(1, workers, TOGETHER if source.is_remote else 1))
+        pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
         try:
             tables = _Scan(source, name, cache, pool, settings, fragments).tables()
             break
@@ -160,14 +160,19 @@ def scan(
 
 @dataclass
 class _Piece:
-    """Rows of the table: taken from the last scan, or to be made from a run."""
+    """Rows of the table: taken from the last scan, or to be made from a run.
+
+    Attributes:
+        looked: the pending result of `Run.look`.
+        stats: item -> (size, mtime), once `looked` is done.
+    """
 
     table: pa.Table | None
     part: str = ""
     stamp: str | None = None
     run: Run | None = None
     looked: Future[Seen] | None = None
-    seen: Seen = field(default_factory=dict)
+    stats: Seen = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -220,9 +225,9 @@ class _Scan:
         for piece in pieces:
             if piece.run is not None and piece.looked is not None:
                 self._check()
-                piece.seen = piece.looked.result()
+                piece.stats = piece.looked.result()
                 if self.fragments is not None and self._new(piece):
-                    identities.append((piece, self.pool.submit(piece.run.identity, piece.seen)))
+                    identities.append((piece, self.pool.submit(piece.run.identity, piece.stats)))
                 else:
                     piece.table = self._made(piece)
             elif piece.table is not None:
@@ -277,7 +282,7 @@ class _Scan:
     def _new(self, piece: _Piece) -> bool:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
         return piece.stamp is not None or any(
-            not isinstance(seen, Unreadable) and self._before(key, *seen) is None for key, seen in piece.seen.items()
+            not isinstance(stat, Unreadable) and self._before(key, *stat) is None for key, stat in piece.stats.items()
         )
 
     def _before(self, key: str, size: int, mtime: int) -> dict[str, Any] | None:
@@ -290,7 +295,7 @@ class _Scan:
         assert piece.run is not None
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
         tables = []
-        for row in _mapped(self.pool, lambda item: self._row(item, piece.seen), piece.run.items()):
+        for row in _mapped(self.pool, lambda item: self._row(item, piece.stats), piece.run.items()):
             self._check(in_hand=True)
             row |= {"part": piece.part or None, "stamp": piece.stamp}
             for column, values in columns.items():

@@ -1,7 +1,7 @@
-"""Aspect-ratio buckets: which (height, width) a picture is resized and cropped to.
+"""Aspect-ratio buckets: the (height, width) to which a picture is resized and cropped.
 
-Why: a batch needs one shape, and a picture loses least when that shape is close to its own. Sana trains on a table of
-40 shapes of nearly equal area; a model continues best on the shapes it has seen, so the table, the rounding of its
+Why Sana's table: a batch needs one shape, and a picture loses least if that shape is close to its own. Sana trains on
+40 shapes of nearly equal area, and a model continues best on the shapes it has seen. So the table, the rounding of its
 keys and the rule of choice are Sana's, not better ones.
 Price: choosing by the absolute difference of ratios (not of their logarithms) crops wide pictures a little more than
 necessary: over ratios 0.25 to 4 (log-uniform) the mean loss is 2.3 % of the picture, the maximum 8.0 %.
@@ -67,7 +67,7 @@ UNITS_PER_SIDE = 16
 
 
 def ratio_key(bucket: Shape) -> float:
-    """The ratio height/width by which a bucket is found, rounded to two digits as the keys of Sana's tables are."""
+    """The ratio height/width of a bucket, rounded to two digits like the keys of Sana's tables."""
     return round(bucket[0] / bucket[1], 2)
 
 
@@ -75,14 +75,14 @@ def table(data: DataConfig, compression: int) -> list[Shape]:
     """The bucket table of a configuration.
 
     Args:
-        data: `buckets: sana` scales Sana's table to `resolution`; a list is taken as it stands.
+        data: `buckets: sana` scales Sana's table to `resolution`; a list is used unchanged.
         compression: pixels of a side per latent side of the VAE (32 for Sana's DC-AE).
 
     Returns:
-        (height, width) in pixels, in the order in which ties are decided (Sana's: from widest to tallest).
+        (height, width) in pixels; of equally near buckets the first is chosen (Sana's order: widest to tallest).
 
     Raises:
-        ConfigError: a side that the compression does not divide, a bucket that no picture could ever reach, or none.
+        ConfigError: a side that the compression does not divide, a bucket that no picture can reach, or no bucket.
     """
     if data.buckets == "sana":
         scaled = [(h * data.resolution, w * data.resolution) for h, w in SANA_UNITS]
@@ -113,9 +113,9 @@ def table(data: DataConfig, compression: int) -> list[Shape]:
             fix="for instance "
             + ", ".join(f"[{_near(h, compression)}, {_near(w, compression)}]" for h, w in undivided),
         )
-    owner: dict[float, Shape] = {}
+    bucket_of: dict[float, Shape] = {}
     for bucket in buckets:
-        first = owner.setdefault(ratio_key(bucket), bucket)
+        first = bucket_of.setdefault(ratio_key(bucket), bucket)
         if first is not bucket:
             raise ConfigError(
                 f"data.buckets: {bucket[0]}x{bucket[1]} can never be chosen: {first[0]}x{first[1]} comes first and has "
@@ -134,7 +134,7 @@ def _pixels(scaled: Shape) -> str:
 
 
 def nearest(buckets: Sequence[Shape], height: int, width: int) -> Shape:
-    """The bucket whose key is nearest to height/width; the first of equals. Sana's rule (NVlabs `get_closest_ratio`).
+    """The bucket with the ratio nearest to height/width; the first of equals. Sana's rule (NVlabs `get_closest_ratio`).
 
     Args:
         buckets: (height, width) in pixels, from `table`.
@@ -147,54 +147,54 @@ def nearest(buckets: Sequence[Shape], height: int, width: int) -> Shape:
 def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """`nearest` of many pictures: (n,) int64 indexes into `buckets`."""
     keys = np.array([ratio_key(bucket) for bucket in buckets])
-    found = np.empty(len(heights), np.int64)
+    indexes = np.empty(len(heights), np.int64)
     for start in range(0, len(heights), 1 << 16):
         part = slice(start, start + (1 << 16))
         ratio = heights[part].astype(np.float64) / widths[part]
-        found[part] = np.abs(keys[None, :] - ratio[:, None]).argmin(axis=1)
-    return found
+        indexes[part] = np.abs(keys[None, :] - ratio[:, None]).argmin(axis=1)
+    return indexes
 
 
 def fits(heights: np.ndarray, widths: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`upscale` and `crop_loss` of many pictures; shapes: (n, 2), the bucket of each."""
+    """`upscale` and `crop_loss` of many pictures, (n,) floats each. heights, widths: (n,); shapes: (n, 2) buckets."""
     scale = np.maximum(shapes[:, 0] / heights, shapes[:, 1] / widths)
     loss = 1.0 - (shapes[:, 0] * shapes[:, 1]) / (heights * scale * widths * scale)
     return scale, np.maximum(0.0, loss)
 
 
 def resolutions(bucket: BucketConfig, data: DataConfig, compression: int) -> list[tuple[str, list[Shape]]]:
-    """The tables of a snapshot: (name of the resolution, table). The name is "" for `data.resolution`.
+    """The bucket tables of a snapshot: (name of the resolution, table). The name is "" for `data.resolution`.
 
     Raises:
-        ConfigError: as `table`; two tables share a shape; an own list cannot be scaled.
+        ConfigError: as `table`; two tables share a shape; `data.buckets` is a list, which cannot be scaled.
     """
     if not bucket.resolutions:
         return [("", table(data, compression))]
     if data.buckets != "sana":
         raise ConfigError(
-            "bucket.resolutions scales Sana's table, but data.buckets is a list of its own",
+            "bucket.resolutions scales Sana's table, but data.buckets is a list",
             fix="set data.buckets=sana, or leave bucket.resolutions out",
         )
-    found: dict[int, list[Shape]] = {}
+    tables: dict[int, list[Shape]] = {}
     for resolution in bucket.resolutions:
-        own = table(data.model_copy(update={"resolution": resolution}), compression)
-        for other, shapes in found.items():
-            if shared := set(own) & set(shapes):
+        shapes = table(data.model_copy(update={"resolution": resolution}), compression)
+        for other, other_shapes in tables.items():
+            if shared := set(shapes) & set(other_shapes):
                 raise ConfigError(
                     f"bucket.resolutions: {other} and {resolution} both have the bucket "
                     + ", ".join(f"{h}x{w}" for h, w in sorted(shared)),
                     fix="choose resolutions that lie further apart, each once",
                 )
-        found[resolution] = own
-    return [("" if r == data.resolution else str(r), shapes) for r, shapes in found.items()]
+        tables[resolution] = shapes
+    return [("" if r == data.resolution else str(r), shapes) for r, shapes in tables.items()]
 
 
 def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> list[int]:
     """The global batch of each bucket: from `bucket.batches`, else from `bucket.tokens`, else `bucket.batch`.
 
     Raises:
-        ConfigError: a batch that `bucket.batch_multiple` does not divide, a bucket that is not there, or one of which
-            `bucket.tokens` does not hold `batch_multiple` samples.
+        ConfigError: `bucket.batch_multiple` does not divide a batch, a bucket does not exist, or `bucket.tokens` is too
+            small for `batch_multiple` samples of a bucket.
     """
     named = {f"{h}x{w}" for h, w in shapes}
     if unknown := sorted(set(bucket.batches) - named):
@@ -202,7 +202,7 @@ def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> 
             f"bucket.batches names {', '.join(unknown)}, which no bucket is called",
             expected="height x width, such as " + ", ".join(f"{h}x{w}" for h, w in shapes[:3]),
         )
-    found = []
+    result = []
     for height, width in shapes:
         setting, tokens = f"bucket.batches of {height}x{width}", (height // compression) * (width // compression)
         batch = bucket.batches.get(f"{height}x{width}")
@@ -222,26 +222,26 @@ def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> 
                 f"{setting} = {batch} is no multiple of bucket.batch_multiple = {bucket.batch_multiple}",
                 fix=f"{batch // bucket.batch_multiple * bucket.batch_multiple or bucket.batch_multiple} is one",
             )
-        found.append(batch)
-    return found
+        result.append(batch)
+    return result
 
 
 def upscale(height: int, width: int, bucket: Shape) -> float:
-    """The factor by which a picture is scaled to cover the bucket; above 1 it is enlarged (and shows it)."""
+    """The factor by which a picture is scaled to cover the bucket; above 1 it is visibly enlarged."""
     return max(bucket[0] / height, bucket[1] / width)
 
 
 def crop_loss(height: int, width: int, bucket: Shape) -> float:
-    """The share of the picture's area, 0 to 1, that the centre crop of the covering resize cuts away."""
+    """The share of the picture's area, 0 to 1, that the centre crop after the covering resize removes."""
     scale = upscale(height, width, bucket)
     return max(0.0, 1.0 - (bucket[0] * bucket[1]) / (height * scale * width * scale))
 
 
 def refusal(height: int, width: int, bucket: Shape, data: DataConfig) -> str | None:
-    """Why a picture is left out by `data.min_side`, `data.max_upscale` or `data.max_crop_loss`; None if it is not.
+    """Why `data.min_side`, `data.max_upscale` or `data.max_crop_loss` excludes a picture; None if they do not.
 
-    The reason names the setting and not the picture's own figure (which stands in the scan's table), so that equal
-    reasons can be counted. Figures that equal the limit pass, and so do those above it by rounding.
+    The reason names the setting and not the value of the picture (which is in the scan's table), so that equal reasons
+    can be counted. Values equal to the limit pass, also if rounding puts them above it.
     """
     if data.min_side is not None and min(height, width) < data.min_side:
         return f"the shorter side is below data.min_side = {data.min_side}"

@@ -1,15 +1,15 @@
-"""Bytes of a picture file to the pixels that the VAE sees.
+"""From the bytes of a picture file to the pixels that the VAE gets.
 
-What: `probe` reads the size from the header and refuses bombs; `load` decodes, turns upright, converts any mode to
-sRGB, and resizes and crops to exactly the bucket. Two decoders do the work behind one interface: `vips` (fast, strict
-about damaged data) and `pillow` (every allowed format, no library beside Pillow).
-Why two: most pictures are 8-bit JPEG, PNG or WebP, larger than the bucket, and for those the resize costs more than the
-decoding; libvips does it 4 times faster at equal quality. What it cannot read, or would not read right (CMYK, 16 bits,
-animations, transparency under a colour profile, rare formats), goes the other way, by rules on the header alone, so
-that the way a picture takes does not depend on how a library was built.
-Price: the two give pixels that differ by rounding (more than 50 dB apart), so the decoder is part of the recipe.
+`probe` reads the size from the header and refuses decompression bombs; `load` decodes, applies the orientation,
+converts any mode to sRGB, and resizes and crops to exactly the bucket. There are two decoders behind one interface:
+`vips` (fast, strict about damaged data) and `pillow` (every allowed format, no library besides Pillow).
+Why two: most pictures are 8-bit JPEG, PNG or WebP and larger than the bucket, so the resize takes longer than the
+decoding; libvips does it 4 times faster at equal quality. Pillow decodes what libvips cannot read, or reads wrongly
+(CMYK, 16 bits, animations, transparency under a colour profile, rare formats). The header alone decides, so that the
+decoder of a picture does not depend on how a library was built.
+Price: the pixels of the two differ by rounding (more than 50 dB apart), so the decoder is part of the recipe.
 
-A decoder's name in the recipe changes whenever its pixels would.
+The name of a decoder in the recipe changes whenever its pixels change.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ __all__ = [
 MAX_PIXELS = 200_000_000
 MAX_BYTES = 3072 << 20
 LIMITS = ("max_pixels", "max_picture_mib")
-"""Settings that the reason of an `ImageReject` names where a higher limit would let the picture in."""
+"""Settings that the reason of an `ImageReject` names if a higher limit would admit the picture."""
 
 DECODERS = {"vips": vips_decoder.DECODER, "pillow": pillow_decoder.DECODER}
-"""What `data.decoder` says -> the name in the recipe."""
+"""Value of `data.decoder` -> name in the recipe."""
 
 
 def choose(wanted: str) -> str:
-    """The recipe's name of the decoder that a configuration asks for.
+    """The name in the recipe of the configured decoder.
 
     Args:
-        wanted: `vips`, `pillow`, or `auto`: vips where it can be imported.
+        wanted: `vips`, `pillow`, or `auto` (vips if it can be imported).
 
     Raises:
-        UserError: vips is asked for and cannot be imported.
+        UserError: vips is required and cannot be imported.
     """
     if wanted == "auto":
         return vips_decoder.DECODER if vips_decoder.why_not() is None else pillow_decoder.DECODER
@@ -67,7 +67,7 @@ def choose(wanted: str) -> str:
 
 
 def require(name: str) -> None:
-    """UserError unless this process can decode as the recipe's `decoder` says."""
+    """Raises a UserError unless this process has the decoder with this name in the recipe."""
     if name not in DECODERS.values():
         raise UserError(
             f"this version has no decoder {name!r}",
@@ -79,29 +79,29 @@ def require(name: str) -> None:
         raise UserError(
             "the decoder vips cannot be used here",
             found=missing,
-            fix="pip install 'pyvips[binary]' simplejpeg, or --set data.decoder=pillow (another recipe: what was "
-            "encoded with vips does not count for it)",
+            fix="pip install 'pyvips[binary]' simplejpeg, or --set data.decoder=pillow (another recipe: pictures "
+            "encoded with vips are encoded again)",
         )
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that decode, for the provenance of a unit."""
-    found = {}
+    """Versions of the decoding libraries, for the provenance of a unit."""
+    installed = {}
     for package in ("pillow", "pyvips", "pyvips-binary", "simplejpeg"):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def probe(data: bytes, max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
-    """Size of a picture from its header alone; no pixel is decoded. The same whatever the decoder.
+    """Size of a picture from its header, without decoding pixels; the same for every decoder.
 
     Args:
         data: the whole file.
-        max_pixels: more than this many pixels are refused.
-        max_bytes: so is what takes more memory than this to decode.
+        max_pixels: limit on width x height.
+        max_bytes: limit on the memory for decoding.
 
     Returns:
         (width, height) in pixels after EXIF orientation.
@@ -121,13 +121,13 @@ def load(
     decoder: str = pillow_decoder.DECODER,
     max_bytes: int = MAX_BYTES,
 ) -> np.ndarray:
-    """Decode, turn upright, convert to sRGB, resize to cover, crop the centre.
+    """Decode, apply the orientation, convert to sRGB, resize to cover, crop the centre.
 
-    Animations give their first frame, TIFFs their first page. Transparency is laid over `background`. Embedded ICC
-    profiles are applied (perceptual intent) when they are readable and of the picture's own colour space; other
-    pictures count as sRGB (CMYK: the plain complement). 16-bit gray is scaled by 65535 (12-bit TIFF by 4095). Integer
-    and float samples without a defined white follow their values: 0..1 (floats only), 0..255 and 0..65535
-    (integers only) are taken at their face, anything else is stretched from its minimum to its maximum.
+    Of animations the first frame is used, of TIFFs the first page. Transparency is composited over `background`.
+    Embedded ICC profiles are applied (perceptual intent) if they are readable and of the picture's colour space; other
+    pictures count as sRGB (CMYK: the plain complement). 16-bit gray is divided by 65535 (12-bit TIFF by 4095). For
+    integer and float samples without a defined white the values decide: ranges within 0..1 (floats only), 0..255 and
+    0..65535 (integers only) are scaled as such, any other from its minimum to its maximum.
 
     Args:
         data: the whole file.
@@ -140,8 +140,8 @@ def load(
         uint8 array (height, width, 3).
 
     Raises:
-        ImageReject: whatever `probe` refuses, truncated or corrupt data, samples that are not finite.
-        UserError: there is no such decoder here.
+        ImageReject: as `probe`; truncated or corrupt data, samples that are not finite.
+        UserError: the decoder is not available.
     """
     require(decoder)
     with pillow_decoder.rejecting():

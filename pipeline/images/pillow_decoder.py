@@ -1,16 +1,16 @@
-"""The Pillow decoder: the header of every picture, and the pixels of those that nothing faster gets right.
+"""The Pillow decoder: reads the header of every picture, and the pixels of those that the fast decoder leaves to it.
 
-What: `open_header` identifies a picture and refuses bombs; `load` decodes it, turns it upright and converts any mode to
-sRGB; `apply_profile` serves the other decoder, too.
-Why: what a decoder gets wrong is frozen into a cache. Plain `convert("RGB")` clips 16-bit gray to white, shows the
-hidden colours under transparency and ignores colour profiles; the defaults of decoders ignore orientation. Files come
-from anywhere, so every failure of a decoder is one `ImageReject` with a reason.
-Price: JPEGs are decoded at full size (exact, but 3 times slower on large photos), and JPEG data corrupted in the middle
-is not noticed, because libjpeg conceals it and Pillow does not pass its warnings on. The PNG chunks gAMA and cHRM are
-not applied. Pillow's process-wide guard against bombs is set to the caller's `max_pixels`, and its leniency about
-truncated files is switched off.
+`open_header` identifies a picture and refuses decompression bombs; `load` decodes it, applies the orientation and
+converts any mode to sRGB; the other decoder uses `apply_profile`, too.
+Why by hand: an error of a decoder is stored in the cache for good. Plain `convert("RGB")` clips 16-bit gray to white,
+shows the hidden colours under transparency and ignores colour profiles; by default decoders ignore the orientation.
+Files are untrusted, so every failure of a decoder becomes one `ImageReject` with a reason.
+Price: JPEGs are decoded at full size (exact, but 3 times slower on large photos). JPEG data that is corrupted in the
+middle goes unnoticed, because libjpeg conceals it and Pillow drops its warnings. The PNG chunks gAMA and cHRM are not
+applied. Pillow's process-wide limit against bombs is set to the caller's `max_pixels`, and its tolerance of truncated
+files is switched off.
 
-`DECODER` names these rules in the cache recipe: whoever changes what pixels come out must change the name, too.
+`DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
 """
 
 from __future__ import annotations
@@ -69,24 +69,24 @@ _TRANSPOSES = {
 }
 _ORIENTATION = 0x0112
 STRIP = 1 << 20
-"""Pixels that are converted at a time."""
+"""Pixels converted at a time."""
 COST = {"JPEG2000": 32, "WEBP": 32}
-"""Bytes a pixel that decoding takes at its peak, by format (measured); `COST_OF_OTHERS` otherwise."""
+"""Peak memory of decoding in bytes per pixel, by format (measured); `COST_OF_OTHERS` otherwise."""
 COST_OF_OTHERS = 16
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
-# What a decoder has to say goes into the reason of an ImageReject; on the terminal it would name no file.
+# Messages of decoders go into the reason of an ImageReject; on the terminal they would not name the file.
 warnings.filterwarnings("ignore", module=r"PIL\..*")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 class ImageReject(Exception):
-    """This picture cannot be used; the message is the plain reason, without the file's name."""
+    """This picture cannot be used; the message is the reason in plain words, without the file's name."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A picture whose header has been read and whose pixels have not."""
+    """A picture of which only the header has been read."""
 
     image: Image.Image
     orientation: int
@@ -99,7 +99,7 @@ class Header:
 
 
 def open_header(data: bytes, max_pixels: int, max_bytes: int) -> Header:
-    """Identify a picture by its first bytes and read its header; no pixel is decoded.
+    """Identify a picture by its first bytes and read its header, without decoding pixels.
 
     Raises:
         ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
@@ -115,33 +115,33 @@ def open_header(data: bytes, max_pixels: int, max_bytes: int) -> Header:
 
 
 def load(header: Header, size: tuple[int, int], background: tuple[int, int, int]) -> Image.Image:
-    """Decode, convert to sRGB, turn upright, resize to cover, crop the centre: RGB of `size` (height, width)."""
+    """Decode, convert to sRGB, apply the orientation, resize to cover and crop: RGB of `size` (height, width)."""
     image = header.image
-    promised = image.size
+    header_size = image.size
     image.load()
-    if image.size != promised:
-        raise ImageReject(f"the header says {_x(promised)}, the picture is {_x(image.size)}")
+    if image.size != header_size:
+        raise ImageReject(f"the header says {_x(header_size)}, the picture is {_x(image.size)}")
     return resize.fit(turn(_to_srgb(image, background), header.orientation), size)
 
 
 def turn(image: Image.Image, orientation: int) -> Image.Image:
-    """The picture as EXIF `orientation` wants it seen."""
+    """The picture with EXIF `orientation` applied."""
     return image.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else image
 
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Turns whatever a decoder raises into one ImageReject whose reason is the same in every run."""
+    """Turn any exception of a decoder into an ImageReject whose reason is the same in every run."""
     try:
         yield
     except ImageReject:
         raise
-    except Image.DecompressionBombError:  # of a picture inside the file, where the header did not show it
+    except Image.DecompressionBombError:  # a picture inside the file, not visible in the header
         raise ImageReject("holds a picture of more than max_pixels") from None
-    except Exception as error:  # decoders raise nearly every type there is on hostile bytes
-        said = re.sub(r"<[\w.]+ object at 0x[0-9a-fA-F]+>", "the data", str(error)).strip()
+    except Exception as error:  # untrusted bytes make decoders raise nearly every type
+        text = re.sub(r"<[\w.]+ object at 0x[0-9a-fA-F]+>", "the data", str(error)).strip()
         name = type(error).__name__
-        raise ImageReject(f"{name}: {said}" if said else name) from None
+        raise ImageReject(f"{name}: {text}" if text else name) from None
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _hush_libtiff() -> None:
-    """Keeps libtiff from writing to the terminal; what it complains of still fails the decoder or is harmless."""
+    """Keep libtiff from writing to the terminal; errors still make the decoder fail, warnings are harmless."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # a build of Pillow without a shared libtiff
         library = ctypes.CDLL(Image.core.__file__)
         for setter in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
@@ -166,8 +166,8 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise ImageReject("the file is empty")
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    # Pillow errors above twice this value. It serves for what is allocated or decoded out of our sight (WebP's canvas,
-    # pictures inside an ICO); the check below is the one that states the limit.
+    # Pillow raises an error above twice this value. This covers internal allocations (WebP's canvas, pictures inside an
+    # ICO); the check below is the one that names the limit.
     Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
@@ -199,38 +199,38 @@ def _x(size: tuple[int, int]) -> str:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF (else XMP) orientation 1..8 without decoding. Metadata that cannot be read leaves the picture as stored."""
+    """EXIF (else XMP) orientation 1..8 without decoding. Unreadable metadata counts as orientation 1."""
     if image.format == "TIFF":
-        return 1  # Pillow turns TIFFs upright itself while it decodes, and states the upright size before
+        return 1  # Pillow applies it while decoding TIFFs, and gives the resulting size before
     try:
-        if image.format == "PNG":  # PNG may keep its metadata behind the pixels, where Pillow looks only by decoding
+        if image.format == "PNG":  # PNG metadata may follow the pixels, where Pillow finds it only by decoding
             with Image.open(io.BytesIO(_png_metadata(data)), formats=("PNG",)) as stub:
                 value = Image.Image.getexif(stub).get(_ORIENTATION, 1)
         else:
             value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # a damaged EXIF block is no reason to lose a picture
+    except Exception:  # a picture with a damaged EXIF block is still usable
         return 1
     return value if isinstance(value, int) and value in _TRANSPOSES else 1
 
 
 def _png_metadata(data: bytes) -> bytes:
-    """A PNG that has the header and the metadata chunks of `data`, wherever they stood, and no pixels."""
-    parts, at = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
-    while at + 12 <= len(data):
-        (length,) = struct.unpack_from(">I", data, at)
-        kind, end = data[at + 4 : at + 8], at + 12 + length
+    """A PNG with the header and all metadata chunks of `data`, without pixels."""
+    parts, start = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
+    while start + 12 <= len(data):
+        (length,) = struct.unpack_from(">I", data, start)
+        kind, end = data[start + 4 : start + 8], start + 12 + length
         if end > len(data) or kind == b"IEND":
             break
         if kind in (b"IHDR", b"eXIf", b"iTXt", b"zTXt", b"tEXt"):
-            parts.append(data[at:end])
-        at = end
+            parts.append(data[start:end])
+        start = end
     for kind in (b"IDAT", b"IEND"):
         parts.append(struct.pack(">I", 0) + kind + struct.pack(">I", zlib.crc32(kind)))
     return b"".join(parts)
 
 
 def _to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Any mode to RGB, strip by strip: beside the picture and the result there is little in memory."""
+    """Any mode to RGB, strip by strip, so that little memory is needed besides the picture and the result."""
     if image.mode == "RGB" and not {"icc_profile", "transparency"} & image.info.keys():
         return image
     wide = image.mode.startswith("I") or image.mode == "F"
@@ -281,7 +281,7 @@ def _strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[
 
 
 def _with_8bit_key(image: Image.Image) -> Image.Image:
-    """A 16-bit RGB PNG names its transparent colour in 16 bits, while Pillow keeps the high bytes of its pixels."""
+    """The picture with an 8-bit transparent colour; that of a 16-bit RGB PNG has 16 bits, while Pillow reads 8."""
     key = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(key, tuple) and any(value > 255 for value in key):
         image = image.copy()
@@ -294,7 +294,7 @@ Levels = Callable[[np.ndarray], np.ndarray]
 
 
 def _levels(image: Image.Image) -> Levels:
-    """How the samples of a 16- or 32-bit integer or float gray picture become 8-bit, by the rules in `load`."""
+    """The conversion of 16- or 32-bit integer or float gray samples to 8 bits, by the rules of `decoding.load`."""
     tags = getattr(image, "tag_v2", None)
     white_is_zero = tags is not None and tags.get(262) == 0  # PhotometricInterpretation; Pillow inverts 8 bits only
     if image.mode.startswith("I;16"):
@@ -337,7 +337,7 @@ def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform 
         if source.profile.xcolor_space.strip() != _PROFILE_SPACES[mode]:
             return None
         return ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.PERCEPTUAL)
-    except Exception:  # a damaged profile is no reason to lose a picture: it then counts as sRGB
+    except Exception:  # a picture with a damaged profile counts as sRGB
         return None
 
 

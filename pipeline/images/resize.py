@@ -1,12 +1,11 @@
-"""Covering resize and centre crop: which part of a picture the bucket shows, and by which filter it gets there.
+"""Covering resize and centre crop: which part of a picture the bucket gets, and by which filter.
 
-Why: the crop is taken before the resize, with fractional borders. Resizing first would round the resized side to whole
-pixels, which stretches the picture and shifts the crop by up to half a pixel (35 instead of 54 dB against the exact
-result). The filters are those of Sana's own loader.
-Price: none; the filter sees pixels beyond the crop's border, as it would if the resize came first.
+Why one step: the crop is taken before the resize, with fractional borders. Resizing first would round the resized side
+to whole pixels, which stretches the picture and shifts the crop by up to half a pixel (35 instead of 54 dB against the
+exact result). The filter still reads pixels beyond the crop's border. The filters are those of Sana's loader.
 
-`RESIZE_RULE` and `CROP_RULE` name these rules in the cache recipe: whoever changes what pixels come out must change the
-name, too. Every decoder follows them.
+`RESIZE_RULE` and `CROP_RULE` name these rules in the recipe: a change of the pixels requires a change of the name.
+Every decoder follows them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ CROP_RULE = "centre-1"
 
 
 def cover_box(width: int, height: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The centred part of a picture that has the target's shape: what a covering resize and a centre crop leave.
+    """The centred part of a picture with the target's aspect ratio: what a covering resize and a centre crop keep.
 
     Args:
         width, height: of the source in pixels.
@@ -40,14 +39,14 @@ def cover_box(width: int, height: int, size: tuple[int, int]) -> tuple[float, fl
 def resample_filter(size: tuple[int, int]) -> Image.Resampling:
     """Bicubic, but Lanczos for targets of 2 to 12 megapixels.
 
-    NVlabs' loader takes Lanczos for its 2048 and 2880 tables (3.8 to 8.3 megapixels a bucket) and bicubic for the
+    NVlabs' loader uses Lanczos for its 2048 and 2880 tables (3.8 to 8.3 megapixels a bucket) and bicubic for the
     others: 256 to 1024 (at most 1.05) and 4096 (from 15.1). The bounds lie in the gaps between these areas.
     """
     return Image.Resampling.LANCZOS if 2_000_000 <= size[0] * size[1] < 12_000_000 else Image.Resampling.BICUBIC
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize and crop to exactly `size` (height, width). What needs no resampling is only cropped."""
+    """Resize and crop to exactly `size` (height, width). If one side fits and none is too small, only crop."""
     height, width = size
     if image.size == (width, height):
         return image

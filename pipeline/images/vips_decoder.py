@@ -1,22 +1,21 @@
-"""The fast decoder: libvips resizes, and reads PNG and WebP; libjpeg-turbo reads JPEG and says when it is damaged.
+"""The fast decoder: libvips resizes, and reads PNG and WebP; libjpeg-turbo reads JPEG and reports damage.
 
-What: `load` decodes 8-bit JPEG, PNG and WebP, and resizes by libvips what has to shrink; for everything else it returns
-None, and Pillow does it. Which way a picture goes is decided by its header alone.
+`load` decodes 8-bit JPEG, PNG and WebP, and lets libvips resize pictures that shrink; for all others it returns None,
+and Pillow decodes them. The header alone decides.
 Why: Pillow spends more time on the resize than on the decoding; libvips' kernels are vectorised. Large JPEGs are shrunk
-while they are decoded (by 2, 4 or 8), but only so far that the filter still has a factor of three left to do: at two,
-the usual choice, the shrinking shows in fine detail (43 dB from the exact result; at three 48, at four 51, without it
-55). JPEG is read by simplejpeg (libjpeg-turbo) and not by libvips, because libvips does not look at the warnings that
-come after the last line: of 100 baseline files with damaged bytes in the middle its strictest setting noticed 8,
-simplejpeg's 48 (the others decode without any sign), Pillow 7.
-Traps that are closed here: `fail_on` is set (libvips by default fills truncated pictures with gray or black), the whole
-picture is decoded before it is cropped (so that damage below the crop is noticed), sizes were checked in the header.
-libvips' reduce has no notion of a fractional crop; `window` finds integer borders at which its sampling grid falls on
-the exact one.
-Price: decoded pixels are in memory at once (3 bytes each, after shrinking on load). libvips is set to one thread per
-picture, for the process: pictures are decoded side by side. JPEGs with extra bytes in their data that are not plain
-padding are rejected, though some of them look right.
+during decoding (by 2, 4 or 8), but only so far that a factor of three remains for the filter: with two, the usual
+choice, the shrinking is visible in fine detail (43 dB from the exact result; with three 48, with four 51, without
+shrinking 55). JPEG is read by simplejpeg (libjpeg-turbo) and not by libvips, which does not look at the warnings after
+the last line: of 100 baseline files with damaged bytes in the middle its strictest setting noticed 8, simplejpeg 48
+(the others decode without any sign), Pillow 7.
+Traps that are closed here: `fail_on` is set (by default libvips fills truncated pictures with gray or black), the whole
+picture is decoded before it is cropped (so that damage below the crop is noticed), and sizes are checked in the header.
+libvips' reduce does not support fractional crops; `window` finds integer borders at which its sampling grid is exact.
+Price: the decoded pixels are in memory at once (3 bytes each, after shrinking). libvips is set to one thread per
+picture for the whole process, since pictures are decoded in parallel. JPEGs with extra bytes in their data that are not
+plain padding are rejected, though some of them look right.
 
-`DECODER` names these rules in the cache recipe: whoever changes what pixels come out must change the name, too.
+`DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ _MODES = {
     "WEBP": ("RGB", "RGBA"),
 }
 _LOADERS = {"PNG": "pngload_buffer", "WEBP": "webpload_buffer"}
-_KERNELS = {Image.Resampling.BICUBIC: ("cubic", 2), Image.Resampling.LANCZOS: ("lanczos3", 3)}  # and its radius
-_LEFT_TO_DO = 3.0
-_MOST = 8.0  # above, libvips' rounded coefficients no longer sum up to one: white becomes light gray
+_KERNELS = {Image.Resampling.BICUBIC: ("cubic", 2), Image.Resampling.LANCZOS: ("lanczos3", 3)}  # name, radius
+_MIN_FILTER_FACTOR = 3.0
+_MAX_FACTOR = 8.0  # above, libvips' rounded coefficients no longer sum up to one: white becomes light gray
 _EXACT, _NEAR = 1 / 128, 1 / 32
 _SLACK = 24
 
@@ -54,7 +53,7 @@ _EXTRA = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 
 @functools.cache
 def why_not() -> str | None:
-    """None if this decoder can be used, else what is missing."""
+    """What is missing for this decoder; None if it can be used."""
     try:
         import pyvips
         import simplejpeg  # noqa: F401
@@ -63,14 +62,14 @@ def why_not() -> str | None:
     missing = [name for name in _LOADERS.values() if not pyvips.type_find("VipsOperation", name)]
     if missing:
         return f"this libvips was built without {', '.join(missing)}"
-    logging.getLogger("pyvips").setLevel(logging.CRITICAL)  # what it has to say is raised, too
+    logging.getLogger("pyvips").setLevel(logging.CRITICAL)  # its messages are raised, too
     pyvips.concurrency_set(1)
-    pyvips.cache_set_max(0)  # it would keep decoded pictures for a second call that never comes
+    pyvips.cache_set_max(0)  # it would cache decoded pictures, which are never needed again
     return None
 
 
 def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[int, int, int]) -> Image.Image | None:
-    """Decode and cover `size` (height, width): RGB; None if the picture is not of a kind that is read here.
+    """Decode, resize and crop to `size` (height, width): RGB; None if Pillow must decode this picture.
 
     Raises:
         ImageReject: truncated or corrupt data.
@@ -79,23 +78,23 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
     image, profile = header.image, header.image.info.get("icc_profile")
     if image.mode not in _MODES.get(image.format or "", ()):
         return None
-    if image.format != "MPO" and getattr(image, "is_animated", False):  # an MPO's other pictures are no frames
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # the other pictures of an MPO are not frames
         return None
-    if image.format == "PNG" and (data[24] > 8 or _PNG_END not in data):  # libvips would not miss the end
+    if image.format == "PNG" and (data[24] > 8 or _PNG_END not in data):  # libvips does not notice a missing end
         return None
     if header.orientation in (5, 6, 7, 8):
-        size = size[1], size[0]  # everything up to the turn happens to the picture as stored
+        size = size[1], size[0]  # the orientation is applied last
     if image.format in ("JPEG", "MPO"):
         shrunk = _shrink_on_load(image.size, size)
         pixels = _jpeg(data, image, shrunk)
     else:
         if profile and image.has_transparency_data:
-            return None  # the profile goes before the background, at full size
+            return None  # the profile must be applied before the background, at full size
         shrunk, pixels = 1, _decode(data, _LOADERS[str(image.format)], background)
     if pixels is None:
         return None
-    promised = (math.ceil(image.height / shrunk), math.ceil(image.width / shrunk))
-    if pixels.shape[:2] != promised:
+    expected = (math.ceil(image.height / shrunk), math.ceil(image.width / shrunk))
+    if pixels.shape[:2] != expected:
         raise ImageReject(
             f"the header says {image.width}x{image.height}, the picture is {pixels.shape[1]}x{pixels.shape[0]}"
             + (f" at 1/{shrunk}" if shrunk > 1 else "")
@@ -106,14 +105,14 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
 
 
 def _shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
-    """By how much a JPEG of `stored` (width, height) is shrunk while it is decoded: 1, 2, 4 or 8."""
+    """The factor by which a JPEG of `stored` (width, height) is shrunk during decoding: 1, 2, 4 or 8."""
     left, _, right, _ = resize.cover_box(*stored, size)
     factor = (right - left) / size[1]
-    return next((by for by in (8, 4, 2) if factor / by >= _LEFT_TO_DO), 1)
+    return next((by for by in (8, 4, 2) if factor / by >= _MIN_FILTER_FACTOR), 1)
 
 
 def _jpeg(data: bytes, image: Image.Image, shrunk: int) -> np.ndarray | None:
-    """A JPEG's pixels, (height, width) or (height, width, 3); None if this library cannot read its kind."""
+    """A JPEG's pixels, (height, width) or (height, width, 3); None if this library cannot read it."""
     import simplejpeg
 
     least = {"min_width": math.ceil(image.width / shrunk), "min_height": math.ceil(image.height / shrunk)}
@@ -121,25 +120,25 @@ def _jpeg(data: bytes, image: Image.Image, shrunk: int) -> np.ndarray | None:
     try:
         pixels = simplejpeg.decode_jpeg(data, strict=True, **options)
     except ValueError as error:  # a warning or an error
-        said = str(error).strip()
-        if not said.startswith(("Corrupt JPEG data", "Premature end")) or _only_odd(said, data):
-            return None  # without `strict`, too, this library refuses some that only have an odd header
-        reason = said.removeprefix("Corrupt JPEG data: ").replace("0x", "")
+        message = str(error).strip()
+        if not message.startswith(("Corrupt JPEG data", "Premature end")) or _is_harmless(message, data):
+            return None  # Pillow reads some that this library refuses, even without `strict`, for an unusual header
+        reason = message.removeprefix("Corrupt JPEG data: ").replace("0x", "")
         raise ImageReject(f"damaged JPEG: {reason}") from None
     return pixels[..., 0] if pixels.shape[2] == 1 else pixels
 
 
-def _only_odd(said: str, data: bytes) -> bool:
-    """Whether a warning of libjpeg says nothing about the pixels: it concerns the header, or padding at the end."""
+def _is_harmless(message: str, data: bytes) -> bool:
+    """Whether a warning of libjpeg does not concern the pixels, but the header or padding at the end."""
     import simplejpeg
 
     try:
         simplejpeg.decode_jpeg_header(data, strict=True)
     except ValueError:
         return True
-    extra = _EXTRA.search(said)
+    extra = _EXTRA.search(message)
     end = data.rfind(b"\xff\xd9")
-    return extra is not None and len(set(data[max(0, end - int(extra[1])) : end])) == 1  # some cameras fill up files
+    return extra is not None and len(set(data[max(0, end - int(extra[1])) : end])) == 1  # some cameras pad files
 
 
 def _decode(data: bytes, loader: str, background: tuple[int, int, int]) -> np.ndarray:
@@ -155,11 +154,11 @@ def _decode(data: bytes, loader: str, background: tuple[int, int, int]) -> np.nd
 
 
 def _fit(pixels: np.ndarray, stored: tuple[int, int], shrunk: int, size: tuple[int, int]) -> Image.Image:
-    """What `cover.fit` does; by libvips where the picture shrinks.
+    """As `resize.fit`, by libvips if the picture shrinks.
 
     Args:
         pixels: the picture, shrunk on load.
-        stored: (width, height) of the file, of which `pixels` may cover a fraction of a pixel more.
+        stored: (width, height) in the file; `pixels` may cover a fraction of a pixel more.
         size: (height, width) of the result.
     """
     left, top, right, bottom = (side / shrunk for side in resize.cover_box(*stored, size))
@@ -168,32 +167,32 @@ def _fit(pixels: np.ndarray, stored: tuple[int, int], shrunk: int, size: tuple[i
     across, down = window(left, right, width, radius), window(top, bottom, height, radius)
     if shrunk == 1 and (min(stored[0] - width, stored[1] - height) <= 0 or across is None or down is None):
         return resize.fit(Image.fromarray(pixels), size)
-    if across is None or down is None:  # nothing stands at such a factor; Pillow's filter takes any border
+    if across is None or down is None:  # no exact window at this factor; Pillow's filter takes any border
         return Image.fromarray(pixels).resize((width, height), resize.resample_filter(size), (left, top, right, bottom))
     return Image.fromarray(reduce(pixels, across, down, size, kernel))
 
 
 Window = tuple[int, int, int, float]
-"""First source pixel, number of source pixels, results to skip, source pixels per result."""
+"""First source pixel, number of source pixels, output pixels to skip, source pixels per output pixel."""
 
 
 def window(low: float, high: float, count: int, margin: int) -> Window | None:
-    """Integer borders at which libvips' reduce samples the source where `count` results between `low` and `high` lie.
+    """Integer borders with which libvips' reduce gives `count` output pixels exactly between `low` and `high`.
 
-    libvips lays its results symmetrically over its input. With input `first .. first + width`, `out` results and a
-    factor f, result `skip` begins at first + (width - out * f) / 2 + skip * f; that has to be `low`. Wider inputs, of
-    which the first results are thrown away, give all phases there are when f is not a whole number.
+    libvips centres its output over its input. With input `first .. first + width`, `out` output pixels and a factor f,
+    output pixel `skip` begins at first + (width - out * f) / 2 + skip * f, which must be `low`. Wider inputs, whose
+    first output pixels are discarded, give other phases if f is not an integer.
 
     Args:
-        low, high: borders in source pixels, may be fractions.
-        margin: results that must lie beyond each border, so that the filter sees the pixels there.
+        low, high: borders in source pixels, may be fractional.
+        margin: output pixels required beyond each border, so that the filter reads the pixels there.
 
     Returns:
-        The smallest window that is exact to 1/128 of a source pixel, else the best one if it is exact to 1/32; None
-        if there is none, or if the factor is below 1 or above 8. Windows may reach beyond the source.
+        The smallest window that is exact to 1/128 of a source pixel, else the best one that is exact to 1/32; None if
+        there is none, or the factor is below 1 or above 8. Windows may extend beyond the source.
     """
     factor = (high - low) / count
-    if not 1 <= factor <= _MOST:
+    if not 1 <= factor <= _MAX_FACTOR:
         return None
     best: tuple[float, Window] | None = None
     for beyond in range(2 * margin, 2 * margin + _SLACK):
@@ -206,7 +205,7 @@ def window(low: float, high: float, count: int, margin: int) -> Window | None:
                 continue
             width = math.ceil((out - 0.49) * factor)
             width += (twice - width) % 2
-            if width < (out + 0.49) * factor:  # else libvips would make another number of results
+            if width < (out + 0.49) * factor:  # else libvips gives another number of output pixels
                 best = error, ((twice - width) // 2, width, skip, factor)
         if best is not None and best[0] <= _EXACT:
             break
@@ -214,7 +213,7 @@ def window(low: float, high: float, count: int, margin: int) -> Window | None:
 
 
 def reduce(pixels: np.ndarray, across: Window, down: Window, size: tuple[int, int], kernel: str) -> np.ndarray:
-    """Shrink `pixels` to `size` (height, width) through two windows. Beyond its border it is mirrored."""
+    """Shrink `pixels` to `size` (height, width) with two windows. Beyond its border the picture is mirrored."""
     import pyvips
 
     x, width, skip_x, factor_x = across
@@ -230,6 +229,6 @@ def reduce(pixels: np.ndarray, across: Window, down: Window, size: tuple[int, in
 
 
 def _array(picture: Any) -> np.ndarray:
-    """Pixels of a libvips picture; its own `numpy()` drops every dimension of length 1."""
+    """Pixels of a libvips picture; pyvips' `numpy()` would drop dimensions of length 1."""
     values = np.frombuffer(picture.write_to_memory(), np.float32 if picture.format == "float" else np.uint8)
     return values.reshape(picture.height, picture.width, picture.bands)[..., 0 if picture.bands == 1 else slice(None)]

@@ -1,7 +1,7 @@
 """Range prefetch: fetch remote pictures before they are needed, neighbours in one request.
 
 `RangePrefetch` is given the keys in about the order of reading. Members of one file with at most `GAP` bytes between
-them are fetched by one request of at most `REQUEST` bytes; up to `TOGETHER` requests are in flight.
+them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS` requests are in flight.
 Why: a request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s.
 Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; the bytes in the gaps are transferred
 in vain.
@@ -23,8 +23,8 @@ from pipeline.sources.filesystem import Filesystem, Unreadable
 GAP = 1 << 20
 REQUEST = 32 << 20
 WINDOW = 128 << 20
-TOGETHER = 16
-WHOLE = WINDOW // TOGETHER
+PARALLEL_REQUESTS = 16
+WHOLE = WINDOW // PARALLEL_REQUESTS
 """Bytes of the window that a file of unknown size occupies."""
 
 
@@ -66,7 +66,7 @@ class RangePrefetch:
         self._by_id = {id(request): request for request in self._request_of.values()}
         self._bytes_in_window = 0
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="range-prefetch")
+        self._pool = ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="range-prefetch")
 
     def __enter__(self) -> RangePrefetch:
         return self

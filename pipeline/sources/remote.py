@@ -36,7 +36,7 @@ from pipeline.urls import strip_credentials
 BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
-TOGETHER = 16
+PARALLEL_REQUESTS = 16
 
 _VERSIONS = (
     "ETag",
@@ -179,14 +179,14 @@ class RemoteFilesystem(Filesystem):
         return check_length(name, data, 0, size)
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
-        with ThreadPoolExecutor(TOGETHER) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             return list(pool.map(lambda name: self._read_one(name, limit), names))
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         wanted = list(names)
         if all(self._known.get(name, {}).get("size") is not None for name in wanted):  # from a listing
             return super().stat_many(wanted)
-        with ThreadPoolExecutor(TOGETHER) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             return dict(zip(wanted, pool.map(self._stat_one, wanted), strict=True))
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -210,9 +210,8 @@ class RemoteFilesystem(Filesystem):
     def _fetch(self, name: str, offset: int, length: int) -> bytes | None:
         """A range; None if the server sent more than that, and so does not support ranges."""
         path = self.path(name)
-        with (
-            nullcontext() if self._ranges_proven else self._first_range
-        ):  # else many threads would each receive a whole file
+        # Until a range has arrived, one request at a time: else many threads could each receive a whole file.
+        with nullcontext() if self._ranges_proven else self._first_range:
             if not self.supports_ranges:
                 return None
             data = self._request(name, lambda: self.fs.cat_file(path, start=offset, end=offset + length))
@@ -264,7 +263,7 @@ class RemoteFilesystem(Filesystem):
         except FileNotFoundError as error:
             raise Unreadable(f"{file}does not exist") from error
         except ObjectAwayError as error:
-            raise Unreadable(escaped(error.what)) from error
+            raise Unreadable(file + escaped(error.reason)) from error
         except (RequestFailed, OSError) as error:
             raise Unreadable(file + strip_credentials(escaped(error_text(error)))) from error
 

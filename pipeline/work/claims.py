@@ -29,9 +29,9 @@ from pipeline.errors import CacheError, IntegrityError
 BEATS = 6
 """Beats in `stale_s`; a slow file system may lose five of them."""
 
-State = Literal["free", "mine", "held", "moving"]
-"""What an observer knows of a claim. free: it can be taken. mine: it is ours. held: it has an owner. moving: its owner
-was seen to beat."""
+State = Literal["free", "ours", "claimed", "alive"]
+"""What an observer knows of a claim. free: it can be taken. ours: this process has it. claimed: another process has it.
+alive: another process has it, and wrote a beat since the last look."""
 
 
 class Claims:
@@ -57,31 +57,31 @@ class Claims:
             return "free"
         fields = _parsed(content)
         if fields.get("owner") == self.token:
-            return "mine"
+            return "ours"
         now, before = self._clock(), self._seen.get(name)
         if before is None or before[0] != content:
             self._seen[name] = (content, now)
-            return "free" if self._dead(fields) else "held" if before is None else "moving"
-        return "free" if now - before[1] >= self.stale_s or self._dead(fields) else "held"
+            return "free" if self._dead(fields) else "claimed" if before is None else "alive"
+        return "free" if now - before[1] >= self.stale_s or self._dead(fields) else "claimed"
 
     def take(self, *work: str | int) -> State:
-        """Claim a unit if it is free. Returns `mine`, or the state of the other claim."""
+        """Claim a unit if it is free. Returns `ours`, or the state of the other claim."""
         state = self.state(*work)
         if state != "free":
             return state
         name, content = Paths.claim(*work), self._content(0)
         try:
             if self.files.put(name, content):
-                return "mine"
+                return "ours"
         except IntegrityError:  # removed between the put and its reading back, because the unit is committed
-            return "held"
+            return "claimed"
         before = self._read(name)
         seen = self._seen.get(name)
         if before is None or seen is None or before != seen[0]:
-            return "held"  # another worker was quicker
+            return "claimed"  # another worker was quicker
         self.files.replace(name, content)
         self._seen.pop(name, None)
-        return "mine" if self._read(name) == content else "held"
+        return "ours" if self._read(name) == content else "claimed"
 
     def release(self, *work: str | int) -> None:
         """Remove the claim if it is still ours."""
@@ -90,7 +90,7 @@ class Claims:
             self.files.remove(name)
 
     @contextmanager
-    def held(self, *work: str | int) -> Iterator[None]:
+    def heartbeat(self, *work: str | int) -> Iterator[None]:
         """Beat while the block runs, then release. The claim must be ours."""
         name, done = Paths.claim(*work), threading.Event()
 

@@ -126,8 +126,8 @@ class Worker:
             return "settled"
         try:
             state = self.claims.take(*job.claim(item))
-            if state == "mine":
-                with self.claims.held(*job.claim(item)):
+            if state == "ours":
+                with self.claims.heartbeat(*job.claim(item)):
                     if job.collect(item):  # published between the first look and the claim
                         return "settled"
                     job.make(item)
@@ -135,7 +135,7 @@ class Worker:
         except NoSpaceError as error:
             job.wait_for_space(item, error)
             return "paused"
-        return "settled" if idle and state == "moving" and job.leave(item) else "claimed"
+        return "settled" if idle and state == "alive" and job.leave(item) else "claimed"
 
 
 # ---------------------------------------------------------------- units of plans

@@ -45,7 +45,7 @@ def main() -> None:
         task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
         if standing:
             loader = task.loader
-            task = replace(task, loader=lambda start, stop: Standing(iter(loader(start, stop)), unlucky))
+            task = replace(task, loader=lambda *span: Standing(iter(loader(*span)), unlucky))
         said: list[str] = []
         try:
             fit(settings, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), say=said.append)
