@@ -853,7 +853,7 @@ def test_quiet(tmp_path: Path, options: list[str]) -> None:
     for index, data in enumerate(noisy):
         (tmp_path / str(index)).write_bytes(data)
     script = (
-        "import logging, sys, pathlib\nlogging.basicConfig()\nfrom pipeline.data import image\n"
+        "import logging, sys, pathlib\nlogging.basicConfig()\nfrom pipeline.images import decoding as image\n"
         "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
         "    try: image.load(path.read_bytes(), (32, 32), decoder=sys.argv[2]); print('loaded')\n"
         "    except image.ImageReject as error: print('reject')\n"
