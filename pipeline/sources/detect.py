@@ -96,25 +96,39 @@ def open_source(
         counts = _wids(filesystem, files, data)
         return TarSource(filesystem, counts, replace(rule, fallback=("prompt",)), name, "wids", counts)
     if files is None:
-        every = filesystem.find()
-        files = [file for file in every if extension(file) in _SUFFIXES[format]]
-        if format in ("jsonl", "csv"):
-            files = [file for file in files if posixpath.dirname(file) == ""]
-        if not files:
-            raise UserError(
-                f"{data}: holds no {' or '.join('.' + s for s in _SUFFIXES[format])} file",
-                found=f"{len(every)} other files",
-                fix="leave --format out, or give the folder that holds them",
-            )
-    if format == "webdataset":
-        return TarSource(filesystem, files, rule, name)
-    if format == "parquet":
-        return ParquetSource(
-            filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root
+        files = _files_of_format(filesystem, format, data)
+    return _of_format(format, filesystem, files, rule, config, name)
+
+
+def _files_of_format(filesystem: Filesystem, format: str, data: str) -> list[str]:
+    """The files of a folder that belong to a format.
+
+    Raises:
+        UserError: there is none.
+    """
+    every = filesystem.find()
+    files = [file for file in every if extension(file) in _SUFFIXES[format]]
+    if format in ("jsonl", "csv"):
+        files = [file for file in files if posixpath.dirname(file) == ""]
+    if not files:
+        raise UserError(
+            f"{data}: holds no {' or '.join('.' + suffix for suffix in _SUFFIXES[format])} file",
+            found=f"{len(every)} other files",
+            fix="leave --format out, or give the folder that holds them",
         )
-    return ListingSource(
-        filesystem, files, rule, name, image_field=config.image_field, image_root=config.image_root, format=format
-    )
+    return files
+
+
+def _of_format(
+    format: str, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, config: DataConfig, name: str
+) -> Source:
+    """The source of some files, of any format but `folder`."""
+    if format in ("webdataset", "wids"):
+        return TarSource(filesystem, files, rule, name, format)
+    field, root = config.image_field, config.image_root
+    if format == "parquet":
+        return ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root)
+    return ListingSource(filesystem, files, rule, name, image_field=field, image_root=root, format=format)
 
 
 def reopen(
@@ -139,13 +153,7 @@ def reopen(
         filesystem = _disk(location, location)
     if format == "folder":
         return FolderSource(filesystem, rule, name)
-    if format in ("webdataset", "wids"):
-        return TarSource(filesystem, parts, rule, name, format)
-    if format == "parquet":
-        return ParquetSource(
-            filesystem, parts, rule, name, image_field=config.image_field, image_root=config.image_root
-        )
-    return ListingSource(filesystem, (), rule, name, format=format)
+    return _of_format(format, filesystem, parts, rule, config, name)
 
 
 def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:
