@@ -100,7 +100,7 @@ def _further(
         raise UserError(
             f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were rejected",
             found=", ".join(sorted(unknown)[:3]),
-            fix="run sana-pipe bucket again; each source has a list of its own",
+            fix="run sana-pipe bucket again; each source has a separate list",
         )
     number = {size: i for i, size in enumerate(sizes)}
     return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
