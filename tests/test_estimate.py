@@ -194,7 +194,7 @@ def test_the_probe_keeps_to_its_time(
     latent, text = stages.encode._recipes(config)
     table = stages.encode.buckets.table(config.data, latent.compression)
     folder = stages.encode.open_source(str(source), config.data)
-    scan = stages.encode._scan(config, folder, None, table, False, scanning.from_header)
+    scan, _ = stages.encode._scan(config, folder, None, table, False, scanning.from_header)
     work = estimate.wanted(scan, None, latent, text, table)
     speed = estimate.probe(work, config, folder, latent, "cpu", budget_s=0)
     assert set(sizes) == {1}
