@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 import stages.encode
-from pipeline.cache import index, layout
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache import index
+from pipeline.cache.store import Cache, Unit
 from pipeline.config import Config, dump, load
 from pipeline.errors import UserError
 from pipeline.processes import command
@@ -28,11 +27,11 @@ from pipeline.work import claims, engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
+from tests.support.empty_units import Maker, claimed, planned
 from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
 MakeConfig = Callable[..., Config]
-RECIPE = "latent-0123456789abcdef0123456789abcdef"
 STALE_S = 3
 UNITS = (
     "encode.unit_images=2",
@@ -43,22 +42,7 @@ UNITS = (
 )
 
 
-# ---------------------------------------------------------------- the local engine, with a runner that only commits
-
-
-class Runner:
-    """Commits units without records. `hook` runs in the middle of each."""
-
-    def __init__(self, cache: Cache, hook: Callable[[Unit, Callable[[int, int], None]], None] = lambda u, p: None):
-        self.cache, self.hook = cache, hook
-        self.done: list[str] = []
-
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        self.hook(unit, progress)
-        commit = index.Commit(unit.unit, None, 0, 0, None, (), {})
-        if index.publish_commit(self.cache.files, plan.recipe, plan.number, commit):
-            self.done.append(unit.unit)
-        return commit
+# ---------------------------------------------------------------- the local engine, with a maker that only commits
 
 
 @pytest.fixture
@@ -68,47 +52,40 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def todo(cache: Cache) -> engine.Work:
-    units = [Unit(layout.digest("unit", str(n)).hex(), n, 1, 1) for n in range(8)]
-    cache.add_plan(RECIPE, 0, units, pa.table({"n": list(range(8))}))
-    plan = cache.plan(RECIPE, 0)
-    return [(plan, unit) for unit in plan.units]
+    return planned(cache)
 
 
 def here(
-    runner: Any, todo: engine.Work, task: int = 0, tasks: int = 1, stale_s: float = 60, stop: Stop | None = None
+    maker: Any, todo: engine.Work, task: int = 0, tasks: int = 1, stale_s: float = 60, stop: Stop | None = None
 ) -> tuple[int, int]:
-    worker = engine.Worker(Claims(runner.cache.files, stale_s), stop or Stop(0), task, tasks)
-    return engine.make_units(runner, todo, worker, Progress("units", 0))
+    worker = engine.Worker(Claims(maker.cache.files, stale_s), stop or Stop(0), task, tasks)
+    return engine.make_units(maker, todo, worker, Progress("units", 0))
 
 
 def other_machine(cache: Cache) -> Claims:
     """A worker of which this machine knows nothing but its claims."""
-    found = Claims(cache.files, 60)
-    found._place = {}
-    return found
-
-
-def claimed(cache: Cache) -> list[Path]:
-    return [p for p in (cache.root / "claims").rglob("*") if p.is_file()]
+    claims = Claims(cache.files, 60)
+    claims._place = {}
+    return claims
 
 
 def test_its_own_share_comes_first_then_the_others(cache: Cache, todo: engine.Work) -> None:
-    runner = Runner(cache)
-    assert here(runner, todo, task=1, tasks=3) == (0, 0)
+    maker = Maker(cache)
+    assert here(maker, todo, task=1, tasks=3) == (0, 0)
     mine = [u.unit for _, u in todo if int(u.unit[:8], 16) % 3 == 1]
     assert 0 < len(mine) < 8
-    assert runner.done[: len(mine)] == mine
-    assert sorted(runner.done) == sorted(u.unit for _, u in todo)
+    assert maker.done[: len(mine)] == mine
+    assert sorted(maker.done) == sorted(u.unit for _, u in todo)
     assert claimed(cache) == []
 
 
 def test_two_at_once_do_each_unit_once(cache: Cache, todo: engine.Work) -> None:
-    runners = [Runner(cache, lambda unit, progress: time.sleep(0.05)) for _ in range(3)]
+    makers = [Maker(cache, lambda unit, progress: time.sleep(0.05)) for _ in range(3)]
     calls: list[str] = []
-    for runner in runners:
-        slow = runner.hook
-        runner.hook = lambda unit, progress, slow=slow: (calls.append(unit.unit), slow(unit, progress))  # type: ignore
-    threads = [threading.Thread(target=here, args=(runner, todo)) for runner in runners]  # no shares at all
+    for maker in makers:
+        slow = maker.hook
+        maker.hook = lambda unit, progress, slow=slow: (calls.append(unit.unit), slow(unit, progress))  # type: ignore
+    threads = [threading.Thread(target=here, args=(maker, todo)) for maker in makers]  # no shares at all
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,24 +99,24 @@ def test_a_unit_of_a_living_owner_is_left_to_it(cache: Cache, todo: engine.Work)
     owner.stale_s = 0.6
     plan, unit = todo[3]
     assert owner.take(plan.recipe, plan.number, unit.unit) == "ours"
-    runner = Runner(cache)
+    maker = Maker(cache)
     with owner.heartbeat(plan.recipe, plan.number, unit.unit):
         began = time.monotonic()
-        assert here(runner, todo, stale_s=60) == (0, 1)
+        assert here(maker, todo, stale_s=60) == (0, 1)
     assert time.monotonic() - began < 20, "it waited for more than a sign of life"
-    assert unit.unit not in runner.done
-    assert len(runner.done) == 7
+    assert unit.unit not in maker.done
+    assert len(maker.done) == 7
 
 
 def test_a_unit_of_a_lost_owner_is_taken_over(cache: Cache, todo: engine.Work) -> None:
     plan, unit = todo[0]
     other_machine(cache).take(plan.recipe, plan.number, unit.unit)
-    runner = Runner(cache)
+    maker = Maker(cache)
     began = time.monotonic()
-    assert here(runner, todo, stale_s=1) == (0, 0)
+    assert here(maker, todo, stale_s=1) == (0, 0)
     assert time.monotonic() - began >= 1
-    assert runner.done[-1] == unit.unit, "the others were done while the claim was watched"
-    assert len(runner.done) == 8
+    assert maker.done[-1] == unit.unit, "the others were done while the claim was watched"
+    assert len(maker.done) == 8
     assert claimed(cache) == []
 
 
@@ -151,7 +128,7 @@ def test_a_unit_committed_while_it_was_claimed_is_not_done_again(cache: Cache, t
         assert this.unit != unit.unit
         index.publish_commit(cache.files, plan.recipe, plan.number, late)
 
-    assert here(Runner(cache, commits_meanwhile), todo) == (0, 0)
+    assert here(Maker(cache, commits_meanwhile), todo) == (0, 0)
 
 
 def test_claims_of_committed_units_are_swept(cache: Cache, todo: engine.Work) -> None:
@@ -175,11 +152,11 @@ def test_after_a_signal_the_unit_in_hand_is_finished(cache: Cache, todo: engine.
         os.kill(os.getpid(), number)
         progress(1, 0)
 
-    runner = Runner(cache, hook)
+    maker = Maker(cache, hook)
     with pytest.raises(Stopped), stop.signals():
-        here(runner, todo, stop=stop)
+        here(maker, todo, stop=stop)
     assert stop.name == number.name
-    assert len(runner.done) == 1
+    assert len(maker.done) == 1
     assert claimed(cache) == []
 
 
@@ -194,10 +171,10 @@ def test_past_the_grace_or_at_the_second_signal_it_is_dropped(
             os.kill(os.getpid(), signal.SIGTERM)
         progress(1, 0)
 
-    runner = Runner(cache, hook)
+    maker = Maker(cache, hook)
     with pytest.raises(Stopped), stop.signals():
-        here(runner, todo, stop=stop)
-    assert runner.done == []
+        here(maker, todo, stop=stop)
+    assert maker.done == []
     assert claimed(cache) == []
 
 

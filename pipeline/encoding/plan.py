@@ -65,24 +65,12 @@ def image_work(
         UserError: `targets` has an unknown or rejected item.
     """
     usable = scan.filter(pc.is_null(scan.column("reject")))
+    sizes = list(dict.fromkeys([*table, *(targets or {}).values()]))
     height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-    extra = dict(targets or {})
-    sizes = list(dict.fromkeys([*table, *extra.values()]))
     rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
-    if extra:
-        at = pc.index_in(usable.column("item"), value_set=pa.array(list(extra), pa.string())).to_numpy()
-        also = np.flatnonzero(~np.isnan(at.astype(np.float64)))
-        if len(also) < len(extra):
-            unknown = set(extra) - set(usable.column("item").take(pa.array(also)).to_pylist())
-            raise UserError(
-                f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were "
-                "rejected",
-                found=", ".join(sorted(unknown)[:3]),
-                fix="run sana-pipe bucket again; each source has a list of its own",
-            )
-        number = {size: i for i, size in enumerate(sizes)}
-        places = np.array([number[size] for size in extra.values()])[at[also].astype(np.int64)]
-        rows, which = np.concatenate([rows, also]), np.concatenate([which, places])
+    if targets:
+        further_rows, further = _further(usable, source, targets, sizes)
+        rows, which = np.concatenate([rows, further_rows]), np.concatenate([which, further])
         order = np.argsort(rows, kind="stable")
         rows, which = rows[order], which[order]
     keys = latent_keys(recipe, fixed(usable.column("digest"))[rows], sizes, which)
@@ -99,6 +87,23 @@ def image_work(
         pa.array(sides[:, 1]),
     ]
     return pa.table(columns, schema=IMAGES)
+
+
+def _further(
+    usable: pa.Table, source: str, targets: dict[str, tuple[int, int]], sizes: list[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
+    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets), pa.string())).to_numpy()
+    rows = np.flatnonzero(~np.isnan(at.astype(np.float64)))
+    if len(rows) < len(targets):
+        unknown = set(targets) - set(usable.column("item").take(pa.array(rows)).to_pylist())
+        raise UserError(
+            f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were rejected",
+            found=", ".join(sorted(unknown)[:3]),
+            fix="run sana-pipe bucket again; each source has a separate list",
+        )
+    number = {size: i for i, size in enumerate(sizes)}
+    return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
 
 
 def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:

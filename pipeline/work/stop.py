@@ -13,12 +13,38 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from pipeline import retrying
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def catching(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[bool]:
+    """Install a handler inside the block, and restore the earlier handlers after it.
+
+    Yields:
+        False outside the main thread, where signals cannot be caught: nothing is installed.
+    """
+    if not _in_main_thread():
+        yield False
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield True
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Stopped(BaseException):
@@ -43,22 +69,17 @@ class Stop:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Catch the signals inside the block. Does nothing outside the main thread, where they cannot be caught."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.catch()
-        try:
+        """Catch the signals inside the block."""
+        with catching(SIGNALS, self._note) as caught:
+            if not caught:
+                yield
+                return
             with retrying.stopping(self.check_batch):
                 yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def catch(self) -> None:
-        """Install the handlers. Call it again after a library has replaced them."""
-        if threading.current_thread() is threading.main_thread():
+        """Install the handlers again, after a library has replaced them."""
+        if _in_main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
 

@@ -1,4 +1,4 @@
-"""Encoding pauses while there is no room, holds nothing meanwhile, and goes on."""
+"""Encoding pauses while the disk is full, holds no claim meanwhile, and goes on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 import stages.encode
 from pipeline import __version__
-from pipeline.cache import index, layout
+from pipeline.cache import index
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.store import Cache, Unit
@@ -28,7 +27,8 @@ from pipeline.work import claims, disk_space, engine, ray_engine
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
-from tests.test_engines import RECIPE, Runner, claimed, files
+from tests.support.empty_units import Maker, claimed, planned
+from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
 MUCH = 1 << 50
@@ -42,10 +42,7 @@ def cache(tmp_path: Path) -> Cache:
 @pytest.fixture
 def todo(cache: Cache) -> engine.Work:
     """Eight units."""
-    units = [Unit(layout.digest("unit", str(n)).hex(), n, 1, 1) for n in range(8)]
-    cache.add_plan(RECIPE, 0, units, pa.table({"n": list(range(8))}))
-    plan = cache.plan(RECIPE, 0)
-    return [(plan, unit) for unit in plan.units]
+    return planned(cache)
 
 
 @pytest.fixture
@@ -66,10 +63,10 @@ def settings(**values: float) -> EncodeConfig:
     return EncodeConfig(**{"min_free_gib": 0.0, "low_disk_wait_s": 30.0, **values})  # type: ignore[arg-type]
 
 
-def run(runner: Any, work: engine.Work, own: DiskSpace, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
+def run(maker: Any, work: engine.Work, space: DiskSpace, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
     bar = Progress("units", 0)
-    worker = engine.Worker(claims.Claims(runner.cache.files, 60), stop or Stop(0))
-    done = engine.make_units(runner, work, worker, bar, own)
+    worker = engine.Worker(claims.Claims(maker.cache.files, 60), stop or Stop(0))
+    done = engine.make_units(maker, work, worker, bar, space)
     return done, bar
 
 
@@ -78,10 +75,10 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
 ) -> None:
     free[:] = [MUCH, MUCH, 999, 999, 999, 999, MUCH]
     held: list[list[Path]] = []
-    own = space_of(cache, lambda seconds: held.append(claimed(cache)))
-    runner = Runner(cache)
-    assert run(runner, todo, own)[0] == (0, 0)
-    assert len(runner.done) == 8
+    space = space_of(cache, lambda seconds: held.append(claimed(cache)))
+    maker = Maker(cache)
+    assert run(maker, todo, space)[0] == (0, 0)
+    assert len(maker.done) == 8
     assert len(held) >= 2
     assert not any(held), "a claim was held during the pause"
     err = capsys.readouterr().err
@@ -92,12 +89,12 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
 
 
 def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) -> None:
-    own = space_of(cache, min_free_gib=1.0)
+    space = space_of(cache, min_free_gib=1.0)
     free[:] = [2**30 + 1000]
-    own.check(*todo[0])
+    space.check(*todo[0])
     free[:] = [2**30 + 999]
     with pytest.raises(NoSpaceError, match="too little space"):
-        own.check(*todo[0])
+        space.check(*todo[0])
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.2])
@@ -105,16 +102,16 @@ def test_after_the_wait_it_is_an_error_for_people(
     wait_s: float, cache: Cache, todo: engine.Work, free: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     free[:] = [MUCH, 0]
-    runner = Runner(cache)
+    maker = Maker(cache)
     with pytest.raises(NoSpaceError, match="too little space") as caught:
-        run(runner, todo, space_of(cache, low_disk_wait_s=wait_s))
+        run(maker, todo, space_of(cache, low_disk_wait_s=wait_s))
     assert caught.value.exit_code == 6
-    assert len(runner.done) == 1
+    assert len(maker.done) == 1
     assert claimed(cache) == []
     assert capsys.readouterr().err.count("paused:") == (1 if wait_s else 0)
     free[:] = [MUCH]
-    run(runner, todo, space_of(cache))
-    assert len(runner.done) == 8
+    run(maker, todo, space_of(cache))
+    assert len(maker.done) == 8
 
 
 def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
@@ -123,7 +120,7 @@ def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     with pytest.raises(Stopped), stop.signals():
-        run(Runner(cache), todo, space_of(cache, stop.sleep, low_disk_wait_s=600), stop)
+        run(Maker(cache), todo, space_of(cache, stop.sleep, low_disk_wait_s=600), stop)
     timer.join()
     assert claimed(cache) == []
 
@@ -157,11 +154,11 @@ def test_a_write_that_fails_pauses_until_the_bytes_can_be_allocated(
                 raise OSError(number, os.strerror(number))
 
     held: list[list[Path]] = []
-    runner = Runner(cache, hook)
-    _, bar = run(runner, todo, space_of(cache, lambda seconds: held.append(claimed(cache))))
+    maker = Maker(cache, hook)
+    _, bar = run(maker, todo, space_of(cache, lambda seconds: held.append(claimed(cache))))
     assert refused == [1000, 1000]
     assert held == [[], [], []]
-    assert sorted(runner.done) == sorted(unit.unit for _, unit in todo)
+    assert sorted(maker.done) == sorted(unit.unit for _, unit in todo)
     assert (bar.done, bar.total) == (8, 8), "what the failed attempt counted is counted once"
     assert list((cache.root / "tmp").iterdir()) == []
 
@@ -175,7 +172,7 @@ def test_a_disk_that_fills_again_and_again_is_given_up(cache: Cache, todo: engin
         raise NoSpaceError("full again")
 
     with pytest.raises(NoSpaceError, match="full again"):
-        run(Runner(cache, hook), todo, space_of(cache, low_disk_wait_s=0.5))
+        run(Maker(cache, hook), todo, space_of(cache, low_disk_wait_s=0.5))
     assert len(tries) > 1
 
 
@@ -185,7 +182,7 @@ def test_another_refusal_is_no_pause(cache: Cache, todo: engine.Work, free: list
             raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(CacheError, match="Permission denied") as caught:
-        run(Runner(cache, hook), todo, space_of(cache))
+        run(Maker(cache, hook), todo, space_of(cache))
     assert caught.value.exit_code == 3
 
 
