@@ -253,12 +253,12 @@ def stalled(launch: Launch, folder: Path) -> float:
 def another_shape(launch: Launch, folder: Path) -> None:
     """Sabotage: the schedule of the first shape is used for the second one, too. Ends the processes."""
     settings = settings_of({"parallel": {**pp(), "timeout_s": 10}})
-    pick = Pipeline._for
+    pick = Pipeline._schedule_for
 
     def first(self: Pipeline, count: int, inputs: Any) -> Any:
         return next(iter(self._schedules.values()), None) or pick(self, count, inputs)
 
-    Pipeline._for = first  # type: ignore[method-assign]
+    Pipeline._schedule_for = first  # type: ignore[method-assign]
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
         for step in (0, 1):
