@@ -47,8 +47,8 @@ def main() -> None:
     elif point == "renaming":
         os.rename = dying(os.rename, lambda work, final: final == checkpoint.folder_of(root, 4))
     elif point == "renamed":
-        checkpoint.Saver._retire = dying(  # type: ignore[method-assign]
-            checkpoint.Saver._retire, lambda saver: checkpoint.folder_of(root, 4).exists()
+        checkpoint.Saver._remove_old = dying(  # type: ignore[method-assign]
+            checkpoint.Saver._remove_old, lambda saver: checkpoint.folder_of(root, 4).exists()
         )
     elif point == "removing":
         options["keep_checkpoints"] = 1
