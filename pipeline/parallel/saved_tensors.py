@@ -128,11 +128,11 @@ class Offloader:
             only: compress this tensor and its views alone.
             compress: False offloads without compression.
         """
-        module_storages = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        excluded = module_storages(module)
         chosen = None if only is None else storage_of(only)
 
         def pack(tensor: Tensor) -> Tensor | _StoredTensor:
-            if not _storable(tensor) or (storage := storage_of(tensor)) in module_storages:
+            if not _storable(tensor) or (storage := storage_of(tensor)) in excluded:
                 return tensor
             squeeze = compress and tensor.is_floating_point() and tensor.itemsize > 1 and chosen in (None, storage)
             return self._store(tensor, self.compress if squeeze else None)
@@ -160,6 +160,11 @@ class Offloader:
                 stored = self._live[key] = _StoredTensor(tensor, compress, self.offload)
             self.stored += 1
         return stored
+
+
+def module_storages(module: nn.Module) -> set[int]:
+    """Storages of a module's parameters and buffers as they are now; under FSDP2 the gathered ones."""
+    return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _unpack(saved: Tensor | _StoredTensor) -> Tensor:

@@ -112,7 +112,9 @@ def parameters_left_alone(found: Any) -> dict[str, Any]:
     result = {}
     for name in ("int8", "offload"):
         for sabotaged in (False, True):
-            blind = mock.patch.object(saved_tensors, "_own", return_value=set()) if sabotaged else nullcontext()
+            blind = (
+                mock.patch.object(saved_tensors, "module_storages", return_value=set()) if sabotaged else nullcontext()
+            )
             with blind:
                 device, host, gradients = kept(found, settings("fp32", **WAYS[name]))
             result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
