@@ -23,7 +23,7 @@ from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.launch import Launch, detect
 from pipeline.loader.loader import Batch
-from pipeline.models import sana
+from pipeline.models import sana_layers
 from pipeline.parallel import collectives, data_parallel, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
@@ -138,18 +138,18 @@ def bf16(launch: Launch) -> dict[str, Any]:
         "losses": max(abs(a - b) for a, b in zip(one_losses, two_losses, strict=True)),
     }
     # Sabotage: FSDP2's own default, without the model's refusal of a rounded timestep.
-    policy, sinusoid = data_parallel.MixedPrecisionPolicy, sana.timestep_sinusoid
+    policy, sinusoid = data_parallel.MixedPrecisionPolicy, sana_layers.timestep_sinusoid
 
     def default(**options: Any) -> MixedPrecisionPolicy:
         options.pop("cast_forward_inputs", None)
         return policy(**options)
 
     data_parallel.MixedPrecisionPolicy = default  # type: ignore[assignment,misc]
-    sana.timestep_sinusoid = lambda timesteps: sinusoid(timesteps.float())
+    sana_layers.timestep_sinusoid = lambda timesteps: sinusoid(timesteps.float())
     try:
         cast_loss, _, cast = gradients(launch, settings, late())
     finally:
-        data_parallel.MixedPrecisionPolicy, sana.timestep_sinusoid = policy, sinusoid  # type: ignore[misc]
+        data_parallel.MixedPrecisionPolicy, sana_layers.timestep_sinusoid = policy, sinusoid  # type: ignore[misc]
     found["sabotaged two from plain"] = abs(cast_loss - plain_loss)
     found["sabotaged gradient from fp32"] = tiny_run.distance(cast, exact)
     return found
