@@ -49,7 +49,7 @@ def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None)
         plan = packing.planned(cache, source, block)
     packer = packing.Packer(cache, source, plan)
     for unit in plan.units:
-        packer.encode(plan, unit, lambda made, rejected: None)
+        packer.make(plan, unit, lambda made, rejected: None)
     return cache.open_snapshot(cache.add_snapshot(packing.assembled(cache, source, plan, window), name))
 
 
@@ -108,7 +108,7 @@ def test_shards_have_about_the_size_that_was_asked_for(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(512, 512): 100, (64, 64): 300}, batch=8, per_shard=100)
     plan = packing.planned(cache, cache.open_snapshot(), 1)
     packer = packing.Packer(cache, cache.open_snapshot(), plan)
-    sizes = [packer.encode(plan, unit, lambda made, rejected: None).bytes for unit in plan.units[:-1]]
+    sizes = [packer.make(plan, unit, lambda made, rejected: None).bytes for unit in plan.units[:-1]]
     assert len(sizes) > 3
     full = [size for size, unit in zip(sizes, plan.units, strict=False) if unit.count in (plan.units[0].count,)]
     assert all(0.6 * 2**20 < size < 1.4 * 2**20 for size in full), sizes
@@ -368,7 +368,7 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     assert not list(audit.verify(copy)) and not list(unneeded(copy, now=later))
     source = copy.open_snapshot()
     plan = packing.planned(copy, source, 1)
-    packing.Packer(copy, source, plan).encode(plan, plan.units[0], lambda made, rejected: None)
+    packing.Packer(copy, source, plan).make(plan, plan.units[0], lambda made, rejected: None)
     assert not reasons(plan.recipe), "a pack that is not finished goes on"
     assert status(copy)["stores"][plan.recipe]["units_done"] == 1 and not status(copy)["complete"]
 
