@@ -23,6 +23,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder
 from pipeline.models import encoders
+from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
 
@@ -564,7 +565,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
         kind: load(section, *rest, "cpu")
         for kind, load, section, rest in (
             ("latent", kept[0], whole.vae, ()),
-            ("text", kept[1], whole.text, (stages.encode.caption_rules.instruction(whole.text),)),
+            ("text", kept[1], whole.text, (caption_rules.instruction(whole.text),)),
         )
     }
     monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
