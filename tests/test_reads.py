@@ -150,7 +150,7 @@ def test_the_table_holds_what_the_stages_really_read(
     run("bucket --pack --snapshot", stages.pack.run, snapshot="x", name="y")
     run("train", stages.train.run)
     run("export", stages.export.run, checkpoint="auto", out=tmp_path / "export")
-    monkeypatch.setattr(stages.sample, "decode_apart", lambda *_: (_ for _ in ()).throw(ConfigError("enough")))
+    monkeypatch.setattr(stages.sample, "decode_in_subprocess", lambda *_: (_ for _ in ()).throw(ConfigError("enough")))
     with pytest.raises(ConfigError, match="enough"):
         run("sample", stages.sample.run, checkpoint="auto", snapshot=None, out=tmp_path / "drawn", count=1)
     run("status", stages.status.run)
