@@ -295,7 +295,7 @@ def test_every_third_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [
         ({"activation_checkpointing": "every-1"}, r"none, full, selective, or every-K"),
         ({"activation_checkpointing": "every-x"}, r"none, full, selective, or every-K"),
@@ -307,8 +307,8 @@ def test_every_third_block() -> None:
         ({"optim": {"in_backward": True, "clip": None}, "parallel": {"pp_size": 2}}, r"parallel.pp_size: 1"),
     ],
 )
-def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], printed: str) -> None:
-    with pytest.raises(ValidationError, match=printed):
+def test_impossible_settings_are_refused_with_what_would_work(train: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(train)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -717,12 +718,12 @@ def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
         "bucket": [8, 8],
         "memory_gib": None,
     }
-    with metrics.Metrics(path, lambda line: None) as journal:
+    with closing(metrics.Metrics(path, lambda line: None)) as journal:
         journal.start(step=0)
         for step in (1, 2, 3):
             journal.row(9, {"step": step, **values})
     path.write_bytes(path.read_bytes()[:-20])
-    with metrics.Metrics(path, lambda line: None) as journal:
+    with closing(metrics.Metrics(path, lambda line: None)) as journal:
         journal.start(step=1)
         journal.row(9, {"step": 2, **values, "loss": 7.0})
     rows = metrics.read(path)
