@@ -240,7 +240,7 @@ def _run(
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
     if left:
-        click.echo(f"{left} units were in other workers' hands when this one ended")
+        click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
     _check_rejects(config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
@@ -318,7 +318,7 @@ def _encode(
     else:
         click.echo("\n".join(summary))
         if run.source.ignored:
-            click.echo(f"{run.source.ignored} files, members or captions of it are of no use here and were passed over")
+            click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
 
     def missing(plans: list[Plan]) -> Work:
         return [] if idle else missing_units(cache, plans)
@@ -488,8 +488,8 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
         expected = "some that can be used; the source is left as it was"
         fix = f"look at {where}"
         if any("caption" in kind for kind in kinds.counts):
-            fix = "put the caption of X.jpg into X.txt, say where it is (--set data.caption_field=COLUMN), or let all "
-            fix += "say the same: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
+            fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
+            fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
     raise RejectRateError(
         f"{len(rejects)} of {items} items of source {name!r} were rejected",
         expected=expected,

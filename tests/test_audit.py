@@ -18,8 +18,9 @@ import stages.verify
 from pipeline.cache import audit, index, layout
 from pipeline.cache.store import Cache
 from pipeline.config import Config
-from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.loader.loader import Loader
 from pipeline.models import encoders
+from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
 
@@ -150,18 +151,7 @@ def test_other_bytes_go_into_a_new_plan(
     assert stages.verify.run(config) == 0
     loader = Loader(
         Cache(config.cache).open_snapshot(),
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=6,
-        ),
+        loader_settings(stop_step=6),
     )
     assert len(list(loader)) == 6
 

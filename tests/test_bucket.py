@@ -33,11 +33,12 @@ from pipeline.config import Config, load
 from pipeline.encoding import plan as planning
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from pipeline.images import buckets
-from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
 from tests.support import synthetic
+from tests.support.loading import loader_settings
 from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
@@ -64,18 +65,7 @@ def batches(of: Config, steps: int) -> list[list[int]]:
     """Sample ids of the first steps, through the real loader: every byte is read and verified."""
     loader = Loader(
         Cache(of.cache).open_snapshot(),
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=64,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=steps,
-        ),
+        loader_settings(microbatch=64, stop_step=steps),
     )
     return [[i for batch in parts for i in batch.sample_ids] for parts, _ in loader]
 
@@ -460,18 +450,7 @@ def test_encode_takes_the_list_and_encodes_it_alone(
     found = Cache(of.cache).open_snapshot()
     loader = Loader(
         found,
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=1,
-        ),
+        loader_settings(stop_step=1),
     )
     [(parts, _)] = list(loader)
     assert len(set(parts[0].sample_ids)) == 12
@@ -553,14 +532,12 @@ def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small
         ranks = [
             Loader(
                 opened,
-                LoaderSettings(
+                loader_settings(
                     seed=1,
-                    phase=0,
                     rank=rank,
                     world=world,
                     microbatch=3,
                     caption_drop=0.1,
-                    null_mask="bos",
                     prefetch=2,
                     threads=2,
                     start_step=start,
@@ -832,18 +809,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     assert list(audit.verify(Cache.of(of))) == []
     loader = Loader(
         Cache.of(of).open_snapshot(),
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=10,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=int(told["steps_per_epoch"]),
-        ),
+        loader_settings(microbatch=10, stop_step=int(told["steps_per_epoch"])),
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
     assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen

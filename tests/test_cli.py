@@ -534,3 +534,10 @@ def test_a_command_may_open_as_many_files_as_the_system_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_formats_of_the_command_are_those_that_can_be_opened() -> None:
+    from pipeline.sources.detect import FORMATS
+
+    [choice] = [option.type for option in cli.commands["encode"].params if option.name == "format"]
+    assert tuple(choice.choices) == FORMATS

@@ -26,6 +26,7 @@ from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
+from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
 
@@ -591,7 +592,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 def test_a_cache_moves_and_its_sources_may_be_away(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from pipeline.loader.loader import Loader, LoaderSettings
+    from pipeline.loader.loader import Loader
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -602,18 +603,7 @@ def test_a_cache_moves_and_its_sources_may_be_away(
     stages.bucket.run(config)
     loader = Loader(
         Cache(config.cache).open_snapshot(),
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.1,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=4,
-        ),
+        loader_settings(caption_drop=0.1, stop_step=4),
     )
     assert sum(len(batch.sample_ids) for batches, _ in loader for batch in batches) == 48
     shutil.move(away, source)

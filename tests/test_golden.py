@@ -21,9 +21,10 @@ import stages.pack
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.launch import Launch
-from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
 from tests.support import synthetic
+from tests.support.loading import loader_settings
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,16 +56,11 @@ def batch_digests(cache: Path, snapshot: str) -> list[str]:
     """A digest of the ids and tensors of each step's batch."""
     loader = Loader(
         Cache(cache).open_snapshot(snapshot),
-        LoaderSettings(
+        loader_settings(
             seed=7,
             phase=1,
-            rank=0,
-            world=1,
             microbatch=64,
             caption_drop=0.2,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
             stop_step=40,
             length_window=3 if snapshot == "windows" else 1,
         ),

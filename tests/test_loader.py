@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError, IntegrityError
 from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, State, bf16
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
+from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
 
@@ -136,17 +137,7 @@ def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
     snapshot = Cache(small_cache).open_snapshot()
     null = Loader(
         snapshot,
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-        ),
+        loader_settings(),
     ).null
     kept = load(small_cache, caption_drop=0.0)
     for mode in ("bos", "caption"):
@@ -272,18 +263,7 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
     loader = iter(
         Loader(
             Cache(small_cache).open_snapshot(),
-            LoaderSettings(
-                seed=0,
-                phase=0,
-                rank=0,
-                world=1,
-                microbatch=12,
-                caption_drop=0.0,
-                null_mask="bos",
-                prefetch=3,
-                threads=2,
-                stop_step=10,
-            ),
+            loader_settings(prefetch=3, threads=2, stop_step=10),
         )
     )
     assert [next(loader)[1].step for _ in range(4)] == [1, 2, 3, 4]

@@ -25,6 +25,7 @@ from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import packing
 from tests.support import tiny_cache
 from tests.support.consumed import seen
+from tests.support.loading import loader_settings
 from tests.test_pack import pack
 
 BUCKETS = {(256, 256): 480, (128, 256): 360}
@@ -167,17 +168,7 @@ def test_coming_shards_are_fetched_while_a_batch_is_held(
     first = settled()
     planner = Loader(
         packed,
-        LoaderSettings(
-            seed=5,
-            phase=1,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.0,
-            null_mask="caption",
-            prefetch=0,
-            threads=1,
-        ),
+        loader_settings(seed=5, phase=1, null_mask="caption"),
     )
     at_once = {name for step in range(3) for name in planner.shard_paths(step)}
     assert first > len(at_once) + 3, "nothing was fetched ahead"

@@ -19,12 +19,13 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.images import decoding
-from pipeline.loader.loader import Batch, Loader, LoaderSettings, bf16
+from pipeline.loader.loader import Batch, Loader, bf16
 from pipeline.models import encoders
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.sources import caption_rules
+from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -84,18 +85,7 @@ def test_cached_training_is_training_with_the_encoders_in_the_loop(
     snapshot = Cache(config.cache).open_snapshot()
     loader = Loader(
         snapshot,
-        LoaderSettings(
-            seed=3,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=4,
-            caption_drop=0.0,
-            null_mask="bos",
-            prefetch=0,
-            threads=1,
-            stop_step=10,
-        ),
+        loader_settings(seed=3, microbatch=4, stop_step=10),
     )
     cached = [batch for batches, _ in loader for batch in batches]
     loop = InTheLoop(config, snapshot, {"photos": photos})

@@ -618,9 +618,9 @@ def test_detection_and_force(tmp_path: Path) -> None:
         opened(folder / "*.csv")
     with pytest.raises(UserError, match=r"holds no \.csv"):
         opened(folder, "csv")
-    with pytest.raises(UserError, match="is no format"):
+    with pytest.raises(UserError, match="--format 'zip'"):
         opened(folder, "zip")
-    with pytest.raises(UserError, match="no kind of data"):
+    with pytest.raises(UserError, match="unknown kind"):
         opened(Path(__file__))
 
 

@@ -27,8 +27,9 @@ from pipeline.cache.garbage import unneeded
 from pipeline.cache.store import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
-from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.loader.loader import Loader
 from pipeline.reporting import drawing
+from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
 STORED = [codec.LOSSLESS, codec.INT8]
@@ -335,18 +336,7 @@ def test_storage_is_one_word_or_one_per_kind() -> None:
 def batches(cache: Path) -> list:
     loader = Loader(
         Cache(cache).open_snapshot(),
-        LoaderSettings(
-            seed=0,
-            phase=0,
-            rank=0,
-            world=1,
-            microbatch=12,
-            caption_drop=0.2,
-            null_mask="caption",
-            prefetch=2,
-            threads=2,
-            stop_step=4,
-        ),
+        loader_settings(caption_drop=0.2, null_mask="caption", prefetch=2, threads=2, stop_step=4),
     )
     return [batch for step, _ in loader for batch in step]
 

@@ -21,9 +21,9 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     While there is a contradiction, nothing may be removed from the cache: files that a lost document referred to look
     unneeded.
 
-    A shard without a commit is harmless if its unit is committed with another shard (by a late worker, or after a
-    crash), and if its head is unreadable. If its unit is planned and not committed, or in no plan, either a document
-    was lost or the work was not finished. Joint shards are copies of records, so they do not count.
+    A shard without a commit is harmless in two cases: its unit is committed with another shard (by a late worker, or
+    after a crash), or its head is unreadable. If its unit is planned and not committed, or in no plan, either a
+    document was lost or the work was not finished. Joint shards are copies of records, so they do not count.
     """
     yield from _unreadable_documents(cache)
     yield from _snapshot_contradictions(cache)

@@ -1,8 +1,8 @@
 """Commits and the index: which records a cache has, and where.
 
-A unit's commit document (`units/<recipe>/<plan>/<unit>.json`) is the only thing that makes its shard visible. When all
-units of a plan are committed, one segment document replaces them, so that opening a cache reads one document per
-finished plan and never lists a folder per unit. `RecordIndex` finds records by key.
+A shard is visible only through a commit: its unit's document (`units/<recipe>/<plan>/<unit>.json`) or, once all units
+of the plan are committed, one segment document. Readers then use the segment instead (`gc` removes the unit documents
+later), so opening a cache reads one document per finished plan. `RecordIndex` finds records by key.
 Why: a crash leaves only invisible files; a second or late worker publishes a name that is taken, which changes nothing.
 Price: a record may be in two shards (after a repair). The later plan wins, so an index is built in plan order. Adopted
 plans come before all others, in reverse order.

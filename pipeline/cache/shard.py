@@ -421,7 +421,7 @@ class Reader:
         report: Callable[[str, int, bytes], None] | None = None,
     ) -> list[tuple[int, RecordError]]:
         """Read many records in the order of storage, neighbours in one call. Each is verified; a wrong record is read
-        once more alone.
+        a second time, by itself.
 
         Args:
             shards: names; the column `shard` is an index into them.

@@ -401,8 +401,8 @@ def _check(snapshot: Snapshot, settings: LoaderSettings) -> None:
 
 
 def max_open_shards(snapshot: Snapshot) -> int:
-    """Limit on open shards. An open file occupies disk space even after the mirror evicts it, so with a mirror the
-    limit is half of what fits."""
+    """Limit on open shards. A file that the mirror removed occupies disk space while it is open, so with a mirror open
+    shards may take at most half of its size."""
     room, shards = snapshot.files.room, snapshot.shard_files()
     return 256 if room is None else max(4, min(256, room // (2 * max(shards.values()))))
 

@@ -27,7 +27,7 @@ class Plan:
     """One optimizer step of `n` samples, or a part of it.
 
     Attributes:
-        step, epoch, bucket: as in `Step`.
+        step, epoch, bucket: as in `schedule.Step`.
         visits: (n,) int64.
         samples: columns of the samples, (n,) each (see `Columns`).
         texts: columns of the caption that each visit sees, (n,) each.

@@ -64,8 +64,8 @@ class Step:
     Attributes:
         step, epoch, bucket: numbers.
         positions: (B,) int64 positions of the samples in the bucket.
-        visits: (B,) int64 how often each sample was visited before. Under `repeat`: twice that for first visits of an
-            epoch, an odd number for fillers. No two visits of a sample have the same number.
+        visits: (B,) int64 how often each sample was visited before. Under `repeat` it is only a unique number: even
+            (twice that count) for the first visit of an epoch, odd for samples that fill the last batch.
     """
 
     step: int

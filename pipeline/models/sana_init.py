@@ -19,7 +19,7 @@ from pipeline.models.sana_config import SanaConfig
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConfig) -> Tensor:
     """NVlabs' from-scratch value of one parameter, float32 on the CPU, in our layout.
 
-    Rules (NVlabs/Sana `diffusion/model/nets/sana_multi_scale.py`, `sana.py`, `norms.py`):
+    Rules (NVlabs/Sana `diffusion/model/nets/`: `sana_multi_scale.py`, `sana.py`; `diffusion/model/norms.py`):
     linear weights Xavier-uniform (over the fused qkv and kv matrices they are slices of), linear biases 0; patch
     convolution Xavier-uniform as a linear layer; timestep and caption layers N(0, 0.02); caption norm 0.01, other
     norms 1; scale_shift_table N(0, 1/D); GLUMBConv and the patch bias as PyTorch's convolutions (uniform within

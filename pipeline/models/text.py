@@ -341,11 +341,11 @@ def _batches(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[in
 class TextEncoder:
     """Gemma-2's last hidden states (after its final norm), selected as Sana selects them.
 
-    The rule (NVlabs/Sana `train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is cut and padded
-    on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last `max_length - 1`
-    positions are kept, without padding. The 2 stands for <bos> and the instruction's trailing space, which merges with
-    the caption's first word. Attention is causal, so rows do not depend on the padding to their right, which is left
-    out.
+    The rule (NVlabs/Sana `train_scripts/train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is
+    cut and padded on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last
+    `max_length - 1` positions are kept, without padding. The 2 stands for <bos> and the instruction's trailing space,
+    which merges with the caption's first word. Attention is causal, so rows do not depend on the padding to their
+    right, which is left out.
 
     Attributes:
         width: values per row.

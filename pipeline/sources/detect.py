@@ -76,7 +76,7 @@ def open_source(
         UserError: there is no data, data of several kinds, or of another format.
     """
     if format is not None and format not in FORMATS:
-        raise UserError(f"--format {format!r} is no format", expected=", ".join(FORMATS))
+        raise UserError(f"unknown --format {format!r}", expected=", ".join(FORMATS))
     filesystem, files, default_name = _resolve(data, patience_s)
     rule = CaptionRule.of(config, raw)
     if files is None and format is None and not _is_folder(filesystem, data):
@@ -310,7 +310,7 @@ def _kind_of_files(files: list[str], data: str) -> str:
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
         raise UserError(
-            f"{data}: is no kind of data that is known, or several",
+            f"{data}: the files are of an unknown kind, or of several kinds",
             expected="one of .tar, .parquet, .jsonl, .csv, or wids-meta.json",
             found=", ".join(sorted({"." + extension(file) for file in files})),
             fix="--format " + "|".join(FORMATS),

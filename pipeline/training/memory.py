@@ -97,7 +97,7 @@ _OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     (lambda train: {"activation_checkpointing": "full"}, "each block is computed once more: about a third slower"),
     (
         lambda train: {} if train.optim.in_backward else {"microbatch": max(1, train.microbatch // 2)},
-        "more, smaller microbatches; less parallel work",
+        "the same batch in more and smaller microbatches; slower, since the GPU has less to do at a time",
     ),
     (lambda train: {"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
     (

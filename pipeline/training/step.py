@@ -3,12 +3,12 @@
 What: `Step` takes this process's microbatches of one global batch, and does: noise, predict, compare, differentiate,
 clip, update. Loss and gradient are the means over the whole global batch for any split into processes and
 microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is parallelized.
-Why the division by the global batch and not by the microbatch: a mean of means is wrong as soon as two parts differ in
-size. Gradients are averaged over the parts of the batch, so each process divides by the size of its part.
-A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. On a GPU the host
-reads that verdict one step later, so that it need not wait for the device in every step; until the verdict is in
-(`Step.await_verdict`), no later step is reported and no checkpoint is written. In fp16 a finite loss with a non-finite
-gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
+Why not means of microbatches: a mean of means is wrong as soon as two parts differ in size. Each process divides its
+sum by the number of its samples; averaging the gradients over processes gives the mean over the global batch.
+A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. Whether a step was
+finite is its verdict. On a GPU the host reads it one step later, so that it need not wait for the device in every step;
+until then (`Step.await_verdict`) no later step is reported and no checkpoint is written. In fp16 a finite loss with a
+non-finite gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
 Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
 """
 

@@ -41,10 +41,10 @@ def peak_learning_rate(config: OptimConfig, batch: int) -> float:
 
 
 def learning_rate(config: OptimConfig, batch: int, step: int, recipe: str = "default") -> float:
-    """The rate of optimizer step `step` (the first one is 0): peak * min(1, (step + 1) / warmup_steps).
+    """The rate of a step: peak * min(1, (step + 1) / warmup_steps).
 
-    So the first step has 1/warmup_steps of the peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one
-    step behind: its first step has rate 0.
+    Steps count from 0 here; the loop counts from 1 and passes `step - 1`. So the first step has 1/warmup_steps of the
+    peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one step behind: its first step has rate 0.
     """
     peak, done = peak_learning_rate(config, batch), step if recipe == "nvlabs" else step + 1
     return peak * min(1.0, done / config.warmup_steps) if config.warmup_steps else peak
