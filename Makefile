@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 JOBS        ?= 2
 DURATIONS   ?= 20
 BENCH_ARGS  ?=
-ROOM        ?= cache data encoding training
+ROOM        ?= cache sources images snapshots loader work encoding training
 TORCH_INDEX ?=
 
 # Waiting threads sleep instead of spinning: on a busy two-core machine a spinning pair was 12 times slower.
