@@ -1,4 +1,4 @@
-"""Numbers of bytes in messages."""
+"""Numbers of bytes and durations in messages."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def amount(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: `2h05m`, `3m07s` or `9s`."""
+    minutes, rest = divmod(int(max(0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.work": "config errors amounts retrying launch cache",
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
-        "pipeline.training": "config errors retrying launch cache models loader parallel",
+        "pipeline.training": "config errors amounts retrying launch cache models loader parallel",
         "pipeline.reporting": "config cache models loader",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"

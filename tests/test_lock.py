@@ -91,7 +91,7 @@ def test_a_second_training_is_refused_with_the_firsts_host_process_and_age(
         train(tmp_path / "run")
     printed = str(caught.value)
     assert caught.value.exit_code == 10
-    assert f"process {owner.process} on {owner.host}, for 2 h" in printed
+    assert f"process {owner.process} on {owner.host}, for 2h" in printed
     assert "train.output" in printed
     assert path.read_bytes() == before
     assert list((tmp_path / "run").iterdir()) == [path]

@@ -730,6 +730,16 @@ def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 7.0)]
 
 
+def test_the_time_left_is_at_the_speed_since_the_last_line(tmp_path: Path) -> None:
+    values = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "images_per_s": 1.0, "data_wait": 0.0, "bucket": [8, 8]}
+    printed: list[str] = []
+    with closing(metrics.Metrics(tmp_path / "metrics.jsonl", printed.append)) as journal:
+        journal.start(step=2)
+        for step, seconds in ((4, 100.0), (6, 120.0), (10, 130.0)):
+            journal.row(10, {"step": step, **values, "seconds": seconds})
+    assert [line.rpartition("  ")[2] for line in printed] == ["5m00s left", "40s left", "8x8"]
+
+
 def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """From a real snapshot; a run that is resumed keeps its snapshot though the cache has a newer one."""
     import stages.bucket

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from pipeline.amounts import amount
+from pipeline.amounts import amount, duration
 from pipeline.cache import codec, layout
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
 from pipeline.cache.store import Cache, Plan, Unit
@@ -30,7 +30,6 @@ from pipeline.models import encoders
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
-from pipeline.work.progress import span
 
 Shape = tuple[int, int]
 
@@ -496,11 +495,11 @@ def _time_lines(estimate: dict[str, Any] | None) -> list[str]:
     if estimate["device_hours"] is None:
         return ["time: unknown, nothing of the work could be encoded in the probe"]
     tasks, hours = estimate["tasks"], estimate["hours_per_task"]
-    share = f", {span(hours * 3600)} for each of {tasks} tasks" if tasks > 1 else ""
+    share = f", {duration(hours * 3600)} for each of {tasks} tasks" if tasks > 1 else ""
     out = [
-        f"time: {span(estimate['device_hours'] * 3600)} on one device ({estimate['device_hours']:.3g} device-hours, "
-        f"{estimate['device']}){share}; probed with {estimate['probed_images']} pictures and "
-        f"{estimate['probed_captions']} captions"
+        f"time: {duration(estimate['device_hours'] * 3600)} on one device "
+        f"({estimate['device_hours']:.3g} device-hours, {estimate['device']}){share}; "
+        f"probed with {estimate['probed_images']} pictures and {estimate['probed_captions']} captions"
     ]
     if estimate["decode_bound"]:
         out.append("  decoding takes longer than encoding: more encode.workers would help")

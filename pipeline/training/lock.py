@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pipeline.amounts import duration
 from pipeline.cache import process_identity as processes
 from pipeline.cache.local_files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
@@ -179,7 +180,7 @@ class _Candidate:
                 return None
             with self.path.open(encoding="utf-8") as file:
                 owner, touched = _parsed(file.read()), os.fstat(file.fileno()).st_mtime
-            described = "an unknown process" if owner is None else f"{owner}, for {_span(now - owner.since)}"
+            described = "an unknown process" if owner is None else f"{owner}, for {duration(now - owner.since)}"
             ended = owner is not None and (owner.has_ended() or ours.follows(owner))
             if ended or now - touched >= STALE_S:
                 _replace(self.path, ours)
@@ -191,11 +192,11 @@ class _Candidate:
         if self._last_touch not in (None, touched):
             raise RunTaken(
                 f"another training uses the run directory {self.path.parent}",
-                found=f"{described}; it last touched the lock {_span(max(0.0, now - touched))} ago",
+                found=f"{described}; it last touched the lock {duration(max(0.0, now - touched))} ago",
                 fix="wait for it or end it, or --set train.output=DIR for another run",
             )
         first, self._last_touch = self._last_touch is None, touched
-        left = _span(max(0.0, STALE_S - (now - touched)))
+        left = duration(max(0.0, STALE_S - (now - touched)))
         return f"waiting to see whether {described} is alive, at most {left}: {self.path}" if first else ""
 
 
@@ -252,10 +253,3 @@ def _parsed(text: str) -> Owner | None:
         return Owner(**json.loads(text))
     except (ValueError, TypeError):
         return None
-
-
-def _span(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

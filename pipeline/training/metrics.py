@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pipeline.amounts import duration
 from pipeline.errors import UserError
 from pipeline.training.trackers import Trackers
 
@@ -41,6 +42,7 @@ class Metrics:
             trackers: receive each row's numbers, too; closed with the journal.
         """
         self.path, self._say, self._trackers = path, say, trackers
+        self._last: tuple[int, float] | None = None
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
             self._file = path.open("a", encoding="utf-8")
@@ -52,14 +54,23 @@ class Metrics:
     def start(self, **facts: Any) -> None:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device."""
         self._write({"event": "start", **facts, "time": _now()})
+        self._last = facts["step"], 0.0
 
     def row(self, steps: int, values: dict[str, Any]) -> None:
         """Write one row and print it. `steps`: `train.steps`, for the printed line."""
         values = {**values, "time": _now()}
         self._write(values)
-        self._say(_line(values, steps))
+        self._say("  ".join([_line(values, steps), *self._time_left(values, steps)]))
         if self._trackers is not None:
             self._trackers.log(values["step"], values)
+
+    def _time_left(self, row: dict[str, Any], steps: int) -> list[str]:
+        """At the speed since the last row."""
+        last, self._last = self._last, (row["step"], row.get("seconds", 0.0))
+        if last is None or row["step"] >= steps or row["step"] <= last[0] or self._last[1] <= last[1]:
+            return []
+        rate = (self._last[1] - last[1]) / (row["step"] - last[0])
+        return [f"{duration(rate * (steps - row['step']))} left"]
 
     def close(self) -> None:
         self._file.close()

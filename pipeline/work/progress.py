@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.amounts import duration
+
 
 @dataclass
 class Meter:
@@ -137,7 +139,7 @@ class Progress:
         if self.meter is not None:
             parts.append(f"encoder {self.busy:.0%} busy")
         if self.total is not None and rate:
-            parts.append(f"{span((self.total - self.done - self.rejected) / rate)} left")
+            parts.append(f"{duration((self.total - self.done - self.rejected) / rate)} left")
         if self.rejected:
             parts.append(f"{self.rejected} rejected")
         return ", ".join(parts)
@@ -154,10 +156,3 @@ class Progress:
         else:
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
-
-
-def span(seconds: float) -> str:
-    """A duration for people: `2h05m`, `3m07s` or `9s`."""
-    minutes, rest = divmod(int(max(0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
