@@ -26,6 +26,7 @@ from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import PP, TP
+from pipeline.parallel.shards import local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, target) -> (b,) fp32 losses of the samples."""
@@ -94,7 +95,7 @@ class ParallelModel:
         def complete(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
             assert gradient is not None and self._updated is not None
-            norm = torch.linalg.vector_norm(_local(gradient), dtype=torch.float32)
+            norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32)
             self._updated.setdefault(_sharding_groups(gradient), []).append(norm)
             update(parameter)
             parameter.grad = None
@@ -113,7 +114,7 @@ class ParallelModel:
         if self._updated is not None:
             by_groups, self._updated = self._updated, {}
         for gradient in self.gradients():
-            by_groups.setdefault(_sharding_groups(gradient), []).append(_local(gradient))
+            by_groups.setdefault(_sharding_groups(gradient), []).append(local(gradient))
         squares = torch.stack([_sum_of_squares(shards, groups) for groups, shards in by_groups.items()]).sum()
         return self._sum_over_stages(squares).sqrt()
 
@@ -131,7 +132,7 @@ class ParallelModel:
         factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
         factor = factor / divisor
         factors: dict[torch.device, Tensor] = {}
-        for gradient in map(_local, self.gradients()):
+        for gradient in map(local, self.gradients()):
             gradient.mul_(factors.setdefault(gradient.device, factor.to(gradient.device)))
 
 
@@ -187,10 +188,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     if not isinstance(blocks, list) or not blocks:
         raise ValueError(f"{type(model).__name__} states no `blocks`: a property with the list of its layers")
     return blocks
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
+from pipeline.parallel.shards import local
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
@@ -98,10 +99,6 @@ def _reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(module, nn.Conv2d):
         groups = 1 if module.groups == 1 else weight.shape[0]
@@ -129,12 +126,12 @@ class _Region(_Sharded):
 
 class _Column(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
-        return _apply(self, x, _local(self.weight), _local(self.bias))  # type: ignore[arg-type]
+        return _apply(self, x, local(self.weight), local(self.bias))  # type: ignore[arg-type]
 
 
 class _Row(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
-        summed = _reduce_forward(_apply(self, x, _local(self.weight), None), self._mesh)  # type: ignore[arg-type]
+        summed = _reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
         if self.bias is None:
             return summed
         return summed + (self.bias.view(-1, 1, 1) if isinstance(self, nn.Conv2d) else self.bias)
@@ -144,7 +141,7 @@ class _Norm(_Sharded):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        full, weight = x.float(), _local(self.weight)
+        full, weight = x.float(), local(self.weight)
         squares = _reduce_backward(_reduce_forward(full.square().sum(-1, keepdim=True), self._mesh), self._mesh)
         full = full * torch.rsqrt(squares / (x.shape[-1] * self._mesh.size()) + self.eps)
         return full.to(weight.dtype) * weight

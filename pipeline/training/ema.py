@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import EmaConfig
-from pipeline.training.optimizers.stochastic_rounding import local
+from pipeline.parallel.shards import local
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:

@@ -27,7 +27,8 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from pipeline.training.optimizers.stochastic_rounding import Noise, local, to_bf16
+from pipeline.parallel.shards import local
+from pipeline.training.optimizers.stochastic_rounding import Noise, to_bf16
 
 BLOCK = 256
 _SMALLEST = 4096

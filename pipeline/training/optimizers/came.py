@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pipeline.training.optimizers.stochastic_rounding import Noise, local, to_bf16
+from pipeline.parallel.shards import local
+from pipeline.training.optimizers.stochastic_rounding import Noise, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
 EPS = (1e-30, 1e-16)

@@ -23,6 +23,8 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline.parallel.shards import local
+
 
 def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Round fp32 to bf16 stochastically; the expected result is `value`.
@@ -33,11 +35,6 @@ def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     bits = value.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
     return noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Noise:

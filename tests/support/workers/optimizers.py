@@ -23,11 +23,11 @@ from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel import collectives, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.parallel.shards import local
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import came
 from pipeline.training.optimizers.came import CAME
-from pipeline.training.optimizers.stochastic_rounding import local
 from pipeline.training.step import Step
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
