@@ -29,7 +29,7 @@ from pipeline.training.checkpoint import CheckpointError, read_document
 from pipeline.work import claims
 from tests.test_sources import listed, make_tar, opened
 
-WORKER = Path(__file__).parent / "workers" / "fuzzing.py"
+WORKER = Path(__file__).parent / "support" / "workers" / "fuzzing.py"
 INPUTS = 1_050
 
 

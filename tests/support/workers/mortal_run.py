@@ -20,6 +20,7 @@ from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 STEPS = 12
+SAVE_EVERY = 2
 
 
 def main() -> None:
@@ -35,6 +36,9 @@ def main() -> None:
             if (step, launch.rank) == (when, rank) and not mark.exists():
                 mark.touch()
                 if seconds < 0:
+                    saved = run / f"checkpoints/step-{step // SAVE_EVERY * SAVE_EVERY:08d}"
+                    while not saved.exists():  # it is written beside the steps, by all processes
+                        time.sleep(0.02)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif seconds:
                     threading.Timer(seconds, die).start()
@@ -42,7 +46,7 @@ def main() -> None:
                     die()
         time.sleep(0.02)  # so that a death some seconds later is in the middle of something
 
-    settings = tiny_run.config(run, steps=STEPS, save_every=2, microbatch=2, **train)
+    settings = tiny_run.config(run, steps=STEPS, save_every=SAVE_EVERY, microbatch=2, **train)
     task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
     fit(settings, task, launch, resume="auto", say=lambda line: print(line, flush=True))
 
