@@ -185,7 +185,8 @@ class TarSource(Source):
         except (tarfile.TarError, OSError, ValueError, EOFError) as error:
             if isinstance(error, Unreadable):
                 raise
-            tar.reject(tar.name, f"is no whole tar: {error_text(error)} (after byte {end})")
+            # Reasons of rejects enter the ids of snapshots: they keep their text.
+            tar.reject(tar.name, f"is no whole tar: {error_text(error)} (behind byte {end})")
             return
         _check_end(tar, buffered, end, size)
 
