@@ -329,13 +329,21 @@ def _encode(
         missing(text_plans)  # writes the segments of finished plans
         if not idle:
             image_plans = planning.plan_images(cache, run.latent, images, config)
-        todo = missing(image_plans)
-        ready = _readable(cache, todo, run.source.name)
-        pictures = make(ready, "images")
-        claims.sweep(cache, image_plans)
-        missing(image_plans)
-    pictures = replace(pictures, left=pictures.left + len(todo) - len(ready))
+        pictures = _encode_pictures(run, image_plans, missing, make)
+        moved = images.slice(0, 0) if idle else planning.moved(cache, run.latent, images)
+        if len(moved):
+            more = _encode_pictures(run, planning.plan_images(cache, run.latent, moved, config), missing, make)
+            pictures = replace(pictures, records=pictures.records + more.records)
     return {"images": pictures, "captions": captions}, idle
+
+
+def _encode_pictures(run: _Run, plans: list[Plan], missing: Callable[[list[Plan]], Work], make: Make) -> _Made:
+    todo = missing(plans)
+    ready = _readable(run.cache, todo, run.source.name)
+    pictures = make(ready, "images")
+    claims.sweep(run.cache, plans)
+    missing(plans)
+    return replace(pictures, left=pictures.left + len(todo) - len(ready))
 
 
 def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:

@@ -492,6 +492,35 @@ def test_a_picture_that_vanishes_is_planned_again(start: Config, source: Path, m
     assert stages.encode.run(start, data=str(source))["images"] == 1
 
 
+def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed run's plan names the old paths; its units look there first."""
+    for seed in (1, 2):
+        picture(source / f"before-{seed}.png", seed)
+    shutil.copy(source / "before-1.png", source / "twin.png")
+    (source / "twin.txt").write_text("a twin")
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "load", die)
+        with pytest.raises(Killed):
+            stages.encode.run(start, data=str(source))
+    picture(source / "before-1.png", 3)  # another picture under the planned name of the twins
+    for suffix in ("png", "txt"):
+        (source / f"before-2.{suffix}").rename(source / f"after-2.{suffix}")
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
+    stages.bucket.run(start)
+    assert len(Cache(start.cache).open_snapshot()) == 15
+    assert stages.encode.run(start, data=str(source))["images"] == 0
+
+
 def test_non_finite_output_is_rejected_never_stored(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

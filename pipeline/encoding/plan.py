@@ -243,6 +243,19 @@ def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, i
     return int((~present & ~failed).sum()), int(present.sum())
 
 
+def moved(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> pa.Table:
+    """The rows of an image work list whose record failed for a temporary cause at another item.
+
+    Equal pictures are encoded once, from the item that the plan names. If that item has changed since, an item of
+    the present scan still has the picture.
+    """
+    index = cache.index(recipe.name)
+    failed = {reject.key: reject.item for reject in index.rejects if reject.retry}  # of several, the latest
+    rows = work.filter(pc.and_(among(work, failed), pa.array(~index.present(fixed(work.column("key"))))))
+    pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
+    return rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
+
+
 def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
     """Which rows of a work list have one of these keys (hex)."""
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
