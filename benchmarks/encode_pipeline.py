@@ -25,7 +25,7 @@ from PIL import Image
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
 from pipeline.cache.index import Commit
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
@@ -94,7 +94,7 @@ def pictures(folder: Path, count: int) -> FolderSource:
     return FolderSource(folder, "text", "pictures")
 
 
-def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
+def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[WorkPlan]]:
     cache = Cache(root, create=True)
     scan = scanning.scan(
         source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
@@ -104,7 +104,7 @@ def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[Plan]]:
     return cache, planning.plan_images(cache, RECIPE, work, config)
 
 
-def encode(cache: Cache, plans: list[Plan], source: FolderSource, encoder: Real) -> int:
+def encode(cache: Cache, plans: list[WorkPlan], source: FolderSource, encoder: Real) -> int:
     done = 0
     for plan, unit in engine.missing_units(cache, plans):
         rows = cache.table(plan.table).slice(unit.start, unit.count)
@@ -121,7 +121,7 @@ class Runner:
     def __init__(self, cache: Cache, source: FolderSource, seconds: float):
         self.cache, self.source, self.encoder = cache, source, Sleeping(seconds)
 
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
         rows = self.cache.table(plan.table).slice(unit.start, unit.count)
         made = unit_records.image_records(
             RECIPE, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2

@@ -24,8 +24,8 @@ import pyarrow as pa
 
 from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.cache import layout
+from pipeline.cache.root import Cache
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records

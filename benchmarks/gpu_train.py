@@ -1,7 +1,8 @@
 """Sana 1.6B at 1024 px on one GPU: images/s, MFU and peak memory of a training step, against diffusers' model.
 
 Every row is a separate process: random weights, 300 caption rows (100 shown on average), three steps to warm up
-and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `Step` on a parallel model, EMA off.
+and then ten timed ones from tensors in page-locked memory. Ours is the trainer's `TrainStep` on a parallel model,
+EMA off.
 The other side is `SanaTransformer2DModel` with fp32 weights under autocast to bf16, torch's AdamW with its defaults,
 clipping by `clip_grad_norm_`, gradient checkpointing on and off.
 
@@ -49,7 +50,7 @@ from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
-from pipeline.training.step import Step
+from pipeline.training.step import TrainStep
 from pipeline.training.throughput import peak_tflops
 
 SIDE, ROWS = 32, 300
@@ -115,7 +116,8 @@ def ours(row: Row, config: SanaConfig, device: torch.device, ending: ExitStack) 
     model = parallelize(SanaTransformer.on_meta(config, numerics(train)), mesh, train)
     _random(model.module)
     model.module.train()
-    step = Step(model, FlowMatching(train.flow), optimizers.build(model.module, train.optim, device), train, device)
+    optimizer = optimizers.build(model.module, train.optim, device)
+    step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device)
     batch = batch_of(config, row.batch, train.text == "packed")
 
     def run_step() -> None:

@@ -42,8 +42,8 @@ import torch
 
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache.root import Cache, Unit
 from pipeline.cache.snapshot import Policies
-from pipeline.cache.store import Cache, Unit
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit

@@ -41,7 +41,7 @@ from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
-from pipeline.training.step import Step
+from pipeline.training.step import TrainStep
 
 PROCESSES = 4
 RUNGS: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
     optimizer = optimizers.build(parallel.module, train.optim, CPU)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, parallel)
-    step, host, times = Step(parallel, FlowMatching(train.flow), optimizer, train, CPU), [0], []
+    step, host, times = TrainStep(parallel, FlowMatching(train.flow), optimizer, train, CPU), [0], []
     offloaders = {
         block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
     } - {None}

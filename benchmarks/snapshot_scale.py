@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard, snapshot
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.processes import run_and_exit

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.processes import run_and_exit
 
 TOKENS, WIDTH, PADDED = 82, 2304, 2 * (300 * 2304 + 32 * 32 * 32)

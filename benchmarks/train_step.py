@@ -1,7 +1,7 @@
 """Overhead of the trainer: a step against a bare PyTorch loop, and the wait for data.
 
-overhead: `Step` (casts, noise, per-sample losses, verdict, global norm, clipping, optimizer) against a loop of plain
-PyTorch that does the same arithmetic on float32 tensors in memory: noise already mixed in, mean loss,
+overhead: `TrainStep` (casts, noise, per-sample losses, verdict, global norm, clipping, optimizer) against a loop of
+plain PyTorch that does the same arithmetic on float32 tensors in memory: noise already mixed in, mean loss,
 `clip_grad_norm_`, AdamW. The same model and values, alternating, CPU time of one thread (the machine may be shared);
 the median of the ratios of neighbours, and the larger one of two models: the demonstration's (batch 12), and two blocks
 of Sana 0.6B at 512 px with its ends (batch 2).
@@ -39,7 +39,7 @@ from pipeline.parallel.parallelize import ParallelModel
 from pipeline.processes import run_and_exit
 from pipeline.training import metrics
 from pipeline.training import optimizers as optim
-from pipeline.training.step import Step
+from pipeline.training.step import TrainStep
 
 CPU = torch.device("cpu")
 TINY = [(48, 80), (56, 72), (64, 64), (72, 56), (80, 48)]
@@ -83,7 +83,7 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     objective = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
-    step = Step(ParallelModel(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
+    step = TrainStep(ParallelModel(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
     sigma, timesteps = objective.sigmas(batch.logit)
     noised = objective.noised(batch.latents, batch.noise, sigma)
     target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()

@@ -24,8 +24,8 @@ from pipeline.cache import copies, layout
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import HeldOut, Policies, write_chunks
-from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets

@@ -25,7 +25,7 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
-from pipeline.cache.store import Cache, Plan, check_source_name
+from pipeline.cache.root import Cache, WorkPlan, check_source_name
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import plan as planning
@@ -320,7 +320,7 @@ def _encode(
         if run.source.ignored:
             click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
 
-    def missing(plans: list[Plan]) -> Work:
+    def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)
 
     with _ENGINES[run.engine](run) as make:
@@ -337,7 +337,7 @@ def _encode(
     return {"images": pictures, "captions": captions}, idle
 
 
-def _encode_pictures(run: _Run, plans: list[Plan], missing: Callable[[list[Plan]], Work], make: Make) -> _Made:
+def _encode_pictures(run: _Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")

@@ -6,7 +6,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 

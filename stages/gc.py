@@ -8,7 +8,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache.garbage import remove, unneeded
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 
 

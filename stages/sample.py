@@ -22,8 +22,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.config import Config, dump
 from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError

@@ -8,8 +8,8 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import compare, layout
+from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache, check_snapshot_name
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 

@@ -7,8 +7,8 @@ import json
 import click
 
 from pipeline.amounts import amount
+from pipeline.cache.root import Cache
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 

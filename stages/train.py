@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device

@@ -13,7 +13,7 @@ from pipeline.amounts import amount
 from pipeline.cache import audit, layout
 from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, recipe_names
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding import rebuild, repair
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError

@@ -16,7 +16,7 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders

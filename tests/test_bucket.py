@@ -24,10 +24,10 @@ from pipeline.cache import adopt, audit, compare, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.index import as_keys, key_bytes
 from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import Part, Snapshot
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache
 from pipeline.cli import cli
 from pipeline.config import Config, load
 from pipeline.encoding import plan as planning

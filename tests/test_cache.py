@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pipeline.cache import index, layout, shard
 from pipeline.cache.files import Files
-from pipeline.cache.store import Cache, Unit
+from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)

@@ -23,8 +23,8 @@ from pipeline.cache import audit, codec, index, layout
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.encoding import rebuild, unit_records
 from pipeline.errors import IntegrityError
@@ -103,7 +103,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     units: list[str] = []
     real = unit_records.write_unit
 
-    def encode(cache: Cache, recipe: layout.Recipe, plan: Plan, unit: Unit, *rest: Any) -> index.Commit:
+    def encode(cache: Cache, recipe: layout.Recipe, plan: WorkPlan, unit: Unit, *rest: Any) -> index.Commit:
         units.append(unit.unit)
         return real(cache, recipe, plan, unit, *rest)
 

@@ -19,8 +19,8 @@ import torch
 import stages.bucket
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.files import Files
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.snapshot import Part
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
@@ -277,7 +277,7 @@ def large(keys: list[int], height: int, width: int) -> pa.Table:
     return work(keys).set_column(4, "height", sides[0]).set_column(5, "width", sides[1])
 
 
-def planned(cache: Cache, keys: list[int], **options: Any) -> list[Plan]:
+def planned(cache: Cache, keys: list[int], **options: Any) -> list[WorkPlan]:
     return planning.plan_images(cache, LATENT, work(keys), EncodeConfig(**options))
 
 
@@ -398,7 +398,7 @@ def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
 
 
 def test_every_unit_is_some_tasks_and_stays_it() -> None:
-    todo = [(Plan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
+    todo = [(WorkPlan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
     shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]
     assert sorted(unit.unit for part in shares for _, unit in part) == sorted(unit.unit for _, unit in todo)
     assert [sum(engine.in_share(unit.unit, task, 3) for task in range(3)) for _, unit in todo] == [1] * 50

@@ -18,7 +18,7 @@ import stages.bucket
 import stages.encode
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
-from pipeline.cache.store import Cache, Unit
+from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder

@@ -16,7 +16,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline.cache import layout
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records

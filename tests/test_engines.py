@@ -19,7 +19,7 @@ import pytest
 
 import stages.encode
 from pipeline.cache import index
-from pipeline.cache.store import Cache, Unit
+from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config, dump, load
 from pipeline.errors import UserError
 from pipeline.processes import command

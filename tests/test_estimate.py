@@ -14,7 +14,7 @@ from PIL import Image
 
 import stages.encode
 from pipeline.cache.files import Files
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config, dump
 from pipeline.encoding import estimate
 from pipeline.encoding import scan as scanning

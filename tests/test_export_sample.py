@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from pipeline import cli, processes
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import AwayError, ConfigError, UserError
 from pipeline.images import decoding

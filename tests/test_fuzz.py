@@ -19,7 +19,7 @@ import pytest
 
 from pipeline.cache import codec, layout, shard
 from pipeline.cache.files import Files
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import load
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.models.sana_config import read_config

@@ -30,8 +30,8 @@ from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
+from pipeline.cache.root import Cache
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests.support import tiny_cache

@@ -18,7 +18,7 @@ import torch
 
 import stages.bucket
 import stages.pack
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.loader.loader import Loader

@@ -21,9 +21,9 @@ import pytest
 from pipeline.cache import audit, layout
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.root import Cache
 from pipeline.cache.shard import Reader
 from pipeline.cache.snapshot import NAMES, Snapshot
-from pipeline.cache.store import Cache
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence

@@ -12,7 +12,7 @@ import pytest
 
 import stages.bucket
 from pipeline.cache import arrow, layout, shard
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning

@@ -16,7 +16,7 @@ import stages.bucket
 import stages.encode
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, State, bf16

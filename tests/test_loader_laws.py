@@ -23,8 +23,8 @@ import torch
 
 from pipeline.cache import local_files, shard
 from pipeline.cache import snapshot as snapshots
+from pipeline.cache.root import Cache
 from pipeline.cache.shard import Reader
-from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader import length_bucketing, randomness
 from pipeline.loader.loader import Loader, State, unpack
@@ -444,7 +444,7 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     """A read of a dead file system must not keep the process alive: the thread is left behind."""
     script = (
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path; from pipeline.cache.store import Cache; from pipeline.cache.shard import Reader\n"
+        "from pathlib import Path; from pipeline.cache.root import Cache; from pipeline.cache.shard import Reader\n"
         "from tests.support.consumed import loader\n"
         "reading = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
         "Reader.read_span = lambda *a: threading.Event().wait()\n"

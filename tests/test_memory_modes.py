@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.models.objective import FlowMatching
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, metrics, optimizers
 from pipeline.training.optimizers import in_backward
-from pipeline.training.step import Step
 from tests.support.workers import tiny_run
 from tests.test_dist_training import torchrun
 from tests.test_training import _equal, _fit
@@ -42,7 +40,7 @@ def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, 
         parameter.register_post_accumulate_grad_hook(
             lambda _: most.append(sum(p.grad is not None for p in parameters))  # type: ignore[arg-type,func-returns-value]
         )
-    step = Step(held, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = tiny_run.train_step(held, settings.train, optimizer)
     outcomes = [step([tiny_run.global_batch(number)], number + 1) for number in range(4)]
     weights = {name: p.detach() for name, p in held.module.named_parameters()}
     return [float(o.loss) for o in outcomes], [float(o.grad_norm) for o in outcomes], weights, max(most)

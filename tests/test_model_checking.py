@@ -38,8 +38,8 @@ from hypothesis.stateful import (
 from PIL import Image, ImageDraw
 
 from pipeline.cache.files import Files
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError
 

@@ -27,8 +27,8 @@ from pipeline.cache import copies, layout
 from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
+from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardWriter
-from pipeline.cache.store import Cache
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings

@@ -26,7 +26,7 @@ from pipeline.training import checkpoint, loss_scale, metrics, optimizers, train
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
-from pipeline.training.step import NonFiniteError, Step
+from pipeline.training.step import NonFiniteError, TrainStep
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
@@ -269,7 +269,7 @@ def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimi
     settings = tiny_run.config(layers=1, optim={"name": name})
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = tiny_run.train_step(model, settings.train, optimizer)
     for number in range(steps):
         step([tiny_run.global_batch(number)], number + 1)
     return model, optimizer
@@ -388,11 +388,9 @@ def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------ loss scaling
 
 
-def _stepper(settings: Config, model: nn.Module | None = None) -> Step:
+def _stepper(settings: Config, model: nn.Module | None = None) -> TrainStep:
     module = model or tiny_run.model(settings)
-    return Step(
-        ParallelModel(module), FlowMatching(settings.train.flow), tiny_run.Recorder(module), settings.train, CPU
-    )  # type: ignore[arg-type]
+    return tiny_run.train_step(module, settings.train)
 
 
 def _in_fp16(run: Callable[[ParallelModel], Any]) -> Any:
@@ -445,7 +443,7 @@ def test_a_step_that_overflows_is_left_out(tmp_path: Path) -> None:
     settings = tiny_run.config(precision="fp16")
     model = _overflowing(tiny_run.model(settings), 2)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(ParallelModel(model.half().float()), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = tiny_run.train_step(model.half().float(), settings.train, optimizer)
     step.dtype = torch.float32  # computed in fp32: the overflow is made
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert [step([tiny_run.global_batch(i)], i + 1).skipped for i in range(2)] == [True, True]

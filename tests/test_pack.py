@@ -29,9 +29,9 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Packed, Part, Snapshot
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings

@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.cache import audit
 from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig
 from pipeline.errors import IntegrityError
 from pipeline.loader import shard_prefetch

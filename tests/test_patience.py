@@ -17,8 +17,8 @@ import pytest
 from pipeline import retrying
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.root import Cache
 from pipeline.cache.shard import Reader
-from pipeline.cache.store import Cache
 from pipeline.config import MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, ConfigError
 from pipeline.work.stop import Stop, Stopped

@@ -15,8 +15,8 @@ import torch
 import stages.bucket
 import stages.encode
 import stages.train
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.config import Config
 from pipeline.images import decoding
 from pipeline.loader.loader import Batch, Loader, bf16

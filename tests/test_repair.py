@@ -20,8 +20,8 @@ from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import BUCKET, GC, Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config, load
 from pipeline.encoding import unit_records
 from pipeline.encoding.unit_encoder import UnitEncoder
@@ -63,7 +63,7 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made
             arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
 
     def encode(
-        _: object, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+        _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
     ) -> list[unit_records.Made]:
         keys = cache.table(plan.table).slice(unit.start, unit.count).column("key").to_pylist()
         return [([unit_records.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
@@ -218,7 +218,7 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
         damaged[path] = path.read_bytes()
         flip(path, rows[0]["offset"])
 
-    def encode(of: object, plan: Plan, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
+    def encode(of: object, plan: WorkPlan, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
         asked.append(unit.unit)
         if len(asked) < 3:
             raise kind(f"error {len(asked)}")

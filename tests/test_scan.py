@@ -22,7 +22,7 @@ from PIL import Image
 
 from pipeline.cache import audit
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.sources.caption_columns import CaptionRule

@@ -24,7 +24,7 @@ import stages.verify
 from pipeline.cache import audit, codec, index, layout, shard, snapshot
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader

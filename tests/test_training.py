@@ -24,18 +24,16 @@ import yaml
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
-from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
-from pipeline.training.step import NonFiniteError, Step
+from pipeline.training.step import NonFiniteError
 from pipeline.training.task import Report
 from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
@@ -159,7 +157,7 @@ def test_a_mean_of_means_would_be_noticed() -> None:
     _, _, expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     model = tiny_run.model(settings)
     pieces = tiny_run.microbatches(batch, 3)
-    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = tiny_run.train_step(model, settings.train)
     for piece in pieces:
         (tiny_run.losses(step, piece).mean() / len(pieces)).backward()
     actual = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -173,7 +171,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before() -> None:
     assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)
     model = tiny_run.model(settings)
     recorder = tiny_run.Recorder(model)
-    outcome = Step(ParallelModel(model), FlowMatching(settings.train.flow), recorder, settings.train, CPU)([batch], 1)  # type: ignore[arg-type]
+    outcome = tiny_run.train_step(model, settings.train, recorder)([batch], 1)  # type: ignore[arg-type]
     assert float(outcome.grad_norm) == pytest.approx(norm)
     assert tiny_run.distance(recorder.gradients, {name: g * (0.1 / norm) for name, g in whole.items()}) < 1e-5
 
@@ -186,7 +184,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     model = tiny_run.model(settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = tiny_run.train_step(model, settings.train, optimizer)
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
     text = str(caught.value)
@@ -210,7 +208,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
     batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU, names)
+    step = tiny_run.train_step(model, settings.train, optimizer, names=names)
     with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
         step([batch], 1)
 
@@ -222,9 +220,7 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     before = model.proj_out.weight.clone()
     optimizer = optimizers.build(model, settings.train.optim, CPU)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
-        Step(ParallelModel(model), FlowMatching(settings.train.flow), optimizer, settings.train, CPU)(
-            [tiny_run.global_batch(0)], 3
-        )
+        tiny_run.train_step(model, settings.train, optimizer)([tiny_run.global_batch(0)], 3)
     assert torch.equal(model.proj_out.weight, before)
 
 
@@ -242,7 +238,7 @@ def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tupl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    step = Step(ParallelModel(model), FlowMatching(settings.train.flow), tiny_run.Recorder(model), settings.train, CPU)  # type: ignore[arg-type]
+    step = tiny_run.train_step(model, settings.train)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = tiny_run.losses(step, batch).mean()
     loss.backward()

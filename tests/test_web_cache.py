@@ -16,7 +16,7 @@ import stages.status
 import stages.verify
 from pipeline.cache import objects
 from pipeline.cache.objects import ObjectFiles
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
 from tests.support import tiny_cache

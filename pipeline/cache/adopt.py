@@ -22,7 +22,7 @@ from pipeline.cache import index, layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import CacheError, IntegrityError
 
 
@@ -54,7 +54,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         index.merge(cache.files, recipe, plan.number, [unit.unit for unit in plan.units])
 
 
-Adopted = dict[str, tuple[Plan, Unit, index.Commit]]
+Adopted = dict[str, tuple[WorkPlan, Unit, index.Commit]]
 """Id of the unit in this cache -> its plan and unit in the other cache, and its commit for this cache."""
 
 
@@ -71,7 +71,7 @@ def _units_of(other: Cache, recipe: str, shards: set[str]) -> Adopted:
     return adopted
 
 
-def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dict[str, Plan]:
+def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dict[str, WorkPlan]:
     """Plan the adopted units that no plan of this cache has; returns the plan of every unit."""
     while True:
         plan_of = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}

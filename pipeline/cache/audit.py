@@ -21,8 +21,8 @@ from pipeline.cache import copies, index, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import BACKUP, BUCKET, ENCODE, GC, Finding, Replaced, named_snapshots, recipe_names
 from pipeline.cache.layout import REPAIR, Paths, is_document
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.snapshot import Head, Snapshot, check_files
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError
 
 Progress = Callable[[int], None]
@@ -412,6 +412,6 @@ def references_by_chunk(snapshot: Snapshot, records: Mapping[str, Collection[byt
     yield int(snapshot.null.key in records.get(snapshot.null.shard, ()))
 
 
-def unit_of(cache: Cache, recipe: str, plan_number: int, unit_id: str) -> tuple[Plan, Unit]:
+def unit_of(cache: Cache, recipe: str, plan_number: int, unit_id: str) -> tuple[WorkPlan, Unit]:
     plan = cache.plan(recipe, plan_number)
     return plan, next(unit for unit in plan.units if unit.unit == unit_id)

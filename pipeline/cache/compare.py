@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute
 
 from pipeline.cache.index import fixed
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.store import Cache
 from pipeline.errors import IntegrityError
 
 

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from pipeline.cache import codec, copies, index, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, named_snapshots, recipe_names
 from pipeline.cache.layout import PACKED, REPAIR, Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.errors import CacheError
 
 

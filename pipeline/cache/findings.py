@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeline.cache.layout import PACKED, REPAIR, Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.errors import CacheError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"

@@ -32,8 +32,8 @@ from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
-from pipeline.cache.store import Cache
 from pipeline.errors import CacheError, IntegrityError
 
 REREAD_S = 60.0

@@ -14,8 +14,8 @@ from typing import Any
 from pipeline.cache import index
 from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot, check_files
-from pipeline.cache.store import Cache
 from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials
 

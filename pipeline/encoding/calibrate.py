@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable
 import pyarrow as pa
 
 from pipeline.cache import codec, layout
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.unit_records import Made
 from pipeline.errors import UserError
 
@@ -24,7 +24,7 @@ Encode = Callable[[Unit, pa.Table, Container[bytes]], Iterable[Made] | None]
 """Encodes the batches of a unit (its rows given) that hold one of the keys; None if it cannot be encoded here."""
 
 
-def ensure(cache: Cache, recipe: layout.Recipe, plans: list[Plan], encode: Encode) -> codec.Scale | None:
+def ensure(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], encode: Encode) -> codec.Scale | None:
     """The channel scales of an int8 recipe, measured now if they are not published yet; None for other storages.
 
     Raises:

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from pipeline.amounts import amount, duration
 from pipeline.cache import codec, layout
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.config import Config
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
@@ -154,7 +154,7 @@ class _Known:
 # ---------------------------------------------------------------- bytes
 
 
-def unit_bytes(cache: Cache, plan: Plan, unit: Unit) -> int:
+def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
     rows = cache.table(plan.table).slice(unit.start, unit.count)

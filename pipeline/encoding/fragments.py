@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.errors import IntegrityError
 from pipeline.work.engine import Job, Worker
 

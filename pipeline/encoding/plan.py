@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import taken
 from pipeline.cache.index import as_keys, binary, committed, fixed
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -149,7 +149,7 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
     return pa.concat_tables([null, rest])
 
 
-def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
+def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing image plans, and append a plan for the rows that they do not cover.
 
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
@@ -170,7 +170,7 @@ def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, confi
     return _plan(cache, recipe, work, config.image_batch, cut)
 
 
-def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[Plan]:
+def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
     Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
@@ -191,7 +191,7 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
 
 def _plan(
     cache: Cache, recipe: layout.Recipe, work: pa.Table, batch: int, cut: Callable[[pa.Table], Iterator[np.ndarray]]
-) -> list[Plan]:
+) -> list[WorkPlan]:
     while True:
         plans = cache.plans(recipe.name)
         missing = work.filter(pa.array(_missing(cache, recipe, plans, work)))
@@ -209,7 +209,7 @@ def _plan(
         cache.add_plan(recipe.name, len(plans), units, taken(missing, np.concatenate(members)))
 
 
-def _missing(cache: Cache, recipe: layout.Recipe, plans: list[Plan], work: pa.Table) -> np.ndarray:
+def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
     """Which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard."""
     wanted, index = work.column("key"), cache.index(recipe.name)
     assigned = [cache.table(plan.table).column("key") for plan in plans]
@@ -261,5 +261,5 @@ def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
 
 
-def _finished(cache: Cache, plan: Plan) -> bool:
+def _finished(cache: Cache, plan: WorkPlan) -> bool:
     return committed(cache.files, plan.recipe, plan.number) == {unit.unit for unit in plan.units}

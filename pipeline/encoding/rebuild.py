@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from pipeline.cache import audit, codec, copies, index, layout, shard
 from pipeline.cache.index import Commit, Reject
 from pipeline.cache.layout import PACKED, Paths
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import CacheError, IntegrityError
 
@@ -199,7 +199,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
     return [] if owner.startswith(PACKED) else unplanned
 
 
-def _missing_records(cache: Cache, plan: Plan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
+def _missing_records(cache: Cache, plan: WorkPlan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
     rows = cache.table(plan.table).slice(unit.start, unit.count)
     present = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
     for row in rows.filter(pc.invert(present)).to_pylist():

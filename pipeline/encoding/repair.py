@@ -17,7 +17,7 @@ from functools import partial
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.findings import Finding, Replaced
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
@@ -94,7 +94,7 @@ class Repairs:
         replaced[commit.shard] = damaged
         return "replaced"
 
-    def _open_sources(self, plan: Plan, unit: Unit) -> None:
+    def _open_sources(self, plan: WorkPlan, unit: Unit) -> None:
         rows = self.cache.table(plan.table).slice(unit.start, unit.count)
         names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
         for name in names:
@@ -136,7 +136,7 @@ def _restored(
 def _replace(
     cache: Cache,
     recipe: layout.Recipe,
-    plan: Plan,
+    plan: WorkPlan,
     unit: Unit,
     commit: index.Commit,
     keys: set[bytes],

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import ROWS, combined
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import IntegrityError, UserError

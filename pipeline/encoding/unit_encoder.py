@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pipeline import launch
 from pipeline.cache import codec, index, layout
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import calibrate, estimate, unit_records
 from pipeline.encoding.scan import reopen
@@ -48,7 +48,7 @@ class UnitEncoder:
         self._costs: dict[str, _StorageCosts] = {}
         self._recipes: dict[str, layout.Recipe] = {}
 
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Encode and commit one unit. `progress` as in `unit_records.write_unit`."""
         recipe = self._recipe(plan.recipe)
         costs = self._costs.get(recipe.name)
@@ -65,7 +65,7 @@ class UnitEncoder:
         return commit
 
     def remake(
-        self, plan: Plan, unit: Unit, commit: index.Commit, only: Container[bytes]
+        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
     ) -> Iterable[unit_records.Made]:
         """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance.
 
@@ -161,7 +161,7 @@ def device(config: Config) -> Any:
     return launch.resolve_device(name)
 
 
-def _rows(cache: Cache, plan: Plan, unit: Unit) -> pa.Table:
+def _rows(cache: Cache, plan: WorkPlan, unit: Unit) -> pa.Table:
     return cache.table(plan.table).slice(unit.start, unit.count)
 
 

@@ -27,7 +27,7 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, Reject
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import UserError
 from pipeline.images import decoding
 from pipeline.models.encoders import NonFiniteError
@@ -151,7 +151,7 @@ def caption_records(
 def write_unit(
     cache: Cache,
     recipe: layout.Recipe,
-    plan: Plan,
+    plan: WorkPlan,
     unit: Unit,
     made: Iterable[Made],
     progress: Callable[[int, int], None],
@@ -261,7 +261,7 @@ def _ahead(
 def _commit(
     cache: Cache,
     recipe: layout.Recipe,
-    plan: Plan,
+    plan: WorkPlan,
     unit: Unit,
     writer: shard.ShardWriter,
     rejects: list[Reject],

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.loader.schedule import Step, permute
+from pipeline.loader.schedule import ScheduledBatch, permute
 
 _CACHED_WINDOWS = 4
 
@@ -27,7 +27,7 @@ _CACHED_WINDOWS = 4
 class Order(Protocol):
     """The global batch of each step, and where epochs begin (`Schedule`)."""
 
-    def step(self, step: int) -> Step: ...
+    def step(self, step: int) -> ScheduledBatch: ...
     def epoch_of(self, step: int) -> int: ...
     def steps_upto(self, epochs: int) -> int: ...
 
@@ -54,10 +54,10 @@ class LengthBucketing:
         if steps < 1:
             raise ValueError(f"a window has at least one step, not {steps}")
         self.order, self.steps, self.rows, self.seed, self.phase = order, steps, rows, seed, phase
-        self._windows: OrderedDict[int, list[Step]] = OrderedDict()
+        self._windows: OrderedDict[int, list[ScheduledBatch]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def step(self, step: int) -> Step:
+    def step(self, step: int) -> ScheduledBatch:
         """The global batch of a step."""
         epoch = self.order.epoch_of(step)
         begin, end = self.order.steps_upto(epoch), self.order.steps_upto(epoch + 1)
@@ -70,7 +70,7 @@ class LengthBucketing:
                     self._windows.popitem(last=False)
         return window[step - first]
 
-    def _sorted(self, first: int, stop: int) -> list[Step]:
+    def _sorted(self, first: int, stop: int) -> list[ScheduledBatch]:
         window = [self.order.step(step) for step in range(first, stop)]
         for bucket in sorted({step.bucket for step in window}):
             steps = [i for i, step in enumerate(window) if step.bucket == bucket]

@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError
 from pipeline.loader import randomness
 from pipeline.loader.batch_prefetch import BatchPrefetch, ReportActivity
 from pipeline.loader.buffer_pool import Allocator, BufferPool, aligned
-from pipeline.loader.planner import Plan, Planner
+from pipeline.loader.planner import BatchPlan, Planner
 from pipeline.loader.quarantine import Quarantine, Replaced, Substitution
 from pipeline.loader.shard_prefetch import ShardPrefetch
 
@@ -273,7 +273,7 @@ class Loader:
         self.readers["text"].read(null.shard, null.offset, null.key, null.checksum, rows, null.length)
         return rows
 
-    def _part(self, step: int) -> Plan:
+    def _part(self, step: int) -> BatchPlan:
         """This rank's part of the global batch."""
         plan, world = self.planner.step(step), self.settings.world
         if world == 1:
@@ -293,7 +293,7 @@ class Loader:
             largest = max(largest, sum(aligned(share * size) for size in sizes))
         return largest
 
-    def _read(self, plan: Plan, report: ReportActivity | None) -> tuple[list[Batch], int, dict[int, RecordError]]:
+    def _read(self, plan: BatchPlan, report: ReportActivity | None) -> tuple[list[Batch], int, dict[int, RecordError]]:
         """Read a plan: its microbatches, their bytes, and the samples with a record that stays wrong."""
         settings = self.settings
         ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
@@ -314,13 +314,13 @@ class Loader:
                 randomness.noise(settings.seed, settings.phase, visits[i], ids[i], arrays.noise[i])
         return self._microbatches(plan, arrays, ids), arrays.nbytes, bad
 
-    def _text_rows(self, plan: Plan, dropped: np.ndarray) -> np.ndarray:
+    def _text_rows(self, plan: BatchPlan, dropped: np.ndarray) -> np.ndarray:
         """Rows of text that each sample shows, (n,) int64."""
         rows = plan.texts["rows"].astype(np.int64)
         null_rows = rows if self.settings.null_mask == "caption" else self.null_valid
         return np.minimum(np.where(dropped, np.minimum(null_rows, len(self.null)), rows), plan.length)
 
-    def _allocate(self, plan: Plan, rows: np.ndarray) -> _Arrays:
+    def _allocate(self, plan: BatchPlan, rows: np.ndarray) -> _Arrays:
         count, (channels, *grid) = len(plan), self.snapshot.latent_shape(plan.bucket)
         end = np.cumsum(rows) if self.settings.text == "packed" else np.arange(count) * plan.length + rows
         text_rows = int(rows.sum()) if self.settings.text == "packed" else count * plan.length
@@ -336,7 +336,7 @@ class Loader:
         )
 
     def _read_records(
-        self, plan: Plan, arrays: _Arrays, with_caption: np.ndarray, report: ReportActivity | None
+        self, plan: BatchPlan, arrays: _Arrays, with_caption: np.ndarray, report: ReportActivity | None
     ) -> dict[int, RecordError]:
         """Read latents and captions into their arrays; returns the first error of each sample that has one."""
         count = len(plan)
@@ -360,7 +360,7 @@ class Loader:
                 bad.setdefault(i, error)
         return bad
 
-    def _microbatches(self, plan: Plan, arrays: _Arrays, ids: list[int]) -> list[Batch]:
+    def _microbatches(self, plan: BatchPlan, arrays: _Arrays, ids: list[int]) -> list[Batch]:
         count, bucket = len(plan), self.snapshot.buckets[plan.bucket]
         packed = self.settings.text == "packed"
         latents = arrays.latents.reshape(arrays.noise.shape)

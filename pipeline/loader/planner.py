@@ -23,11 +23,11 @@ CANDIDATES = 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """One optimizer step of `n` samples, or a part of it.
 
     Attributes:
-        step, epoch, bucket: as in `schedule.Step`.
+        step, epoch, bucket: as in `schedule.ScheduledBatch`.
         visits: (n,) int64.
         samples: columns of the samples, (n,) each (see `Columns`).
         texts: columns of the caption that each visit sees, (n,) each.
@@ -45,13 +45,13 @@ class Plan:
     def __len__(self) -> int:
         return len(self.visits)
 
-    def part(self, which: slice) -> Plan:
+    def part(self, which: slice) -> BatchPlan:
         def cut(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: column[which] for name, column in columns.items()}
 
         return replace(self, visits=self.visits[which], samples=cut(self.samples), texts=cut(self.texts))
 
-    def put(self, i: int, other: Plan) -> Plan:
+    def put(self, i: int, other: BatchPlan) -> BatchPlan:
         """This plan with its i-th sample replaced by the only sample of another plan."""
 
         def patched(columns: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -81,15 +81,15 @@ class Planner:
             steps = length_window * len(snapshot.buckets)
             self._order = LengthBucketing(self.schedule, steps, self._rows, seed=seed, phase=phase)
 
-    def step(self, step: int) -> Plan:
+    def step(self, step: int) -> BatchPlan:
         """The whole global batch of a step."""
         batch = self._order.step(step)
         samples, texts = self.columns(batch.bucket, batch.positions, batch.visits)
         longest = max(int(texts["rows"].max()), self.min_rows)
         length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.text_recipe.max_length)
-        return Plan(batch.step, batch.epoch, batch.bucket, batch.visits, samples, texts, length)
+        return BatchPlan(batch.step, batch.epoch, batch.bucket, batch.visits, samples, texts, length)
 
-    def substitutes(self, plan: Plan, i: int) -> list[Plan]:
+    def substitutes(self, plan: BatchPlan, i: int) -> list[BatchPlan]:
         """Samples that may replace the i-th sample of a plan, best first: of the same bucket, with text that fits.
 
         They depend on the order, the step and the sample alone, so they are the same on every topology. Since their

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.cache.shard import RecordError
 from pipeline.errors import UserError
-from pipeline.loader.planner import Plan, Planner
+from pipeline.loader.planner import BatchPlan, Planner
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Substitution:
 
     def __init__(self, planner: Planner):
         self._planner = planner
-        self._candidates: dict[int, Iterator[Plan]] = {}
+        self._candidates: dict[int, Iterator[BatchPlan]] = {}
         self.replaced: list[Replaced] = []
 
     def __len__(self) -> int:
         """Samples of the part that have a substitute."""
         return len(self._candidates)
 
-    def replace(self, plan: Plan, i: int, error: RecordError) -> Plan:
+    def replace(self, plan: BatchPlan, i: int, error: RecordError) -> BatchPlan:
         """The plan with another sample in the place of the i-th, whose record could not be read.
 
         Raises:

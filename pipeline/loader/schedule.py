@@ -58,7 +58,7 @@ _LAST = np.uint64(31)
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledBatch:
     """One optimizer step's global batch.
 
     Attributes:
@@ -448,7 +448,7 @@ class Schedule:
             low, high = (middle, high) if self.steps_upto(middle) <= step else (low, middle)
         return low
 
-    def step(self, step: int) -> Step:
+    def step(self, step: int) -> ScheduledBatch:
         """The global batch of a step."""
         epoch = self.epoch_of(step)
         before = [bucket.upto(epoch) for bucket in self._buckets]
@@ -462,7 +462,7 @@ class Schedule:
             bucket, number = self._turn(epoch, place - len(shown), batches)
             number += bucket in shown
         positions, visits = self._buckets[bucket].members(epoch, number)
-        return Step(step, epoch, bucket, positions, visits)
+        return ScheduledBatch(step, epoch, bucket, positions, visits)
 
     def _turn(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
         """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""

@@ -28,6 +28,7 @@ from pipeline.cache import index, layout
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.joint import JointWriter, Record
 from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import Reader, from_ipc
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -45,7 +46,6 @@ from pipeline.cache.snapshot import (
     samples_schema,
     write_chunk,
 )
-from pipeline.cache.store import Cache, Plan, Unit
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader.schedule import permute
 
@@ -55,7 +55,7 @@ _SPAN = 1 << 16
 """Rows whose columns are read at a time."""
 
 
-def planned(cache: Cache, snapshot: Snapshot, mib: int) -> Plan:
+def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
     """The plan of packing a snapshot into shards of about `mib` MiB; the same for every process.
 
     Raises:
@@ -99,12 +99,12 @@ def block_sizes(snapshot: Snapshot, target: int) -> list[int]:
     return sizes
 
 
-def source_of(cache: Cache, plan: Plan) -> str:
+def source_of(cache: Cache, plan: WorkPlan) -> str:
     """The id of the snapshot that a plan packs."""
     return cache.table(plan.table).column("snapshot")[0].as_py()
 
 
-def _blocks(cache: Cache, plan: Plan) -> list[int]:
+def _blocks(cache: Cache, plan: WorkPlan) -> list[int]:
     """Samples per shard, for each bucket."""
     return cache.table(plan.table).column("blocks")[0].as_py()
 
@@ -135,13 +135,13 @@ class Packer:
         threads: how many records are read at the same time.
     """
 
-    def __init__(self, cache: Cache, snapshot: Snapshot, plan: Plan, threads: int = 8):
+    def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkPlan, threads: int = 8):
         self.cache, self.snapshot, self.plan, self.threads = cache, snapshot, plan, threads
         self._latents = snapshot.reader("latent", ranged=True)
         self._texts = snapshot.reader("text", ranged=True)
         self._blocks = _blocks(cache, plan)
 
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """`pack_unit`, as `pipeline.work.engine` calls it. progress: called with (samples, 0)."""
         commit = self.pack_unit(unit)
         progress(unit.count, 0)
@@ -217,7 +217,7 @@ def _record(reader: Reader, place: Sample | Caption | NullRecord, shape: tuple[i
     return Record(place.key, place.checksum, payload, shape)
 
 
-def assembled(cache: Cache, snapshot: Snapshot, plan: Plan, window: int) -> Head:
+def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> Head:
     """The head of the packed snapshot; writes its chunks. Every unit must be committed.
 
     Args:

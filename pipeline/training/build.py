@@ -31,7 +31,7 @@ from pipeline.training import checkpoint, optimizers
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
-from pipeline.training.step import Step
+from pipeline.training.step import TrainStep
 from pipeline.training.task import Context, Task
 
 
@@ -48,7 +48,7 @@ class Run:
     architecture: SanaConfig
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    step: Step
+    step: TrainStep
     ema: EMA | None
     done: int = 0
     checkpoint: Path | None = None
@@ -75,7 +75,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
         _load_start(model, start, context)
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
     ema = EMA(model.module, train.ema) if train.ema is not None else None
-    step = Step(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
+    step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
     run = Run(context, architecture, model, optimizer, step, ema)
     if resumed is not None:
         run = _restore(run, resumed)

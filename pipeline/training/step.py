@@ -1,14 +1,14 @@
 """One optimizer step of flow matching, for any number of processes and microbatches.
 
-What: `Step` takes this process's microbatches of one global batch, and does: noise, predict, compare, differentiate,
-clip, update. Loss and gradient are the means over the whole global batch for any split into processes and
-microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is parallelized.
+What: `TrainStep` takes this process's microbatches of one global batch, and does: noise, predict, compare,
+differentiate, clip, update. Loss and gradient are the means over the whole global batch for any split into processes
+and microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is parallelized.
 Why not means of microbatches: a mean of means is wrong as soon as two parts differ in size. Each process divides its
 sum by the number of its samples; averaging the gradients over processes gives the mean over the global batch.
 A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. Whether a step was
-finite is its verdict. On a GPU the host reads it one step later, so that it need not wait for the device in every step;
-until then (`Step.await_verdict`) no later step is reported and no checkpoint is written. In fp16 a finite loss with a
-non-finite gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
+finite is its verdict. On a GPU the host reads it one step later, so that it need not wait for the device in each step;
+until then (`TrainStep.await_verdict`) no later step is reported and no checkpoint is written. In fp16 a finite loss
+with a non-finite gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
 Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
 """
 
@@ -44,7 +44,7 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one step, as tensors on the device (read them only after `Step.await_verdict`).
+    """Result of one step, as tensors on the device (read them only after `TrainStep.await_verdict`).
 
     loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
     samples: size of the global batch. skipped: the fp16 gradient overflowed and the weights stayed as they were.
@@ -73,7 +73,7 @@ class _Pending:
     ready: torch.cuda.Event | None
 
 
-class Step:
+class TrainStep:
     """Callable that does one optimizer step. Build it once per run.
 
     Args:

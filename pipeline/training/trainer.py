@@ -1,7 +1,7 @@
 """The training run in outline: check, build, loop.
 
 What: `fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave).
-The loader decides what a batch is and `Step` what a step is; the loop counts, reports and saves.
+The loader decides what a batch is and `TrainStep` what a step is; the loop counts, reports and saves.
 Every decision that all processes must take alike (what to resume, when to stop) derives from one value that all of them
 have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.

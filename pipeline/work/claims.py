@@ -23,7 +23,7 @@ from typing import Literal
 from pipeline.cache import index, process_identity
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache, Plan
+from pipeline.cache.root import Cache, WorkPlan
 from pipeline.errors import CacheError, IntegrityError
 
 BEATS = 6
@@ -140,7 +140,7 @@ class Claims:
         return process_identity.ended(str(fields.get("process")), str(fields.get("started")))
 
 
-def sweep(cache: Cache, plans: list[Plan]) -> int:
+def sweep(cache: Cache, plans: list[WorkPlan]) -> int:
     """Remove claims of committed units, whose owners died before they released them. Returns how many."""
     count = 0
     for plan in plans:

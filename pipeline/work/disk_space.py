@@ -21,7 +21,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError
 
@@ -40,7 +40,7 @@ class DiskSpace:
         self,
         cache: Cache,
         config: EncodeConfig,
-        unit_bytes: Callable[[Plan, Unit], int],
+        unit_bytes: Callable[[WorkPlan, Unit], int],
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.cache, self.unit_bytes, self._sleep = cache, unit_bytes, sleep
@@ -48,7 +48,7 @@ class DiskSpace:
         self.wait_s = config.low_disk_wait_s
         self._paused_since: float | None = None
 
-    def check(self, plan: Plan, unit: Unit) -> None:
+    def check(self, plan: WorkPlan, unit: Unit) -> None:
         """NoSpaceError unless a unit's bytes and the reserve are free."""
         free, need = self.cache.files.scratch_bytes(), self.unit_bytes(plan, unit)
         if free < need + self.reserve:
@@ -59,7 +59,7 @@ class DiskSpace:
                 fix="free space (or move the cache), then run the same command again: it continues",
             )
 
-    def wait(self, plan: Plan, unit: Unit, error: NoSpaceError) -> None:
+    def wait(self, plan: WorkPlan, unit: Unit, error: NoSpaceError) -> None:
         """Return when there is space for a unit.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from pipeline.cache import index, layout
 from pipeline.cache.layout import Paths
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import NoSpaceError
 from pipeline.work.claims import BEATS, Claims
 from pipeline.work.disk_space import DiskSpace
@@ -26,7 +26,7 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop
 
 Item = TypeVar("Item")
-Work = list[tuple[Plan, Unit]]
+Work = list[tuple[WorkPlan, Unit]]
 
 
 class UnitMaker(Protocol):
@@ -34,7 +34,7 @@ class UnitMaker(Protocol):
 
     cache: Cache
 
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Make and commit a unit. `progress` is called with (records made, records rejected) after each batch."""
 
 
@@ -141,7 +141,7 @@ class Worker:
 # ---------------------------------------------------------------- units of plans
 
 
-def missing_units(cache: Cache, plans: list[Plan]) -> Work:
+def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
     """Units without a commit, in plan order. Finished plans get their segment on the way."""
     todo: Work = []
     for plan in plans:
@@ -153,7 +153,7 @@ def missing_units(cache: Cache, plans: list[Plan]) -> Work:
     return todo
 
 
-def is_done(cache: Cache, plan: Plan, unit: Unit) -> bool:
+def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
     """Whether a unit is committed."""
     exists = cache.files.exists
     return exists(Paths.unit(plan.recipe, plan.number, unit.unit)) or exists(Paths.segment(plan.recipe, plan.number))
@@ -182,24 +182,24 @@ def make_units(
     return job.records, job.left
 
 
-class _Units(Job[tuple[Plan, Unit]]):
+class _Units(Job[tuple[WorkPlan, Unit]]):
     """Units of plans. The bar expects the units of this process's share from the start, others when they are taken."""
 
     def __init__(self, maker: UnitMaker, worker: Worker, bar: Progress, space: DiskSpace | None):
         self.maker, self.worker, self.bar, self.space = maker, worker, bar, space
         self.records = self.left = 0
 
-    def claim(self, item: tuple[Plan, Unit]) -> tuple[str | int, ...]:
+    def claim(self, item: tuple[WorkPlan, Unit]) -> tuple[str | int, ...]:
         plan, unit = item
         return plan.recipe, plan.number, unit.unit
 
-    def collect(self, item: tuple[Plan, Unit]) -> bool:
+    def collect(self, item: tuple[WorkPlan, Unit]) -> bool:
         done = is_done(self.maker.cache, *item)
         if done:
             self._expect_no_more(item[1])
         return done
 
-    def make(self, item: tuple[Plan, Unit]) -> None:
+    def make(self, item: tuple[WorkPlan, Unit]) -> None:
         plan, unit = item
         counts = self.bar.done, self.bar.rejected
         taken_over = 0 if self.worker.owns(unit.unit) else unit.count
@@ -215,12 +215,12 @@ class _Units(Job[tuple[Plan, Unit]]):
         if self.space is not None:
             self.space.unit_made()
 
-    def leave(self, item: tuple[Plan, Unit]) -> bool:
+    def leave(self, item: tuple[WorkPlan, Unit]) -> bool:
         self.left += 1
         self._expect_no_more(item[1])
         return True
 
-    def wait_for_space(self, item: tuple[Plan, Unit], error: NoSpaceError) -> None:
+    def wait_for_space(self, item: tuple[WorkPlan, Unit], error: NoSpaceError) -> None:
         if self.space is None:
             raise error
         self.space.wait(*item, error)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import click
 
 from pipeline import __version__, launch
-from pipeline.cache.store import Plan, Unit
+from pipeline.cache.root import Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.work import engine
@@ -157,7 +157,7 @@ class Cluster:
         task = ray.remote(make_unit).options(max_retries=self._config.ray.retries, **need)
         bar.expect(sum(unit.count for _, unit in todo))
         waiting = list(reversed(todo))
-        running: dict[Any, tuple[Plan, Unit]] = {}
+        running: dict[Any, tuple[WorkPlan, Unit]] = {}
         records, announced = 0, False
         with self._stop.polite():
             try:
@@ -219,7 +219,7 @@ class Cluster:
                 total += min(units_by_resource, default=1)
         return total
 
-    def _result(self, ref: Any, plan: Plan, unit: Unit) -> Done:
+    def _result(self, ref: Any, plan: WorkPlan, unit: Unit) -> Done:
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(ref)

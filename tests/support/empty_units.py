@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.cache import index, layout
-from pipeline.cache.store import Cache, Plan, Unit
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.work.engine import Work
 
 RECIPE = "latent-0123456789abcdef0123456789abcdef"
@@ -36,7 +36,7 @@ class Maker:
         self.cache, self.hook = cache, hook
         self.done: list[str] = []
 
-    def make(self, plan: Plan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         self.hook(unit, progress)
         commit = index.Commit(unit.unit, None, 0, 0, None, (), {})
         if index.publish_commit(self.cache.files, plan.recipe, plan.number, commit):

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard
-from pipeline.cache.store import Cache, Unit
+from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config, load
 from pipeline.encoding.scan import SCAN
 from pipeline.images import buckets

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache.root import Cache, Unit
 from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies, ShardFile
-from pipeline.cache.store import Cache, Unit
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24

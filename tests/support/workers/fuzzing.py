@@ -32,7 +32,7 @@ from PIL import Image
 from pipeline import config
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.files import Files
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import plan, scan
 from pipeline.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.processes import run_and_exit
 from tests.support.consumed import loader, seen
 

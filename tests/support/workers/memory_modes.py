@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.saved_bytes import saved_bytes
 from pipeline.launch import Launch, detect
-from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh, saved_tensors
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
-from pipeline.training.step import Step
 from tests import test_activation as one
 from tests.support.workers import tiny_run
 
@@ -161,7 +159,7 @@ def updates(found: Any) -> dict[str, Any]:
             in_backward.fuse(optimizer, parallel)
         parameters = list(parallel.module.parameters())
         count_gradients(parameters, alive)
-        step = Step(parallel, FlowMatching(train.flow), optimizer, train, CPU)
+        step = tiny_run.train_step(parallel, train, optimizer)
         size = 4 if layout.pp > 1 else 8
         own = layout.data_rank(dist.get_rank()), layout.data_world
         batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))

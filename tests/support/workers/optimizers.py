@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from pipeline.config import Config
 from pipeline.launch import Launch
-from pipeline.models.objective import FlowMatching
 from pipeline.parallel import collectives, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.parallel.shards import local
@@ -28,7 +27,6 @@ from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import came
 from pipeline.training.optimizers.came import CAME
-from pipeline.training.step import Step
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 from tests.support.workers.strategies import launches
@@ -155,7 +153,7 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
 
         parallel_model.forward_backward = spoilt  # type: ignore[method-assign]
     optimizer = optimizers.build(parallel_model.module, settings.train.optim, CPU)
-    step = Step(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+    step = tiny_run.train_step(parallel_model, settings.train, optimizer)
     step.scale.state["scale"].fill_(2.0**8)  # nothing else overflows
     before = digest(dict(parallel_model.module.named_parameters()))
     outcome = step(tiny_run.microbatches(tiny_run.global_batch(0), 2, launch.rank, launch.world), 1)

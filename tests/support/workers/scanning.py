@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.cache.store import Cache
+from pipeline.cache.root import Cache
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit

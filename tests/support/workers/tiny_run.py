@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import Config
+from pipeline.config import Config, TrainConfig
 from pipeline.loader.loader import Batch, State
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
@@ -21,7 +21,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
-from pipeline.training.step import Step
+from pipeline.training.step import TrainStep
 from pipeline.training.task import Task
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,7 +162,16 @@ class Recorder:
         self.module.zero_grad(set_to_none)
 
 
-def losses(step: Step, batch: Batch) -> Tensor:
+def train_step(
+    model: torch.nn.Module | ParallelModel, train: TrainConfig, optimizer: Any = None, **options: Any
+) -> TrainStep:
+    """A step on the CPU. Without an optimizer it only records the gradients."""
+    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
+    optimizer = optimizer or Recorder(parallel_model.module)
+    return TrainStep(parallel_model, FlowMatching(train.flow), optimizer, train, torch.device("cpu"), **options)
+
+
+def losses(step: TrainStep, batch: Batch) -> Tensor:
     """Losses of the samples of one microbatch, with their graph."""
     inputs, target = step.prepare(batch)
     return step.objective.loss(step.model.module(*inputs), target)
@@ -172,12 +181,10 @@ def gradients(
     model: torch.nn.Module | ParallelModel, settings: Config, pieces: list[Batch]
 ) -> tuple[float, float, dict[str, Tensor]]:
     """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
-    free = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
-    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
-    recorder = Recorder(parallel_model.module)
-    step = Step(parallel_model, FlowMatching(free.flow), recorder, free, torch.device("cpu"))  # type: ignore[arg-type]
+    train = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
+    step = train_step(model, train)
     outcome = step(pieces, 1)
-    return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
+    return float(outcome.loss), float(outcome.grad_norm), step.optimizer.gradients
 
 
 def train_losses(
@@ -186,7 +193,7 @@ def train_losses(
     """The losses of `steps` optimizer steps over made-up batches."""
     train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
-    step = Step(parallel_model, FlowMatching(train.flow), optimizer, train, torch.device("cpu"))
+    step = train_step(parallel_model, train, optimizer)
     found = []
     for number in range(steps):
         optimizers.set_learning_rate(

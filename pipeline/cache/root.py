@@ -88,7 +88,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkPlan:
     """An append-only list of work of one recipe."""
 
     recipe: str
@@ -260,12 +260,12 @@ class Cache:
 
     # ------------------------------------------------------------ plans
 
-    def plans(self, recipe: str) -> list[Plan]:
+    def plans(self, recipe: str) -> list[WorkPlan]:
         return [self.plan(recipe, number) for number in self.files.numbers(Paths.plans(recipe))]
 
-    def plan(self, recipe: str, number: int) -> Plan:
+    def plan(self, recipe: str, number: int) -> WorkPlan:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        return Plan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
+        return WorkPlan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
 
     def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
         """Append a plan. Returns False if another process has appended one with this number."""
