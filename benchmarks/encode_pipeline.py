@@ -107,7 +107,7 @@ def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[WorkPlan]]:
 def encode(cache: Cache, plans: list[WorkPlan], source: FolderSource, encoder: Real) -> int:
     done = 0
     for plan, unit in engine.missing_units(cache, plans):
-        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        rows = cache.unit_rows(plan, unit)
         made = unit_records.image_records(
             RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2
         )
@@ -122,7 +122,7 @@ class Runner:
         self.cache, self.source, self.encoder = cache, source, Sleeping(seconds)
 
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
-        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        rows = self.cache.unit_rows(plan, unit)
         made = unit_records.image_records(
             RECIPE, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2
         )

@@ -78,7 +78,7 @@ def measure(count: int) -> tuple[dict[str, float], float]:
 
         def encode() -> None:
             for plan, unit in engine.missing_units(cache, plans):
-                rows = cache.table(plan.table).slice(unit.start, unit.count).to_pylist()
+                rows = cache.unit_rows(plan, unit).to_pylist()
                 made = [
                     (
                         [

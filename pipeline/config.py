@@ -725,6 +725,13 @@ class SampleConfig(_Section):
     """Seed of the start noise."""
 
 
+def with_current_names(text: str) -> str:
+    """A text with the current names of options in place of their earlier ones."""
+    for old, new in RENAMED.items():
+        text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, text)
+    return text
+
+
 def _rename(tree: Any) -> Any:
     """A copy of the tree with the current names of options.
 

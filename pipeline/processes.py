@@ -1,4 +1,4 @@
-"""Start a sana-pipe process from another, and end a process.
+"""Start a sana-pipe process from another, catch signals, and end a process.
 
 `sample` decodes in a second process, so that the VAE and the transformer never share one, and `demo` runs the commands
 that a user would type. The child must use this package, installed or not, from any directory; so its command line is
@@ -16,11 +16,13 @@ import atexit
 import os
 import resource
 import shlex
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +47,29 @@ def allow_many_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # some systems allow less than they report; the old limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def in_main_thread() -> bool:
+    """Whether signals can be caught here."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
+    """Install a signal handler inside the block, and restore the earlier handlers after it.
+
+    Yields:
+        False outside the main thread: nothing is installed.
+    """
+    if not in_main_thread():
+        yield False
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield True
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def run_and_exit(main: Callable[[], object]) -> NoReturn:

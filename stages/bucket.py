@@ -26,7 +26,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import HeldOut, Policies, write_chunks
-from pipeline.config import Config
+from pipeline.config import Config, with_current_names
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import selection
@@ -352,7 +352,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
     _print_buckets(report, report["dry_run"])
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
-        click.echo(f"left out: {entry['samples']:6d}  {entry['reason']}{keep}")
+        click.echo(f"left out: {entry['samples']:6d}  {with_current_names(entry['reason'])}{keep}")
         if "examples" in entry:
             click.echo(f"{'':18}{reasons.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:

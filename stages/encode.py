@@ -446,7 +446,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     """The units whose pictures are all of source `name`; prints which source each of the others waits for."""
     ready = []
     for plan, unit in todo:
-        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        rows = cache.unit_rows(plan, unit)
         others = set(rows.column("source").to_pylist()) - {name}
         if others:
             click.echo(

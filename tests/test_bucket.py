@@ -390,6 +390,14 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
     [left] = told["left_out"]
     assert left["samples"] == 4
     assert "bucket.small=carry" in left["reason"]  # the earlier name: the reason enters the id
+    stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=5"))
+    printed = capsys.readouterr().out
+    assert "bucket.remainder=carry" in printed
+    assert "bucket.small" not in printed
+    with pytest.raises(UserError) as caught:
+        stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=41"))
+    assert "bucket.remainder=carry" in str(caught.value)
+    assert "bucket.small" not in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in told["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")

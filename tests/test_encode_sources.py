@@ -221,7 +221,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     for unit in plan.units:
         source = scanning.reopen(cache, "tars", config.data)
         here.ranges.clear()
-        rows = cache.table(plan.table).slice(unit.start, unit.count)
+        rows = cache.unit_rows(plan, unit)
         for records, rejects in unit_records.image_records(
             recipe, unit, rows, {"tars": source}, Flat(), max_pixels=10**7, workers=2
         ):

@@ -26,10 +26,10 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors",
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "config errors amounts cache sources",
-        "pipeline.work": "config errors amounts retrying launch cache",
+        "pipeline.work": "config errors amounts processes retrying launch cache",
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
-        "pipeline.training": "config errors amounts retrying launch cache models loader parallel",
+        "pipeline.training": "config errors amounts processes retrying launch cache models loader parallel",
         "pipeline.reporting": "config cache models loader",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"

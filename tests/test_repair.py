@@ -65,7 +65,7 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made
     def encode(
         _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
     ) -> list[unit_records.Made]:
-        keys = cache.table(plan.table).slice(unit.start, unit.count).column("key").to_pylist()
+        keys = cache.unit_rows(plan, unit).column("key").to_pylist()
         return [([unit_records.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
 
     return encode

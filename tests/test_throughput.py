@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -146,10 +147,10 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     assert plain[0].startswith("--set train.activation_checkpointing=selective ")
     assert plain[1].startswith("--set train.activation_checkpointing=full ")
     fused = TrainConfig.model_validate({"optim": {"in_backward": True, "clip": None}})
-    assert not any("microbatch" in line for line in memory.memory_advice(fused)), "it needs a batch in one microbatch"
+    assert not any("microbatch=" in line for line in memory.memory_advice(fused)), "it needs a batch in one microbatch"
     assert plain[2].startswith("--set train.microbatch=3 ")
     small = memory.memory_advice(TrainConfig(microbatch=1))
-    assert not any("microbatch" in line or "precision" in line for line in small)
+    assert not any("microbatch=" in line or "precision=" in line for line in small)
     assert any("precision=bf16" in line for line in memory.memory_advice(TrainConfig(precision="fp32")))
     refusing = TrainConfig(
         compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
@@ -161,6 +162,8 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         TrainConfig(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
     )
     for flag in (
+        "optim.in_backward=true --set train.optim.clip=null",
+        "activation_compression=int8",
         "ema.device=cpu",
         "parallel.dp_replicate=1 --set train.parallel.dp_shard=-1",
         "reshard_after_forward=true",
@@ -178,6 +181,18 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
             given: Any = {"null": None, "true": True}.get(value, value)
             node[last] = int(given) if isinstance(given, str) and given.lstrip("-").isdigit() else given
         TrainConfig.model_validate(tree)
+
+
+def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
+    plain = TrainConfig(activation_checkpointing="none")
+    changes = [change(plain) for change, _ in memory._OPTIONS]
+    settings = [(f"train.{key}", str(value).lower()) for change in changes for key, value in change.items()]
+    page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)
+    accompanying = {"train.optim.clip", "train.optim.betas", "train.optim.eps", "train.parallel.dp_shard"}
+    expected = [(key, value) for key, value in settings if key not in accompanying]
+    assert [key for key, _ in rows] == [key for key, _ in expected]
+    assert [(key, value) for key, value in rows if value] == [pair for pair in expected if "microbatch" not in pair[0]]
 
 
 def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:

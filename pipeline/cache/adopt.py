@@ -82,7 +82,7 @@ def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dic
         for unit_id in missing:
             plan, unit, _ = adopted[unit_id]
             units.append(replace(unit, unit=unit_id, start=start))
-            rows.append(other.table(plan.table).slice(unit.start, unit.count))
+            rows.append(other.unit_rows(plan, unit))
             start += unit.count
         cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, pa.concat_tables(rows))
 

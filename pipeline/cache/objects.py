@@ -88,13 +88,17 @@ class ObjectFiles(Files):
     reopen_s = 30.0  # reopening may transfer the whole shard, and a damaged shard can have many damaged records
 
     def __init__(self, url: str, mirror: MirrorConfig, patience_s: float = retrying.PATIENCE_S):
-        self.patience_s, self.damage = patience_s, {}
+        self.damage = {}
         # Without the driver's cache of listings, which would hide the commits of other machines.
         self.connection = Connection(url, CacheError, patience_s, use_listings_cache=False)
         self.url, self.fs, self._base = self.connection.url, self.connection.fs, self.connection.root
         self.readers = WeakSet()
         folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
         self.mirror = Mirror(folder, int(mirror.gib * 2**30))
+
+    @property
+    def patience_s(self) -> float:  # type: ignore[override]
+        return self.connection.patience_s
 
     @cached_property
     def room(self) -> int:  # type: ignore[override]

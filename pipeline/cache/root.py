@@ -267,6 +267,10 @@ class Cache:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
         return WorkPlan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
 
+    def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
+        """The rows of the plan's table that a unit encodes."""
+        return self.table(plan.table).slice(unit.start, unit.count)
+
     def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
         """Append a plan. Returns False if another process has appended one with this number."""
         digest = self.put_table(table)

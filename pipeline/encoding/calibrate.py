@@ -37,7 +37,7 @@ def ensure(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], encode: E
         return published
     for plan in plans:
         for unit in plan.units:
-            rows = cache.table(plan.table).slice(unit.start, unit.count)
+            rows = cache.unit_rows(plan, unit)
             if "caption" in rows.column_names and rows.column("caption").null_count:
                 continue  # the null record is not like the others
             made = encode(unit, rows, set(_chosen(unit, rows)))

@@ -157,7 +157,7 @@ class _Known:
 def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
-    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    rows = cache.unit_rows(plan, unit)
     if isinstance(recipe, layout.LatentRecipe):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
         return sum(latent_bytes(recipe, height, width) for height, width in shapes)

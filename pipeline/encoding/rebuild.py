@@ -200,7 +200,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
 
 
 def _missing_records(cache: Cache, plan: WorkPlan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
-    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    rows = cache.unit_rows(plan, unit)
     present = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
     for row in rows.filter(pc.invert(present)).to_pylist():
         yield Reject(row["key"].hex(), row.get("item") or row.get("caption") or "", LOST, retry=True)

@@ -95,7 +95,7 @@ class Repairs:
         return "replaced"
 
     def _open_sources(self, plan: WorkPlan, unit: Unit) -> None:
-        rows = self.cache.table(plan.table).slice(unit.start, unit.count)
+        rows = self.cache.unit_rows(plan, unit)
         names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
         for name in names:
             if name in self.encoder.sources:
@@ -143,7 +143,7 @@ def _replace(
     made: dict[bytes, unit_records.Record],
 ) -> None:
     """Commit the remade records of these keys as a new plan."""
-    rows = cache.table(plan.table).slice(unit.start, unit.count)
+    rows = cache.unit_rows(plan, unit)
     table = rows.take([i for i, key in enumerate(rows.column("key").to_pylist()) if key in keys])
     in_order = table.column("key").to_pylist()
     while True:

@@ -55,7 +55,7 @@ class UnitEncoder:
         if costs is None:  # the first unit of this recipe here
             calibrate.ensure(self.cache, recipe, self.cache.plans(recipe.name), partial(self._batches, recipe))
             costs = self._costs[recipe.name] = _StorageCosts(recipe)
-        batches = self._batches(recipe, unit, _rows(self.cache, plan, unit), None)
+        batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
         assert batches is not None
         provenance = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
@@ -72,7 +72,7 @@ class UnitEncoder:
         Loads no encoder if there is no such batch.
         """
         recipe = self._recipe(plan.recipe)
-        rows = _rows(self.cache, plan, unit)
+        rows = self.cache.unit_rows(plan, unit)
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
         if isinstance(recipe, layout.TextRecipe):
@@ -159,10 +159,6 @@ def device(config: Config) -> Any:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         name = f"cuda:{here.local_rank % count}" if count else name
     return launch.resolve_device(name)
-
-
-def _rows(cache: Cache, plan: WorkPlan, unit: Unit) -> pa.Table:
-    return cache.table(plan.table).slice(unit.start, unit.count)
 
 
 class _Metered:

@@ -33,7 +33,7 @@ from pipeline.cache.snapshot import (
     ShardFile,
     samples_schema,
 )
-from pipeline.config import DataConfig
+from pipeline.config import DataConfig, with_current_names
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules as captions
@@ -494,7 +494,9 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
     if not len(frame):
         left_out = joined.left_out.most_common()
         reasons = "; ".join(f"{count} items: {reason}" for reason, count in left_out) or "the scan is empty"
-        raise UserError("nothing is left to train on", found=reasons, fix="mend the most frequent reason")
+        raise UserError(
+            "nothing is left to train on", found=with_current_names(reasons), fix="mend the most frequent reason"
+        )
 
 
 def _null_row(records: Records) -> int:

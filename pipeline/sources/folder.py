@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,9 +18,9 @@ from pipeline.sources.caption_columns import Candidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.metadata_files import FILE_COLUMN, METADATA_NAMES, MetadataReader, PictureRows
-from pipeline.sources.range_prefetch import Place, RangePrefetch
+from pipeline.sources.range_prefetch import Place
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
-from pipeline.sources.source import Item, Part, Reject, Run, Seen, Source
+from pipeline.sources.source import Item, Part, PrefetchedSource, Reject, Run, Seen
 
 _SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
@@ -73,7 +72,7 @@ class _PictureCaptions:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-class FolderSource(Source):
+class FolderSource(PrefetchedSource):
     """A folder of pictures, searched recursively.
 
     Captions of `dir/X.jpg`: the text of `dir/X.txt` (UTF-8, all of it, surrounding whitespace removed; NVlabs' loader
@@ -163,17 +162,8 @@ class FolderSource(Source):
     def head(self, key: str, length: int) -> bytes:
         return self.filesystem.read(key, length)
 
-    @property
-    def is_remote(self) -> bool:
-        return self.filesystem.is_remote
-
-    @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        if not self.is_remote:
-            yield self.read
-            return
-        with RangePrefetch(self.filesystem, ((key, Place(key)) for key in keys), self.read) as prefetch:
-            yield prefetch.read
+    def _place_of(self, key: str) -> Place:
+        return Place(key)
 
     # ------------------------------------------------------------ listing
 

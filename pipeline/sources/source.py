@@ -23,7 +23,8 @@ from typing import Any
 
 from pipeline.cache.layout import digest
 from pipeline.sources.caption_columns import Candidate, CaptionRule
-from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.range_prefetch import Place, RangePrefetch
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,83 @@ class Source(ABC):
         if dropped:
             self._ignore("caption that is never drawn (its score is below data.score_threshold)", dropped)
         return captions
+
+
+class PrefetchedSource(Source):
+    """A source whose items are files, or ranges of files, that are requested ahead of time where they are remote."""
+
+    filesystem: Filesystem
+
+    @property
+    def is_remote(self) -> bool:
+        return self.filesystem.is_remote
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self.is_remote:
+            yield self.read
+            return
+        places = ((key, place) for key in keys if (place := self._place_of(key)) is not None)
+        with RangePrefetch(self.filesystem, places, self.read) as prefetch:
+            yield prefetch.read
+
+    @abstractmethod
+    def _place_of(self, key: str) -> Place | None:
+        """Where the bytes of an item are; None if its file was not listed."""
+
+
+class FilesSource(Source):
+    """Files with many items each, every file a part.
+
+    Args:
+        filesystem: of the files.
+        files: their names.
+        rule: which captions.
+        name: the source's name in sample identities.
+    """
+
+    rule: CaptionRule
+
+    def __init__(self, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, name: str):
+        self.filesystem, self.rule, self.name = filesystem, rule, name
+        self.location = filesystem.location
+        self.files = sorted(set(files), key=lambda file: file + "/")
+        self.ignored_kinds = Counter()
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def parts(self) -> list[Part]:
+        self.filesystem.refresh()
+        self._versions = self.filesystem.require(self.files)
+        self._reset_ignored()
+        self._prepare()
+        return [Part(file, self._stamp(file)) for file in self.files]
+
+    def items(self) -> Iterator[Item | Reject]:
+        for part in self.parts():
+            yield from self.part(part.name)
+
+    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
+        for key, part, where in places:
+            self._place(key, part, where)
+
+    def _version(self, part: str) -> int:
+        """The modification time (ns) or number of the ETag of a file, read once per listing."""
+        version = self._versions.get(part)
+        if version is None:
+            version = self._versions[part] = self.filesystem.stat(part)
+        return version[1]
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Called by each new listing, before any part is listed."""
+
+    @abstractmethod
+    def _stamp(self, file: str) -> str | None:
+        """`Part.stamp` of a file."""
+
+    @abstractmethod
+    def _place(self, key: str, part: str, where: str) -> None:
+        """Note where the bytes of an item are."""
 
 
 def _identity(entries: list[Item | Reject], stats: Seen) -> bytes:

@@ -29,7 +29,7 @@ from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_u
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.folder import FolderSource, Listing
 from pipeline.sources.metadata_files import FILE_COLUMN, MetadataReader
-from pipeline.sources.source import Item, Part, Reject, Source
+from pipeline.sources.source import FilesSource, Item, Reject
 
 RULE = "parquet-1"
 GROUP_BYTES = 512 << 20
@@ -104,7 +104,7 @@ class ListingSource(FolderSource):
             metadata.add(where, row, column, _relative(file, name, self.image_root))
 
 
-class ParquetSource(Source):
+class ParquetSource(FilesSource):
     """Parquet files of a filesystem; see the module.
 
     Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture.
@@ -122,32 +122,19 @@ class ParquetSource(Source):
         image_field: str | None = None,
         image_root: str | None = None,
     ):
-        self.rule: CaptionRule
-        self.filesystem, self.rule, self.name = filesystem, rule, name
+        super().__init__(filesystem, files, rule, name)
         self.image_field, self.image_root = image_field, image_root
-        self.location = filesystem.location
-        self.files = sorted(set(files), key=lambda file: file + "/")
-        self.ignored_kinds = Counter()
         self._places: dict[str, tuple[str, int, int, int]] = {}  # key -> part, row group, row in the group, bytes
         self._names: dict[str, str] = {}  # key -> file that the row names
-        self._versions: dict[str, tuple[int, int]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ listing
 
-    def parts(self) -> list[Part]:
-        self.filesystem.refresh()
+    def _prepare(self) -> None:
         with self._lock:
-            self._versions = self.filesystem.require(self.files)
             self._open, self._groups = OrderedDict(), OrderedDict()
-        self._reset_ignored()
-        return [Part(file, self._stamp(file)) for file in self.files]
-
-    def items(self) -> Iterator[Item | Reject]:
-        for part in self.parts():
-            yield from self.part(part.name)
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
@@ -290,10 +277,6 @@ class ParquetSource(Source):
 
     # ------------------------------------------------------------ reading
 
-    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
-        for key, part, where in places:
-            self._place(key, part, where)
-
     def _place(self, key: str, part: str, where: str) -> None:
         if where.startswith("="):
             self._names[key] = where[1:]
@@ -305,10 +288,7 @@ class ParquetSource(Source):
         if key in self._names:
             return self.filesystem.stat(self._names[key])
         part, _, _, size = self._locate(key)
-        version = self._versions.get(part)
-        if version is None:
-            version = self._versions[part] = self.filesystem.stat(part)
-        return size, version[1]
+        return size, self._version(part)
 
     def read(self, key: str) -> bytes:
         if key in self._names:

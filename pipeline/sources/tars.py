@@ -24,9 +24,7 @@ import io
 import posixpath
 import re
 import tarfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -35,9 +33,9 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import Candidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable
-from pipeline.sources.range_prefetch import Place, RangePrefetch
+from pipeline.sources.range_prefetch import Place
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, parse_json, read_sidecar
-from pipeline.sources.source import Item, Part, Reject, Source
+from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
 
 RULE = "tar-1"
 """Version of this module's rules; another version lists every tar again."""
@@ -77,7 +75,7 @@ class _Tar:
         self.rejects.append(Reject(escaped(key), reason))
 
 
-class TarSource(Source):
+class TarSource(FilesSource, PrefetchedSource):
     """Tars of a filesystem.
 
     Args:
@@ -98,29 +96,16 @@ class TarSource(Source):
         format: str = "webdataset",
         sample_counts: Mapping[str, Any] | None = None,
     ):
-        self.rule: CaptionRule
-        counts = sample_counts or {}
-        self._sample_counts = {file: count for file, count in counts.items() if count is not None}
-        self.filesystem, self.rule, self.name, self.format = filesystem, rule, name, format
-        self.location = filesystem.location
-        self.files = sorted(set(files), key=lambda file: file + "/")
-        self.ignored_kinds = Counter()
-        self._versions: dict[str, tuple[int, int]] = {}
+        super().__init__(filesystem, files, rule, name)
+        self.format = format
+        self._sample_counts = {file: count for file, count in (sample_counts or {}).items() if count is not None}
         self._places: dict[str, tuple[str, int, int]] = {}
         self._sidecars: dict[str, list[str]] = {}
 
     # ------------------------------------------------------------ listing
 
-    def parts(self) -> list[Part]:
-        self.filesystem.refresh()
-        self._versions = self.filesystem.require(self.files)
-        self._reset_ignored()
+    def _prepare(self) -> None:
         self._sidecars = self._find_sidecars()
-        return [Part(file, self._stamp(file)) for file in self.files]
-
-    def items(self) -> Iterator[Item | Reject]:
-        for part in self.parts():
-            yield from self.part(part.name)
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         tar = _Tar(name)
@@ -336,16 +321,9 @@ class TarSource(Source):
 
     # ------------------------------------------------------------ reading
 
-    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
-        for key, part, where in places:
-            self._place(key, part, where)
-
     def stat(self, key: str) -> tuple[int, int]:
         part, _, size = self._locate(key)
-        version = self._versions.get(part)
-        if version is None:
-            version = self._versions[part] = self.filesystem.stat(part)
-        return size, version[1]
+        return size, self._version(part)
 
     def read(self, key: str) -> bytes:
         return self.filesystem.read_range(*self._locate(key))
@@ -354,18 +332,8 @@ class TarSource(Source):
         part, offset, size = self._locate(key)
         return self.filesystem.read_range(part, offset, min(size, length))
 
-    @property
-    def is_remote(self) -> bool:
-        return self.filesystem.is_remote
-
-    @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        if not self.is_remote:
-            yield self.read
-            return
-        places = ((key, Place(*self._places[key])) for key in keys if key in self._places)
-        with RangePrefetch(self.filesystem, places, self.read) as prefetch:
-            yield prefetch.read
+    def _place_of(self, key: str) -> Place | None:
+        return Place(*self._places[key]) if key in self._places else None
 
     def _place(self, key: str, part: str, where: str) -> None:
         offset, _, size = where.partition("+")

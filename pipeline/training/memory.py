@@ -99,6 +99,10 @@ _OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
         lambda train: {} if train.optim.in_backward else {"microbatch": max(1, train.microbatch // 2)},
         "the same batch in more and smaller microbatches; slower, since the GPU has less to do at a time",
     ),
+    (
+        lambda train: {"optim.in_backward": True, "optim.clip": None},
+        "each gradient is freed once used; no clipping, and a process's part of a batch must be one microbatch",
+    ),
     (lambda train: {"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
     (
         lambda train: {"optim.name": "came", "optim.betas": None, "optim.eps": None},
@@ -108,6 +112,7 @@ _OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     (lambda train: {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}, "shards instead of replicas; more traffic"),
     (lambda train: {"parallel.reshard_after_forward": True}, "one more gather per block"),
     (lambda train: {"precision": "bf16"}, "half the activations; rounds"),
+    (lambda train: {"activation_compression": "int8"}, "saved tensors in half the bytes or less; rounds the gradients"),
     (lambda train: {"activation_offload": True}, "saved tensors in host memory; slower"),
     (lambda train: {"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower"),
 )
@@ -159,6 +164,7 @@ def _without_effect(train: TrainConfig) -> set[str]:
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
         "parallel.reshard_after_forward": train.parallel.reshards,
         "precision": train.precision != "fp32",
+        "activation_compression": train.activation_compression != "none",
     }
     return {key for key, applies in reasons.items() if applies}
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from pipeline.processes import catching
 from pipeline.training.feeding import Interrupted
 
 AGAIN_S = 1.0
@@ -61,9 +61,6 @@ def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRe
         launcher: see `StopRequest`.
     """
     request = StopRequest(launcher=launcher)
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
 
     def announce(line: str) -> None:
         if verbose:
@@ -84,9 +81,5 @@ def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRe
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         numbers.append(signal.SIGINT)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with catching(numbers, handle):
         yield request
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -11,40 +11,14 @@ Price: a batch is never interrupted, so the process ends at most one batch after
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from pipeline import retrying
+from pipeline.processes import catching, in_main_thread
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-Handler = Callable[[int, FrameType | None], None]
-
-
-@contextmanager
-def catching(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[bool]:
-    """Install a handler inside the block, and restore the earlier handlers after it.
-
-    Yields:
-        False outside the main thread, where signals cannot be caught: nothing is installed.
-    """
-    if not _in_main_thread():
-        yield False
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield True
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 class Stopped(BaseException):
@@ -79,7 +53,7 @@ class Stop:
 
     def catch(self) -> None:
         """Install the handlers again, after a library has replaced them."""
-        if _in_main_thread():
+        if in_main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
 

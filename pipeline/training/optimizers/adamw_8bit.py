@@ -28,63 +28,40 @@ from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from pipeline.parallel.shards import local
-from pipeline.training.optimizers.stochastic_rounding import Noise, to_bf16
+from pipeline.training.optimizers.stochastic_rounding import RoundingAdamW, to_bf16
 
 BLOCK = 256
 _SMALLEST = 4096
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it is signed
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(RoundingAdamW):
     """The optimizer.
 
     Args:
-        params: plain tensors or DTensors of any placement, fp32 or bf16; nothing is communicated.
+        params: fp32 or bf16.
         compiled: fuse the update with torch.compile. Otherwise the temporaries are several times a parameter's size.
-        seed: of the rounding of bf16 parameters.
+        options: as for `RoundingAdamW`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        compiled: bool = True,
-        seed: int = 0,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.noise = Noise(seed)
+    def __init__(self, params: Iterable[Any], lr: float, *, compiled: bool = True, **options: Any):
+        super().__init__(params, lr, **options)
         self._update = single_param_adam
         if compiled:
             warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # addressed to torchao's developers
             self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient stay as they are."""
-        index = -1
         with torch._dynamo.utils.disable_cache_limit():  # one graph per shape
-            for group in self.param_groups:
-                rate = torch.tensor(group["lr"], dtype=torch.float32)
-                for parameter in group["params"]:
-                    index += 1
-                    if parameter.grad is None:
-                        continue
-                    state = self.state[parameter]
-                    if not state:
-                        state["step"] = torch.tensor(0.0)
-                        state |= {name: _zeros(parameter, signed) for name, signed in _MOMENTS.items()}
-                    state["step"] += 1
-                    if local(parameter).numel():
-                        self._update_shard(parameter, state, rate, group, index)
+            super().step(closure)
 
-    def _update_shard(
-        self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor, group: dict[str, Any], index: int
-    ) -> None:
+    def _zero_moment(self, parameter: Tensor, name: str) -> Tensor:
+        return _zeros(parameter, _MOMENTS[name])
+
+    def _update_parameter(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], index: int) -> None:
         stored, gradient = local(parameter.detach()), parameter.grad
+        if not stored.numel():
+            return
         assert gradient is not None
         value = stored.float()
         self._update(
@@ -94,7 +71,7 @@ class AdamW8bit(torch.optim.Optimizer):
             state["exp_avg"],
             state["exp_avg_sq"],
             None,
-            rate,
+            torch.tensor(group["lr"], dtype=torch.float32),
             *group["betas"],
             group["weight_decay"],
             group["eps"],

@@ -59,12 +59,12 @@ class Noise:
         return generator.manual_seed(xxhash.xxh3_64_intdigest(key) >> 1)
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW with bf16 parameters and bf16 moments: 4 bytes of state per parameter, fp32 arithmetic.
+class RoundingAdamW(torch.optim.Optimizer):
+    """What the AdamW with bf16 parameters and the one with moments in 8 bits have in common.
 
     Args:
         params: plain tensors or DTensors of any placement; elementwise, so nothing is communicated.
-        seed: of the rounding, see `Noise`.
+        seed: of the rounding of bf16 parameters, see `Noise`.
     """
 
     def __init__(
@@ -78,8 +78,6 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
-            raise ValueError("this AdamW is for bf16 parameters; use torch's for all others")
         self.noise = Noise(seed)
 
     @torch.no_grad()
@@ -87,7 +85,6 @@ class AdamW(torch.optim.Optimizer):
         """One update. Parameters without a gradient stay as they are."""
         index = -1
         for group in self.param_groups:
-            (beta1, beta2), rate = group["betas"], group["lr"]
             for parameter in group["params"]:
                 index += 1
                 if parameter.grad is None:
@@ -95,17 +92,35 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state |= {name: self._zero_moment(parameter, name) for name in ("exp_avg", "exp_avg_sq")}
                 state["step"] += 1
-                count = int(state["step"].item())
-                generator = self.noise.at(parameter, count, index)
-                gradient = local(parameter.grad).float()
-                mean = local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-                square = local(state["exp_avg_sq"]).float().lerp_(gradient.square(), 1 - beta2)
-                local(state["exp_avg"]).copy_(to_bf16(mean, generator))
-                local(state["exp_avg_sq"]).copy_(to_bf16(square, generator))
-                root = square.div_(1 - beta2**count).sqrt_().add_(group["eps"])
-                value = local(parameter).float().mul_(1 - rate * group["weight_decay"])
-                value.addcdiv_(mean, root, value=-rate / (1 - beta1**count))
-                local(parameter).copy_(to_bf16(value, generator))
+                self._update_parameter(parameter, state, group, index)
+
+    def _zero_moment(self, parameter: Tensor, name: str) -> Tensor:
+        return torch.zeros_like(parameter)
+
+    def _update_parameter(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], index: int) -> None:
+        raise NotImplementedError
+
+
+class AdamW(RoundingAdamW):
+    """AdamW with bf16 parameters and bf16 moments: 4 bytes of state per parameter, fp32 arithmetic."""
+
+    def __init__(self, params: Iterable[Any], lr: float, **options: Any):
+        super().__init__(params, lr, **options)
+        if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
+            raise ValueError("this AdamW is for bf16 parameters; use torch's for all others")
+
+    def _update_parameter(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], index: int) -> None:
+        assert parameter.grad is not None
+        (beta1, beta2), rate, count = group["betas"], group["lr"], int(state["step"].item())
+        generator = self.noise.at(parameter, count, index)
+        gradient = local(parameter.grad).float()
+        mean = local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
+        square = local(state["exp_avg_sq"]).float().lerp_(gradient.square(), 1 - beta2)
+        local(state["exp_avg"]).copy_(to_bf16(mean, generator))
+        local(state["exp_avg_sq"]).copy_(to_bf16(square, generator))
+        root = square.div_(1 - beta2**count).sqrt_().add_(group["eps"])
+        value = local(parameter).float().mul_(1 - rate * group["weight_decay"])
+        value.addcdiv_(mean, root, value=-rate / (1 - beta1**count))
+        local(parameter).copy_(to_bf16(value, generator))
