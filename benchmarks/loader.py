@@ -108,13 +108,12 @@ def build(
                     else:
                         key = layout.text_key(text.id, f"caption {i}")
                         writer.add(key, _bits(rng, (int(tokens[i]), text.width)), caption=f"caption {i}")
-                name, size, records = writer.finish()
-            digest = cache.files.put_content(index.table_bytes(records), "tables", "arrow")
-            plan.append((unit, index.Commit(unit, name, size, records.num_rows, digest, (), {})))
-            table_rows.extend(records.column("key").to_pylist())
-        units = [Unit(u, 0, c.records, 32) for u, c in plan]
+                made = writer.finish()
+            plan.append(index.commit_of(cache.files, unit, made))
+            table_rows.extend(made[2].column("key").to_pylist())
+        units = [Unit(commit.unit, 0, commit.records, 32) for commit in plan]
         cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array(table_rows, pa.binary(16))}))
-        for _, commit in plan:
+        for commit in plan:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
     records = Records(latent, text, cache.index(latent.name), cache.index(text.name))

@@ -31,7 +31,7 @@ def filled(small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_pa
     return make_config(tmp_path), photos
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> dict:
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
@@ -50,9 +50,9 @@ def a_record(cache: Cache, kind: str, number: int = 1) -> tuple[Path, dict]:
 
 def test_a_good_cache_is_right(filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert stages.verify.run(filled[0], as_json=True) == 0
-    found = told(capsys)
-    assert found["ok"]
-    assert found["files"] > 20
+    result = last_json(capsys)
+    assert result["ok"]
+    assert result["files"] > 20
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
@@ -65,7 +65,7 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     whole = path.read_bytes()
     flip(path, row["offset"] + 5)
     assert stages.verify.run(config, as_json=True) == 4
-    [finding] = told(capsys)["findings"]
+    [finding] = last_json(capsys)["findings"]
     assert finding["records"] == [row["key"].hex()]
     assert finding["path"] == path.relative_to(cache.root).as_posix()
     seen = []
@@ -145,7 +145,7 @@ def test_other_bytes_go_into_a_new_plan(
     )  # the last bit: what another GPU may do
     for mend in (True, False, True):  # the newest snapshot refers to the damaged record until there is another
         assert stages.verify.run(config, mend=mend, as_json=True) == 4
-        finding = told(capsys)["findings"][-1]
+        finding = last_json(capsys)["findings"][-1]
         assert finding["path"].startswith("snapshots/") and finding["fix"] == "sana-pipe bucket"
     stages.bucket.run(config)
     assert stages.verify.run(config) == 0
@@ -197,7 +197,7 @@ def test_status_counts_what_is_missing(
 ) -> None:
     config, photos = filled
     assert stages.status.run(config, as_json=True) == 0
-    whole = told(capsys)
+    whole = last_json(capsys)
     assert whole["complete"]
     assert sum(s["records"] for s in whole["stores"].values()) == 25
     part = make_config(tmp_path / "part", "encode.unit_images=2", "encode.unit_captions=3")
@@ -208,9 +208,9 @@ def test_status_counts_what_is_missing(
             (Path(part.cache) / "copies" / path.relative_to(part.cache)).unlink()
     capsys.readouterr()
     assert stages.status.run(part, as_json=True) == 1
-    found = told(capsys)
-    missing = sum(s["records_missing"] for s in found["stores"].values())
-    made = sum(s["records"] for s in found["stores"].values())
+    result = last_json(capsys)
+    missing = sum(s["records_missing"] for s in result["stores"].values())
+    made = sum(s["records"] for s in result["stores"].values())
     assert 0 < missing < 25
     assert made + missing == 25
 
@@ -222,14 +222,14 @@ def test_gc_removes_only_what_nothing_needs(
     root = Path(config.cache)
     stages.encode.run(config, data=str(photos))
     stages.gc.run(config, older_than_hours=0, as_json=True)
-    before = told(capsys)
+    before = last_json(capsys)
     assert {entry["why"] for entry in before["files"]} == {"its plan's segment stands for it"}
     orphan = next(root.glob("shards/latent-*/*/*.tar")).with_name("0" * 32 + ".tar")
     orphan.write_bytes(b"never committed")
     (root / "tmp").mkdir(exist_ok=True)
     (root / "tmp" / "dead").write_bytes(b"x")
     stages.gc.run(config, yes=True, as_json=True)
-    assert told(capsys)["files"] == [], "young files are spared"
+    assert last_json(capsys)["files"] == [], "young files are spared"
     stages.gc.run(config, yes=True, older_than_hours=0)
     assert not orphan.exists()
     assert not (root / "tmp" / "dead").exists()
@@ -268,10 +268,10 @@ def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled
     flip(cache.files.path(layout.Paths.table(commit.table or "", "arrow")), 200)
     text, other = a_record(cache, "text")
     flip(text, other["offset"] + 1)
-    found = {finding.path: finding for finding in audit.verify(cache)}
-    unlisted = found[path.relative_to(cache.root).as_posix()]
+    result = {finding.path: finding for finding in audit.verify(cache)}
+    unlisted = result[path.relative_to(cache.root).as_posix()]
     assert (unlisted.unit, unlisted.records) == (commit.unit, ())
-    assert found[text.relative_to(cache.root).as_posix()].records == (other["key"].hex(),)
+    assert result[text.relative_to(cache.root).as_posix()].records == (other["key"].hex(),)
     assert stages.verify.run(filled[0], mend=True) == 0
     assert stages.verify.run(filled[0]) == 0
 

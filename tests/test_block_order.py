@@ -21,11 +21,11 @@ lies = st.builds(Blocks, st.integers(1, 12), st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
 def test_a_block_permutation_is_a_bijection_whose_windows_are_whole_blocks(size: int, lie: Blocks, key: int) -> None:
     places = np.arange(size)
-    found = lie.permute(places, size, "t", key)
-    assert sorted(found.tolist()) == list(range(size))
-    assert lie.permute(places[::-1], size, "t", key).tolist() == found[::-1].tolist(), "depends on its company"
+    result = lie.permute(places, size, "t", key)
+    assert sorted(result.tolist()) == list(range(size))
+    assert lie.permute(places[::-1], size, "t", key).tolist() == result[::-1].tolist(), "depends on its company"
     spans: dict[int, list[int]] = defaultdict(list)
-    for place, position in enumerate(found.tolist()):
+    for place, position in enumerate(result.tolist()):
         spans[position // lie.block].append(place)
     assert max(max(span) - min(span) for span in spans.values()) < lie.block * lie.window
 
@@ -89,14 +89,14 @@ def test_weights_and_policies_give_every_sample_its_visits(
         at = 0
         for samples, weight in parts:
             due = 6 * samples * weight
-            found = [seen[i] for i in range(at, at + samples)]
+            result = [seen[i] for i in range(at, at + samples)]
             at += samples
             if small == "repeat":
-                assert min(found) >= int(due) // samples
+                assert min(result) >= int(due) // samples
             else:
-                assert sum(found) <= due
+                assert sum(result) <= due
             if small == "carry":
-                assert sum(found) > due - batch - 1
+                assert sum(result) > due - batch - 1
         if small == "repeat" and len(parts) == 1 and parts[0][1] == 1:
             assert max(seen.values()) - min(seen.values()) <= 1
 
@@ -159,10 +159,10 @@ def test_a_late_step_of_a_large_snapshot_needs_nothing_before_it() -> None:
 def test_block_orders_are_kept() -> None:
     """Written down: an order that changed between releases would break every resume."""
     counts, batches, lie = [17, 3, 64, 1000], [4, 8, 16, 7], [Blocks(4, 2), Blocks(8, 4), Blocks(9, 3), Blocks(33, 4)]
-    found = {
+    result = {
         small: order_digest(Schedule(counts, batches, seed=3, phase=1, small=small, blocks=lie)) for small in GOLDEN
     }
-    assert found == GOLDEN
+    assert result == GOLDEN
 
 
 GOLDEN = {

@@ -188,13 +188,13 @@ def test_filters_select_what_python_would(root: Path, expression: str, selected:
     ]
     of = config(root, f'bucket.filter="{expression}"')
     add(of, "one", one)
-    found = made(of)
+    snapshot = made(of)
     expected = {f"one/{p.item}" for p in one if selected(p)}
     assert expected, "the expression selects nothing"
-    assert items(found) == expected
+    assert items(snapshot) == expected
     left = 40 - len(expected)
-    assert sum(found.head.left_out.values()) == left
-    assert not left or found.head.left_out == {f"not selected by bucket.filter: {expression}": left}
+    assert sum(snapshot.head.left_out.values()) == left
+    assert not left or snapshot.head.left_out == {f"not selected by bucket.filter: {expression}": left}
 
 
 def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
@@ -206,9 +206,9 @@ def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
     ]
     add(config(root), "one", one)
     add(config(root), "two", pictures(4, "two-"))  # a source without that field at all
-    told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
-    assert told["samples"] == 3
-    assert {(e["reason"], e["samples"], e["keep"]) for e in told["left_out"]} == {
+    summary = report(config(root, "bucket.filter='clip >= 7'"), capsys)
+    assert summary["samples"] == 3
+    assert {(e["reason"], e["samples"], e["keep"]) for e in summary["left_out"]} == {
         (
             "bucket.filter cannot be decided, a value is missing: clip >= 7",
             9,
@@ -226,9 +226,9 @@ def test_a_number_too_large_for_a_filter_costs_its_row_alone(root: Path, capsys:
         dataclasses.replace(p, meta={"clip": -huge if i < 2 else i, "all": huge}) for i, p in enumerate(pictures(10))
     ]
     add(config(root), "one", [*one, dataclasses.replace(pictures(1, "last-")[0], meta={})])
-    told = report(config(root, "bucket.filter='clip >= 7'"), capsys)
-    assert told["samples"] == 3
-    assert {(e["reason"], e["samples"]) for e in told["left_out"]} == {
+    summary = report(config(root, "bucket.filter='clip >= 7'"), capsys)
+    assert summary["samples"] == 3
+    assert {(e["reason"], e["samples"]) for e in summary["left_out"]} == {
         ("bucket.filter cannot be decided, a number is too large: clip >= 7", 2),
         ("bucket.filter cannot be decided, a value is missing: clip >= 7", 1),
         ("not selected by bucket.filter: clip >= 7", 5),
@@ -278,9 +278,9 @@ def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:
     of = config(root, "bucket.sources={one: {filter: 'score == 0'}}")
     add(of, "one", pictures(20))
     add(of, "two", pictures(20, "two-"))
-    found = made(of)
-    assert Counter(name.split("/")[0] for name in items(found)) == {"one": 3, "two": 20}
-    assert found.head.left_out == {"not selected by bucket.sources.one.filter: score == 0": 17}
+    snapshot = made(of)
+    assert Counter(name.split("/")[0] for name in items(snapshot)) == {"one": 3, "two": 20}
+    assert snapshot.head.left_out == {"not selected by bucket.sources.one.filter: score == 0": 17}
 
 
 # ---------------------------------------------------------------- deduplication, held-out part, subsets
@@ -310,10 +310,10 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
 ) -> None:
     of = config(root, "bucket.heldout=0.2")
     add(of, "one", [*pictures(200), *(Picture(f"copy{i}.png", f"{i}") for i in range(200))])
-    told = report(of, capsys)
+    summary = report(of, capsys)
     cache = Cache(of.cache)
     train, away = cache.open_snapshot(), cache.open_snapshot("latest.heldout")
-    assert (train.id, away.id) == (told["snapshot"], told["heldout"]["snapshot"])
+    assert (train.id, away.id) == (summary["snapshot"], summary["heldout"]["snapshot"])
     assert items(train) | items(away) == {f"one/{p.item}" for p in pictures(200)} | {
         f"one/copy{i}.png" for i in range(200)
     }
@@ -321,7 +321,9 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert 0.1 < len(away) / 400 < 0.3
     for i in range(200):
         assert (f"one/copy{i}.png" in items(away)) == (f"one/{i:05d}.png" in items(away))
-    assert told["left_out"] == [{"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}]
+    assert summary["left_out"] == [
+        {"reason": "held out for validation", "samples": len(away), "keep": "bucket.heldout=0"}
+    ]
     assert (train.head.parent, away.head.parent) == (None, None), "the held-out part was the newest for a moment"
     old_train, old_away = items(train), items(away)
     add(of, "two", pictures(100, "two-"))
@@ -352,16 +354,16 @@ def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str
     add(config(root), "one", pictures(120))
     sizes, before = (40, 60, 100), None
     for size in sizes:
-        found = made(config(root, f"bucket.subset={size}"), f"s{size}")
-        assert len(found) == size
-        assert found.head.left_out == {f"beyond the first {size} pictures": 120 - size}
-        rows = by_bucket(found)
+        snapshot = made(config(root, f"bucket.subset={size}"), f"s{size}")
+        assert len(snapshot) == size
+        assert snapshot.head.left_out == {f"beyond the first {size} pictures": 120 - size}
+        rows = by_bucket(snapshot)
         for shape, ids in (before or {}).items():
             assert rows[shape][: len(ids)] == ids, "an earlier sample moved"
         before = rows
-    told = report(config(root, "bucket.subset=500"), capsys)
-    assert told["samples"] == 120
-    assert told["note"] == "bucket.subset = 500, but there are only 120 pictures"
+    summary = report(config(root, "bucket.subset=500"), capsys)
+    assert summary["samples"] == 120
+    assert summary["note"] == "bucket.subset = 500, but there are only 120 pictures"
     # More data: without `grow` new pictures may take places, with it the earlier ones stay first.
     add(config(root), "two", pictures(200, "two-"))
     again = made(config(root, "bucket.subset=60"), "again")
@@ -373,11 +375,11 @@ def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str
 
 
 def by_bucket(snapshot: Snapshot) -> dict[tuple[int, int], list[int]]:
-    found: dict[tuple[int, int], list[int]] = {}
+    result: dict[tuple[int, int], list[int]] = {}
     for row in range(len(snapshot)):
         bucket = snapshot.buckets[snapshot.sample(row).bucket]
-        found.setdefault((bucket.height, bucket.width), []).append(snapshot.sample_id(row))
-    return found
+        result.setdefault((bucket.height, bucket.width), []).append(snapshot.sample_id(row))
+    return result
 
 
 # ---------------------------------------------------------------- small buckets
@@ -385,9 +387,9 @@ def by_bucket(snapshot: Snapshot) -> dict[tuple[int, int], list[int]]:
 
 def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(40))  # 16, 8, 12 and 4 of each shape
-    told = report(config(root, "bucket.small=drop", "bucket.batch=5"), capsys)
-    assert told["samples"] == 36
-    [left] = told["left_out"]
+    summary = report(config(root, "bucket.small=drop", "bucket.batch=5"), capsys)
+    assert summary["samples"] == 36
+    [left] = summary["left_out"]
     assert left["samples"] == 4
     assert "bucket.small=carry" in left["reason"]  # the earlier name: the reason enters the id
     stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=5"))
@@ -398,12 +400,12 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
         stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=41"))
     assert "bucket.remainder=carry" in str(caught.value)
     assert "bucket.small" not in str(caught.value)
-    notes = {(b["height"], b["width"]): b["note"] for b in told["buckets"]}
+    notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")
-    told = report(config(root, "bucket.small=repeat", "bucket.batch=5"), capsys)
-    assert (told["samples"], told["left_out"]) == (40, [])
-    assert told["steps_per_epoch"] == 4 + 2 + 3 + 1
+    summary = report(config(root, "bucket.small=repeat", "bucket.batch=5"), capsys)
+    assert (summary["samples"], summary["left_out"]) == (40, [])
+    assert summary["steps_per_epoch"] == 4 + 2 + 3 + 1
     of = config(root, "bucket.small=repeat", "bucket.batch=5")
     seen = Counter(i for batch in batches(of, 10) for i in batch)
     assert len(seen) == 40
@@ -414,32 +416,32 @@ def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: py
     one = pictures(40)  # 16x32: 4, 16x24: 8, 24x24: 16, 24x16: 12
     of = config(root, "bucket.small=reassign", "bucket.batch=6")
     add(of, "one", one)
-    told = report(of, capsys)
-    assert told["samples"] == 36
-    [left] = told["left_out"]
+    summary = report(of, capsys)
+    assert summary["samples"] == 36
+    [left] = summary["left_out"]
     assert left["samples"] == 4
     assert "encode --reassign" in left["keep"]
-    [entry] = told["reassign"]
+    [entry] = summary["reassign"]
     rows = Path(entry["file"]).read_text().splitlines()
     wide = sorted(p.item for p in one if p.width == 32)
     assert rows == ["item,height,width", *(f"{item},16,24" for item in wide)]
-    assert Counter(b["samples"] for b in told["buckets"]) == {8: 1, 16: 1, 12: 1}
+    assert Counter(b["samples"] for b in summary["buckets"]) == {8: 1, 16: 1, 12: 1}
     # Once those latents exist (here: made at that size), everything is in, and the list is gone.
     add(of, "more", [dataclasses.replace(p, item=f"x{p.item}", height=16, width=24) for p in one if p.width == 32])
     Cache(root).forget_source("more")
-    told = report(of, capsys)
-    assert (told["samples"], told["left_out"], told["reassign"]) == (40, [], [])
+    summary = report(of, capsys)
+    assert (summary["samples"], summary["left_out"], summary["reassign"]) == (40, [], [])
     assert not Path(entry["file"]).exists()
-    assert {(b["height"], b["width"]): b["samples"] for b in told["buckets"]}[16, 24] == 12
+    assert {(b["height"], b["width"]): b["samples"] for b in summary["buckets"]}[16, 24] == 12
     assert Cache(root).open_snapshot().head.policies.small == "carry"
     assert len({i for batch in batches(of, 7) for i in batch}) >= 36
 
 
 def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(40))
-    told = report(config(root, "bucket.small=reassign", "bucket.batch=39"), capsys)
-    assert [(b["height"], b["width"]) for b in told["buckets"]] == [(24, 24)]
-    [entry] = told["reassign"]
+    summary = report(config(root, "bucket.small=reassign", "bucket.batch=39"), capsys)
+    assert [(b["height"], b["width"]) for b in summary["buckets"]] == [(24, 24)]
+    [entry] = summary["reassign"]
     assert entry["items"] == 24
 
 
@@ -448,16 +450,16 @@ def test_encode_takes_the_list_and_encodes_it_alone(
 ) -> None:
     """With real encoders: twelve photographs in three buckets of fewer than twelve end in one bucket."""
     of = make_config(small_cache_copy.parent, "bucket.small=reassign")
-    told = report(of, capsys)
-    assert told["samples"] + sum(entry["items"] for entry in told["reassign"]) == 12
-    [entry] = told["reassign"]
+    summary = report(of, capsys)
+    assert summary["samples"] + sum(entry["items"] for entry in summary["reassign"]) == 12
+    [entry] = summary["reassign"]
     done = stages.encode.run(of, data=str(photos), reassign=entry["file"])
     assert (done["images"], done["captions"]) == (entry["items"], 0)
-    told = report(of, capsys)
-    assert (told["samples"], told["left_out"], len(told["buckets"])) == (12, [], 1)
-    found = Cache(of.cache).open_snapshot()
+    summary = report(of, capsys)
+    assert (summary["samples"], summary["left_out"], len(summary["buckets"])) == (12, [], 1)
+    snapshot = Cache(of.cache).open_snapshot()
     loader = Loader(
-        found,
+        snapshot,
         loader_settings(stop_step=1),
     )
     [(parts, _)] = list(loader)
@@ -483,12 +485,12 @@ def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
     of = config(root, "bucket.sources={one: {weight: 2}, two: {weight: 0.25}, none: {weight: 0}}")
     for source in ("one", "two", "none", "plain"):
         add(of, source, [Picture(f"{i}.png", f"{source}{i}") for i in range(16)])
-    found = made(of)
-    assert found.head.left_out == {"bucket.sources.none.weight is 0": 16}
-    [bucket] = found.head.buckets
+    snapshot = made(of)
+    assert snapshot.head.left_out == {"bucket.sources.none.weight is 0": 16}
+    [bucket] = snapshot.head.buckets
     assert bucket.parts == (Part(16, Fraction(2)), Part(16, Fraction(1)), Part(16, Fraction(1, 4)))
     names = {layout.sample_id(s, f"{i}.png"): (s, i) for s in ("one", "two", "plain") for i in range(16)}
-    steps = Schedule.of(found.head, seed=0, phase=0).steps_upto(4)
+    steps = Schedule.of(snapshot.head, seed=0, phase=0).steps_upto(4)
     assert steps == 4 * (32 + 4 + 16) // 4
     seen = Counter(names[i] for batch in batches(of, steps) for i in batch)
     for i in range(16):
@@ -507,8 +509,8 @@ def test_sources_that_are_not_there_are_named(root: Path) -> None:
 def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
     of = config(root, "bucket.tokens=60", "bucket.batch_multiple=2", "bucket.batches={24x24: 6}")
     add(of, "one", pictures(40))
-    found = {(b.height, b.width): b.batch for b in made(of).buckets}
-    assert found == {(16, 32): 6, (16, 24): 10, (24, 24): 6, (24, 16): 10}  # 8, 6, 9 and 6 tokens a picture
+    result = {(b.height, b.width): b.batch for b in made(of).buckets}
+    assert result == {(16, 32): 6, (16, 24): 10, (24, 24): 6, (24, 16): 10}  # 8, 6, 9 and 6 tokens a picture
     for overrides, named in (
         (("bucket.batches={24x25: 4}",), "24x25, which no bucket is called"),
         (("bucket.batch_multiple=3",), "bucket.batch = 4 is no multiple of bucket.batch_multiple = 3"),
@@ -522,11 +524,11 @@ def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
 def test_the_largest_bucket_comes_first(root: Path) -> None:
     of = config(root, "bucket.order=largest_first")
     add(of, "one", pictures(40))
-    found = made(of)
-    schedule = Planner(found, seed=5, phase=0).schedule
-    shapes = [found.buckets[schedule.step(t).bucket] for t in range(4)]
-    assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in found.buckets), reverse=True)
-    assert found.head.policies.order == "largest_first"
+    snapshot = made(of)
+    schedule = Planner(snapshot, seed=5, phase=0).schedule
+    shapes = [snapshot.buckets[schedule.step(t).bucket] for t in range(4)]
+    assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in snapshot.buckets), reverse=True)
+    assert snapshot.head.policies.order == "largest_first"
 
 
 @pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
@@ -585,23 +587,23 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
     all_of[3] = dataclasses.replace(all_of[3], height=24, width=24, reject="below data.min_side = 100")
     add(of, "one", all_of, table=small)
     add(of, "one", all_of, table=large, without=["00004.png"])
-    told = report(of, capsys)
-    assert told["samples"] == 19 + 18
-    assert {e["reason"]: e["samples"] for e in told["left_out"]} == {
+    summary = report(of, capsys)
+    assert summary["samples"] == 19 + 18
+    assert {e["reason"]: e["samples"] for e in summary["left_out"]} == {
         "its latent at 256 px is not encoded yet (run sana-pipe encode --set data.resolution=256)": 2,
         "its latent is not encoded yet (run sana-pipe encode)": 1,
     }
-    found = Cache(root).open_snapshot()
-    areas = Counter(b.height * b.width // 16000 > 1 for b in found.buckets for _ in range(b.samples))
+    snapshot = Cache(root).open_snapshot()
+    areas = Counter(b.height * b.width // 16000 > 1 for b in snapshot.buckets for _ in range(b.samples))
     assert areas == {False: 19, True: 18}
-    ids = [found.sample_id(row) for row in range(len(found))]
+    ids = [snapshot.sample_id(row) for row in range(len(snapshot))]
     assert len(set(ids)) == len(ids)
     assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)
-    assert len(items(found)) == 19
+    assert len(items(snapshot)) == 19
     judged = resolutions(root, "bucket.resolutions=[128, 256]", "data.max_upscale=0.9")  # 256 px would be enlarged
-    told = report(judged, capsys)
-    assert all(b["height"] * b["width"] < 20000 for b in told["buckets"])
-    assert any("at 256 px" in e["reason"] and "data.max_upscale" in e["reason"] for e in told["left_out"])
+    summary = report(judged, capsys)
+    assert all(b["height"] * b["width"] < 20000 for b in summary["buckets"])
+    assert any("at 256 px" in e["reason"] and "data.max_upscale" in e["reason"] for e in summary["left_out"])
     # A subset counts pictures, and a held-out picture is away at every resolution.
     subset = made(resolutions(root, "bucket.resolutions=[128, 256]", "bucket.subset=10", "bucket.heldout=0.3"))
     assert len(items(subset)) == 10
@@ -620,9 +622,9 @@ def test_resolutions_that_cannot_be_together_are_refused(root: Path) -> None:
 def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     of = config(root)
     add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
-    found = made(of)
-    planner = Planner(found, seed=0, phase=0)
-    rare = {layout.text_key(found.text_recipe.id, f"a {i}") for i in range(20)}
+    snapshot = made(of)
+    planner = Planner(snapshot, seed=0, phase=0)
+    rare = {layout.text_key(snapshot.text_recipe.id, f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
@@ -641,15 +643,15 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     add(config(there), "two", [*pictures(30, "two-"), Picture("same.png", "1")])
     of = config(here, f"bucket.caches=[{there}]")
     before = files(here), files(there)
-    told = report(of, capsys, dry_run=True)
-    assert (told["samples"], told["snapshot"]) == (61, None)
-    assert told["adopted_bytes"] > 0
+    summary = report(of, capsys, dry_run=True)
+    assert (summary["samples"], summary["snapshot"]) == (61, None)
+    assert summary["adopted_bytes"] > 0
     assert (files(here), files(there)) == before, "a dry run wrote something"
-    found = made(of, "both")
-    assert len(found) == 61
+    snapshot = made(of, "both")
+    assert len(snapshot) == 61
     assert files(there).keys() == before[1].keys()
     everything = made(config(tmp_path / "whole", f"bucket.caches=[{here}, {there}]"))  # a new cache from two
-    assert compare.difference(found, everything) == compare.Difference([], [], [])
+    assert compare.difference(snapshot, everything) == compare.Difference([], [], [])
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
     assert status(Cache(here))["complete"]
@@ -807,9 +809,9 @@ def test_caches_on_disks_and_in_object_stores_mix(
     add(config(here, mirror), "one", pictures(40))
     add(config(there, mirror), "two", pictures(20, "two-"))
     of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.small=reassign", "bucket.batch=10")
-    told = report(of, capsys)
-    lists = {entry["source"]: entry for entry in told["reassign"]}
-    assert told["samples"] == 60 - sum(entry["items"] for entry in lists.values())
+    summary = report(of, capsys)
+    lists = {entry["source"]: entry for entry in summary["reassign"]}
+    assert summary["samples"] == 60 - sum(entry["items"] for entry in lists.values())
     assert all(entry["file"].startswith(here) for entry in lists.values())
     targets = planning.read_targets(lists["one"]["file"], 8)
     assert len(targets) == lists["one"]["items"]
@@ -817,7 +819,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     assert list(audit.verify(Cache.of(of))) == []
     loader = Loader(
         Cache.of(of).open_snapshot(),
-        loader_settings(microbatch=10, stop_step=int(told["steps_per_epoch"])),
+        loader_settings(microbatch=10, stop_step=int(summary["steps_per_epoch"])),
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
     assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen
@@ -862,9 +864,9 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
     dry = report(of, capsys, dry_run=True)
     assert files(root) == before
     wet = report(of, capsys)
-    for told in (dry, wet, dry["heldout"], wet["heldout"]):
-        told.pop("dry_run", None)
-        assert (told.pop("snapshot") is None) == (told is dry or told is dry.get("heldout") or told is dry["heldout"])
+    for printed in (dry, wet, dry["heldout"], wet["heldout"]):
+        printed.pop("dry_run", None)
+        assert (printed.pop("snapshot") is None) == (printed is dry or printed is dry["heldout"])
     assert dry == wet
     capsys.readouterr()
     stages.bucket.run(of, dry_run=True)
@@ -880,12 +882,12 @@ def test_rejects_are_counted_by_kind_with_a_few_examples(root: Path, capsys: pyt
     of = config(root)
     cache = add(of, "one", one)
     cache.files.replace("reports/rejects-one.csv", b"item,reason\n")
-    told = report(of, capsys)
-    [left] = told["left_out"]
+    summary = report(of, capsys)
+    [left] = summary["left_out"]
     reason = "rejected by the scan: has no caption: no *.txt beside it"
     assert (left["reason"], left["samples"]) == (reason, 30)
     assert left["examples"] == [p.item for p in one if p.reject][:5]
-    assert told["reports"] == [str(root / "reports/rejects-one.csv")]
+    assert summary["reports"] == [str(root / "reports/rejects-one.csv")]
     assert Cache(root).open_snapshot().head.left_out == {reason: 30}
     stages.bucket.run(of)
     said = capsys.readouterr().out
@@ -910,10 +912,10 @@ def test_every_sample_is_in_the_snapshot_or_counted(root: Path, capsys: pytest.C
     )
     add(of, "one", one, without=["00007.png"])
     add(of, "gone", pictures(9, "g"))
-    told = report(of, capsys)
-    assert told["samples"] + sum(e["samples"] for e in told["left_out"]) == 61 + 9
-    assert len(told["left_out"]) == 8 - (told["samples"] == 40)
-    assert all(e["keep"] or "(" in e["reason"] for e in told["left_out"]), "a reason without a way out"
+    summary = report(of, capsys)
+    assert summary["samples"] + sum(e["samples"] for e in summary["left_out"]) == 61 + 9
+    assert len(summary["left_out"]) == 8 - (summary["samples"] == 40)
+    assert all(e["keep"] or "(" in e["reason"] for e in summary["left_out"]), "a reason without a way out"
 
 
 def test_snapshots_are_listed_and_compared(root: Path) -> None:
@@ -930,19 +932,19 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     add(of, "one", [*changed, Picture("new.png", "new")])
     second = stages.bucket.run(of, name="second")
     run, options = CliRunner(), config_file(of)
-    told = json.loads(run.invoke(cli, ["snapshots", "--json", *options]).output)
-    assert [(e["id"], e["names"], e["samples"]) for e in told["snapshots"]] == [
+    summary = json.loads(run.invoke(cli, ["snapshots", "--json", *options]).output)
+    assert [(e["id"], e["names"], e["samples"]) for e in summary["snapshots"]] == [
         (i, n, 20) for i, n in sorted([(first, ["first"]), (second, ["latest", "second"])])
     ]
-    assert all(e["bytes"] > 0 for e in told["snapshots"])
+    assert all(e["bytes"] > 0 for e in summary["snapshots"])
     assert first[:12] in run.invoke(cli, ["snapshots", *options]).output
     result = run.invoke(cli, ["snapshots", "diff", "first", "second", "--json", *options], standalone_mode=False)
     assert result.return_value == 1
-    found = json.loads(result.output)
-    assert found["added"] == [{"source": "one", "item": "new.png"}]
-    assert found["removed"] == [{"source": "one", "item": "00000.png"}]
-    assert [e["item"] for e in found["changed"]] == [f"{i:05d}.png" for i in range(1, 6)], "by name"
-    assert {e["item"]: e["what"] for e in found["changed"]} == {
+    actual = json.loads(result.output)
+    assert actual["added"] == [{"source": "one", "item": "new.png"}]
+    assert actual["removed"] == [{"source": "one", "item": "00000.png"}]
+    assert [e["item"] for e in actual["changed"]] == [f"{i:05d}.png" for i in range(1, 6)], "by name"
+    assert {e["item"]: e["what"] for e in actual["changed"]} == {
         "00001.png": ["picture", "captions"],
         "00002.png": ["captions"],
         "00003.png": ["bucket"],
@@ -967,9 +969,9 @@ def test_chains_of_snapshots_are_listed_parents_first(root: Path) -> None:
     for round_ in range(4):
         add(of, f"s{round_}", pictures(10, f"{round_}-"))
         chain.append(stages.bucket.run(of))
-    found = compare.listed(Cache(root))
-    assert [e["id"] for e in found] == chain
-    assert [e["parent"] for e in found] == [None, *chain[:-1]]
+    result = compare.listed(Cache(root))
+    assert [e["id"] for e in result] == chain
+    assert [e["parent"] for e in result] == [None, *chain[:-1]]
 
 
 # ---------------------------------------------------------------- sabotage
@@ -979,8 +981,8 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """With a rule switched off, what its test looks at is otherwise."""
     add(config(root), "one", [*pictures(40), Picture("copy.png", "6")])
     plain = items(made(config(root)))
-    held = items(made(config(root, "bucket.heldout=0.3")))
-    assert held < plain
+    away = items(made(config(root, "bucket.heldout=0.3")))
+    assert away < plain
     monkeypatch.setattr(selection, "heldout", lambda frame, share: np.zeros(len(frame), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()

@@ -203,8 +203,8 @@ def test_a_newer_version_is_refused_with_a_message() -> None:
 
 
 def test_fields_at_their_default_stay_out_of_the_id() -> None:
-    own = {"weights": "w", "compression": 8, "channels": 4}
-    assert LATENT.id == layout.digest("recipe", "latent", layout.canonical(own)).hex()
+    values = {"weights": "w", "compression": 8, "channels": 4}
+    assert LATENT.id == layout.digest("recipe", "latent", layout.canonical(values)).hex()
     assert layout.LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
 
 
@@ -312,10 +312,8 @@ def commit_unit(cache: Cache, plan: int, unit: str, first: int, count: int = 2) 
     with shard.ShardWriter(cache.files, LATENT, unit) as writer:
         for i in range(first, first + count):
             writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
-        name, size, table = writer.finish()
-    digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
-    rejects = (index.Reject("00" * 16, "bad.jpg", "broken"),)
-    commit = index.Commit(unit, name, size, count, digest, rejects, {})
+        made = writer.finish()
+    commit = index.commit_of(cache.files, unit, made, [index.Reject("00" * 16, "bad.jpg", "broken")])
     index.publish_commit(cache.files, LATENT.name, plan, commit)
     return commit
 
@@ -350,14 +348,14 @@ def test_keys_are_found_where_they_are_and_only_there() -> None:
     rng = np.random.default_rng(0)
     keys = [bytes(rng.integers(0, 256, 16, np.uint8)) for _ in range(300)]
     keys += [keys[0][:8] + bytes([i, *[0] * 7]) for i in range(5)] + [bytes(16), b"\xff" * 16, keys[1][:15] + b"\0"]
-    held, absent = keys[::2], keys[1::2]
-    found = index.RecordIndex.__new__(index.RecordIndex)
-    found._fill({"key": index.as_keys([*held, *held]), "at": np.arange(2 * len(held))})
-    where = dict(zip(held, range(len(held), 2 * len(held)), strict=True))  # the last of equals
-    rows = found.find(index.as_keys(keys))
-    assert [None if row < 0 else int(found.columns["at"][row]) for row in rows] == [where.get(key) for key in keys]
-    assert [index.key_bytes(key) for key in found.keys] == sorted(held)
-    assert (found.find(index.as_keys(absent)) == -1).all()
+    present, absent = keys[::2], keys[1::2]
+    result = index.RecordIndex.__new__(index.RecordIndex)
+    result._fill({"key": index.as_keys([*present, *present]), "at": np.arange(2 * len(present))})
+    where = dict(zip(present, range(len(present), 2 * len(present)), strict=True))  # the last of equals
+    rows = result.find(index.as_keys(keys))
+    assert [None if row < 0 else int(result.columns["at"][row]) for row in rows] == [where.get(key) for key in keys]
+    assert [index.key_bytes(key) for key in result.keys] == sorted(present)
+    assert (result.find(index.as_keys(absent)) == -1).all()
     empty = index.RecordIndex.__new__(index.RecordIndex)
     empty._fill({"key": index.as_keys([])})
     assert empty.find(index.as_keys(keys[:3])).tolist() == [-1, -1, -1]
@@ -379,11 +377,11 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
     commit_unit(cache, 0, "aa", 0)
     cache.add_plan(LATENT.name, 1, [Unit("cc", 0, 1, 1)], pa.table({"key": pa.array([bytes(16)], pa.binary(16))}))
     commit_unit(cache, 1, "cc", 1, count=1)
-    found = cache.index(LATENT.name)
-    assert len(found) == 2
-    row = found.find(index.as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
-    assert found.shards[found.columns["shard"][row]] == found.shards[1]
-    assert not found.has(bytes(16))
+    result = cache.index(LATENT.name)
+    assert len(result) == 2
+    row = result.find(index.as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
+    assert result.shards[result.columns["shard"][row]] == result.shards[1]
+    assert not result.has(bytes(16))
 
 
 def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:

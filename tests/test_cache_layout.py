@@ -19,13 +19,13 @@ def examples() -> list[str]:
 
 
 def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = examples()
-    assert len(found) == 4
+    result = examples()
+    assert len(result) == 4
     shards = sorted(small_cache.glob("shards/text-*/*/*.tar"))
     for text_shard in shards:
-        exec(compile(found[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})
+        exec(compile(result[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})
     assert "an astronaut in an orange space suit" in capsys.readouterr().out
-    exec(compile(found[2], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
+    exec(compile(result[2], str(PAGE), "exec"), {"cache_folder": str(small_cache)})
     assert "(16, " in capsys.readouterr().out
 
 

@@ -50,10 +50,10 @@ def _text(content: str | dict[str, Any]) -> str:
 def said(path: Path, raw: bool = False, **config: Any) -> tuple[Captions, dict[str, str]]:
     """Captions with their weights, and rejects."""
     source = open_source(str(path), DataConfig(**config), raw=raw)
-    found = list(source.items())
+    result = list(source.items())
     return (
-        {one.key: dict(one.captions) for one in found if isinstance(one, Item)},
-        {one.key: one.reason for one in found if isinstance(one, Reject)},
+        {one.key: dict(one.captions) for one in result if isinstance(one, Item)},
+        {one.key: one.reason for one in result if isinstance(one, Reject)},
     )
 
 
@@ -75,8 +75,8 @@ def test_a_folder_of_pictures_alone_says_what_is_configured(tmp_path: Path, capt
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(png())
     assert set(said(root)[1]) == {"sks_dog/red_cat.png", "b.png"}
-    found, rejects = said(root, caption=caption)
-    assert [list(found[key]) for key in ("sks_dog/red_cat.png", "b.png")] == [[text] for text in expected]
+    actual, rejects = said(root, caption=caption)
+    assert [list(actual[key]) for key in ("sks_dog/red_cat.png", "b.png")] == [[text] for text in expected]
     assert not rejects
     (root / "b.txt").write_text("what is written goes first")
     assert list(said(root, caption=caption)[0]["b.png"]) == ["what is written goes first"]
@@ -94,8 +94,8 @@ def test_tars_and_tables_without_captions(tmp_path: Path) -> None:
 
 def test_text_is_put_around_every_caption(tmp_path: Path) -> None:
     put(tmp_path, a_png="", a_txt="one", a_json={"text": "two"}, b_png="")
-    found, _ = said(tmp_path, caption="none", caption_prefix="sks, ", caption_suffix=" (photo)")
-    assert found == {"a.png": {"sks, one (photo)": 1.0, "sks, two (photo)": 1.0}, "b.png": {"sks,  (photo)": 1.0}}
+    result, _ = said(tmp_path, caption="none", caption_prefix="sks, ", caption_suffix=" (photo)")
+    assert result == {"a.png": {"sks, one (photo)": 1.0, "sks, two (photo)": 1.0}, "b.png": {"sks,  (photo)": 1.0}}
 
 
 def test_rules_of_earlier_versions_keep_their_identity() -> None:
@@ -125,8 +125,8 @@ def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_
     (tmp_path / "a_notes.json").write_text(json.dumps({"what": "something else"}))
     (tmp_path / "meta_data.json").write_text(json.dumps({"img_names": ["a", "ab"]}))
     weights = {"txt": 1, "vila": 1, "intern": 1}
-    found, rejects = said(tmp_path, caption_weights=weights, score_power=1.0)
-    assert found == {"a.png": {"plain": 0.5, "by InternVL": 1.0}, "ab.png": {"other": 1.0, "of ab": 1.0}}
+    result, rejects = said(tmp_path, caption_weights=weights, score_power=1.0)
+    assert result == {"a.png": {"plain": 0.5, "by InternVL": 1.0}, "ab.png": {"other": 1.0, "of ab": 1.0}}
     assert not rejects
     source = open_source(str(tmp_path), DataConfig(caption_weights=weights))
     list(source.items())
@@ -156,11 +156,11 @@ def test_captions_of_columns_are_raw_under_the_recipe_of_nvlabs(tmp_path: Path) 
             ("2.json", {"other": 1}),
         ],
     )
-    found, rejects = said(tmp_path / "x.tar", raw=True)
-    assert found == {"x.tar/0.png": {" A \n": 1.0}, "x.tar/1.png": {"": 1.0}}
+    result, rejects = said(tmp_path / "x.tar", raw=True)
+    assert result == {"x.tar/0.png": {" A \n": 1.0}, "x.tar/1.png": {"": 1.0}}
     assert set(rejects) == {"x.tar/2.png"}
-    found, rejects = said(tmp_path / "x.tar")
-    assert found == {"x.tar/0.png": {"A": 1.0}}
+    result, rejects = said(tmp_path / "x.tar")
+    assert result == {"x.tar/0.png": {"A": 1.0}}
     assert set(rejects) == {"x.tar/1.png", "x.tar/2.png"}
 
 

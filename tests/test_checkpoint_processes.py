@@ -56,10 +56,10 @@ def test_start_values_in_slices_are_those_of_one_process(folder: Path, name: str
 
 def test_each_of_two_processes_reads_and_holds_half(folder: Path) -> None:
     results = read(folder, "memory")
-    for own in results["processes"]:
-        assert 0.4 < own["drawn"]["grown"] / results["model"] < 0.7
-        assert own["stored"]["grown"] / results["model"] < 0.7
-        assert 0.45 < own["stored"]["read"] / results["file"] < 0.55
+    for process in results["processes"]:
+        assert 0.4 < process["drawn"]["grown"] / results["model"] < 0.7
+        assert process["stored"]["grown"] / results["model"] < 0.7
+        assert 0.45 < process["stored"]["read"] / results["file"] < 0.55
 
 
 def test_a_late_thread_does_not_meet_the_training(folder: Path) -> None:

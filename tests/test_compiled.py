@@ -41,13 +41,13 @@ def _fresh() -> Iterator[None]:
 def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     settings = tiny_run.config()
     parts = [tiny_run.microbatches(tiny_run.global_batch(step), 4) for step in STEPS]
-    return [tiny_run.gradients(model, settings, own)[2] for own in parts]
+    return [tiny_run.gradients(model, settings, batches)[2] for batches in parts]
 
 
 @pytest.mark.parametrize("way", ["plain", "recomputed", "recomputed and sharded", "selective"])
 def test_gradients_are_those_without_compilation(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    found = {}
+    result = {}
     with mesh.open_mesh(Launch(), tiny_run.config().train.parallel, torch.device("cpu")):
         for compiled in (False, True):
             model = tiny_run.model(tiny_run.config())
@@ -61,9 +61,9 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
                     fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
                 assert all(isinstance(block, FSDPModule) for block in model.blocks)
             assert list(model.state_dict()) == names
-            found[compiled] = _gradients(model)
+            result[compiled] = _gradients(model)
     assert counter.frame_count == 2, "one graph for all blocks and each shape"
-    for ours, plain in zip(found[True], found[False], strict=True):
+    for ours, plain in zip(result[True], result[False], strict=True):
         assert tiny_run.distance(ours, plain) <= 1e-6
 
 
@@ -117,6 +117,6 @@ def test_the_stage_refuses_before_anything_starts(small_cache_copy: Path, make_c
     import stages.train
 
     config = make_config(tmp_path, f"cache={small_cache_copy}", "train.compile=block", "train.compile_max_shapes=1")  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=r"train\.compile: block would have to compile"):
+    with pytest.raises(ConfigError, match=r"train\.compile: block"):
         stages.train.run(config, say=lambda line: None)
     assert not (tmp_path / "run").exists()

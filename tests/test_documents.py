@@ -46,9 +46,9 @@ def content(root: Path) -> dict[str, bytes]:
 
 def lose(root: Path, pattern: str) -> None:
     """Documents and their copies."""
-    found = sorted(path.relative_to(root).as_posix() for path in root.glob(pattern) if path.is_file())
-    assert found, pattern
-    for name in found:
+    result = sorted(path.relative_to(root).as_posix() for path in root.glob(pattern) if path.is_file())
+    assert result, pattern
+    for name in result:
         (root / name).unlink()
         (root / Paths.copy(name)).unlink()
 
@@ -123,10 +123,10 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
     for name in names:
         HARM[how](root / name)
         damaged = stages.status.run(config)
-        found = status(Cache.of(config))
-        assert damaged == (4 if found["damaged"] else 0) and {**found, "damaged": {}, "complete": True} == {
+        result = status(Cache.of(config))
+        assert damaged == (4 if result["damaged"] else 0) and {**result, "damaged": {}, "complete": True} == {
             **answer,
-            "free_bytes": found["free_bytes"],
+            "free_bytes": result["free_bytes"],
         }
         assert not list(contradictions(Cache.of(config))), "a copy is as good"
         assert stages.gc.run(config, older_than_hours=0) == 0
@@ -134,8 +134,8 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
         assert stages.verify.run(config, mend=True) == 0
         assert content(root) == whole
         HARM[how](root / Paths.copy(name))
-        told = [finding.path for finding in audit.verify_documents(Cache.of(config))]
-        assert told == ([] if how == "lost" else [Paths.copy(name)]), "earlier versions made no copies"
+        printed = [finding.path for finding in audit.verify_documents(Cache.of(config))]
+        assert printed == ([] if how == "lost" else [Paths.copy(name)]), "earlier versions made no copies"
         assert stages.verify.run(config, mend=True) == 0
         assert content(root) == whole
 
@@ -238,9 +238,9 @@ def test_a_table_that_is_lost_is_made_again(
     HARM[how](cache.root / table)
     capsys.readouterr()
     assert stages.verify.run(config, as_json=True) == 4
-    found = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
+    result = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
     scan = of.startswith("sources")
-    assert found[table] == (ENCODE if scan else layout.REPAIR)
+    assert result[table] == (ENCODE if scan else layout.REPAIR)
     assert stages.verify.run(config, mend=True) == (4 if scan else 0)
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
@@ -317,8 +317,8 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
         HARM["cut"](root / place)
     capsys.readouterr()
     assert stages.status.run(config, as_json=True) == 4
-    found = last(capsys)
-    assert list(found["damaged"]) == ["names/one"] and found["snapshots"]["latest"] == second
+    result = last(capsys)
+    assert list(result["damaged"]) == ["names/one"] and result["snapshots"]["latest"] == second
     assert stages.snapshots.run(config, as_json=True) == 4
     assert [(e["id"], "damaged" in e) for e in last(capsys)["snapshots"]] == [(first, True), (second, False)]
     assert stages.verify.run(config, as_json=True) == 4

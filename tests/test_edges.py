@@ -64,15 +64,15 @@ def test_scores_of_zero_and_below_and_equal_texts() -> None:
 
 
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
-    found = RULE.read({"text": "a", "score": 1.0}, {"text": 2.0})
-    assert [one.score for one in found.candidates] == [2.0]
-    found = RULE.read({"text": "a", "score": 1.0}, {"text": 0.0})
-    assert [one.score for one in found.candidates] == [0.0], "zero is a score, too"
+    result = RULE.read({"text": "a", "score": 1.0}, {"text": 2.0})
+    assert [one.score for one in result.candidates] == [2.0]
+    result = RULE.read({"text": "a", "score": 1.0}, {"text": 0.0})
+    assert [one.score for one in result.candidates] == [0.0], "zero is a score, too"
 
 
 def test_a_truth_is_no_score() -> None:
-    found = RULE.read({"text": "a", "score": True})
-    assert found.candidates == [Candidate("a")] and "not a number" in found.problems[0]
+    result = RULE.read({"text": "a", "score": True})
+    assert result.candidates == [Candidate("a")] and "not a number" in result.problems[0]
 
 
 def test_texts_of_a_list_share_its_weight_and_empty_ones_have_none() -> None:
@@ -143,8 +143,8 @@ def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:
 def test_a_missing_value_decides_only_where_it_must(text: str, selected: list[bool | None]) -> None:
     columns = {"a": pa.array([None, 2.0, 2.0, 0.0]), "b": pa.array([0.0, None, 2.0, 0.0])}
     chosen, unknown = Filter(text, "f").select(columns.__getitem__, 4, [])
-    found = [None if u else c for c, u in zip(chosen.to_pylist(), unknown.to_pylist(), strict=True)]
-    assert found == selected
+    result = [None if u else c for c, u in zip(chosen.to_pylist(), unknown.to_pylist(), strict=True)]
+    assert result == selected
 
 
 def test_an_expression_may_have_as_many_parts_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +166,8 @@ def test_fields_of_metadata() -> None:
     largest = int(sys.float_info.max)
     rows = [{"n": largest, "a": {"b": 1}, "a.b": 2, "none": None}, {"n": 1, "a": {"b": 3}}]
     meta = pa.chunked_array([[json.dumps(row) for row in rows]])
-    found, valid, too_large = filters.fields(meta, {"n", "a.b", "none", "absent"})
-    assert {name: column.to_pylist() for name, column in found.items()} == {
+    result, valid, too_large = filters.fields(meta, {"n", "a.b", "none", "absent"})
+    assert {name: column.to_pylist() for name, column in result.items()} == {
         "n": [float(largest), 1.0],
         "a.b": [2.0, 3.0],
         "none": [None, None],
@@ -199,44 +199,42 @@ def test_a_nearly_silent_channel_has_a_floor() -> None:
 # ---------------------------------------------------------------- the index
 
 
-def held(cache: Cache, plan: int, unit: str, keys: list[int], adopted: bool, **rejected: Any) -> str | None:
+def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted: bool, **rejected: Any) -> str | None:
     """Commit a unit with a record of each key as a plan of its own; returns the name of its shard."""
     table = pa.table({"key": pa.array([bytes([key] * 16) for key in keys], pa.binary(16))})
     assert cache.add_plan(LATENT.name, plan, [Unit(unit, 0, len(keys), 1)], table)
-    name, size, digest = None, 0, None
     rejects = tuple(
         index.Reject(bytes([int(key)] * 16).hex(), "item", "gone", retry) for key, retry in rejected.items()
     )
     stored = [key for key in keys if bytes([key] * 16).hex() not in {one.key for one in rejects}]
+    how = {index.ADOPTED: "elsewhere"} if adopted else {}
+    commit = index.Commit(unit, None, 0, 0, None, rejects, how)
     if stored:
         with shard.ShardWriter(cache.files, LATENT, unit) as writer:
             for key in stored:
                 writer.add(bytes([key] * 16), np.full((4, 2, 3), plan, np.uint16))
-            name, size, records = writer.finish()
-        digest = cache.files.put_content(index.table_bytes(records), "tables", "arrow")
-    how = {index.ADOPTED: "elsewhere"} if adopted else {}
-    commit = index.Commit(unit, name, size, len(stored), digest, rejects, how)
+            commit = index.commit_of(cache.files, unit, writer.finish(), rejects, how)
     assert index.publish_commit(cache.files, LATENT.name, plan, commit)
-    return name
+    return commit.shard
 
 
 def holder(cache: Cache, key: int) -> str:
-    found = cache.index(LATENT.name)
-    row = int(found.find(index.as_keys([bytes([key] * 16)]))[0])
+    result = cache.index(LATENT.name)
+    row = int(result.find(index.as_keys([bytes([key] * 16)]))[0])
     assert row >= 0
-    return found.shards[int(found.columns["shard"][row])]
+    return result.shards[int(result.columns["shard"][row])]
 
 
 def test_of_adopted_plans_the_first_counts_and_every_other_plan_before_them(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    first = held(cache, 0, "aa", [1, 2], adopted=True)
-    held(cache, 1, "bb", [1, 2], adopted=True)
-    held(cache, 2, "cc", [1, 2], adopted=True)
+    first = commit_records(cache, 0, "aa", [1, 2], adopted=True)
+    commit_records(cache, 1, "bb", [1, 2], adopted=True)
+    commit_records(cache, 2, "cc", [1, 2], adopted=True)
     assert holder(cache, 1) == holder(cache, 2) == first
-    own = held(cache, 3, "dd", [2], adopted=False)
-    assert holder(cache, 1) == first and holder(cache, 2) == own
-    later = held(cache, 4, "ee", [2], adopted=False)
-    held(cache, 5, "ff", [2], adopted=True)
+    name = commit_records(cache, 3, "dd", [2], adopted=False)
+    assert holder(cache, 1) == first and holder(cache, 2) == name
+    later = commit_records(cache, 4, "ee", [2], adopted=False)
+    commit_records(cache, 5, "ff", [2], adopted=True)
     assert holder(cache, 2) == later
 
 
@@ -245,8 +243,8 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
     for number, keys in enumerate(([1, 2], [2, 3])):
         cache = Cache(tmp_path / str(number), create=True)
         for plan in range(number):
-            held(cache, plan, f"{plan}0", [9], adopted=False)
-        held(cache, number, "aa", keys, adopted=False)
+            commit_records(cache, plan, f"{plan}0", [9], adopted=False)
+        commit_records(cache, number, "aa", keys, adopted=False)
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
     rows = whole.find(index.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
@@ -255,7 +253,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
 
 def test_a_segment_waits_for_exactly_the_units_of_its_plan(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    held(cache, 0, "aa", [1], adopted=False)
+    commit_records(cache, 0, "aa", [1], adopted=False)
     assert not index.merge(cache.files, LATENT.name, 0, ["aa", "bb"])
     index.publish_commit(cache.files, LATENT.name, 0, index.Commit("zz", None, 0, 0, None, (), {}))
     assert not index.merge(cache.files, LATENT.name, 0, ["aa"]), "a unit that is not the plan's"
@@ -283,20 +281,20 @@ def planned(cache: Cache, keys: list[int], **options: Any) -> list[WorkPlan]:
 
 def test_a_failed_record_that_is_stored_since_is_not_planned_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    held(cache, 0, "aa", [1, 2], adopted=False, **{"1": True})
+    commit_records(cache, 0, "aa", [1, 2], adopted=False, **{"1": True})
     assert [plan.number for plan in planned(cache, [1, 2])] == [0, 1], "its cause may have passed"
     units = cache.plan(LATENT.name, 1).units
     assert sum(unit.count for unit in units) == 1
     assert len(planned(cache, [1, 2])) == 2, "a plan that has it and is not finished"
     gone = index.Commit(units[0].unit, None, 0, 0, None, (index.Reject("01" * 16, "1", "gone", True),), {})
     index.publish_commit(cache.files, LATENT.name, 1, gone)
-    held(cache, 2, "cc", [1], adopted=False)
+    commit_records(cache, 2, "cc", [1], adopted=False)
     assert len(planned(cache, [1, 2])) == 3, "a third plan has stored it"
 
 
 def test_only_causes_that_may_pass_are_tried_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    held(cache, 0, "aa", [1, 2], adopted=False, **{"1": False})
+    commit_records(cache, 0, "aa", [1, 2], adopted=False, **{"1": False})
     assert len(planned(cache, [1, 2])) == 1
 
 
@@ -320,14 +318,14 @@ def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:
         {"item": item, "digest": layout.digest(content), "width": 24, "height": 24, "captions": []}
         for item, content in (("b", "x"), ("a", "x"), ("c", "y"), ("d", "x"))
     ]
-    found = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE)
-    assert found.column("item").to_pylist() == ["b", "c"]
+    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE)
+    assert result.column("item").to_pylist() == ["b", "c"]
 
 
 def test_a_picture_for_two_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
     rows = [{"item": item, "digest": layout.digest(item), "width": 24, "height": 24, "captions": []} for item in "cab"]
-    found = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, {"c": (32, 16)})
-    assert [f"{row['item']} {row['height']}x{row['width']}" for row in found.to_pylist()] == [
+    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, {"c": (32, 16)})
+    assert [f"{row['item']} {row['height']}x{row['width']}" for row in result.to_pylist()] == [
         "c 24x24",
         "c 32x16",
         "a 24x24",
@@ -361,14 +359,14 @@ def test_units_of_the_same_keys_in_another_plan_have_other_names(tmp_path: Path)
 
 def test_a_record_that_failed_for_good_is_neither_new_nor_there(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    held(cache, 0, "aa", [1, 2, 3], adopted=False, **{"1": True, "2": False})
+    commit_records(cache, 0, "aa", [1, 2, 3], adopted=False, **{"1": True, "2": False})
     assert planning.counted(cache, LATENT, work([1, 2, 3, 4])) == (2, 1)
 
 
 def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
-    lost = held(cache, 0, "aa", [1, 2], adopted=False)
-    held(cache, 1, "bb", [3], adopted=False)
+    lost = commit_records(cache, 0, "aa", [1, 2], adopted=False)
+    commit_records(cache, 1, "bb", [3], adopted=False)
     assert lost is not None
     cache.files.remove(layout.Paths.shard(LATENT.name, lost))
     plans = planned(cache, [1, 2, 3])
@@ -438,8 +436,8 @@ def with_meta(*meta: dict[str, Any]) -> pa.Table:
 def test_an_item_is_left_out_by_the_first_filter_alone() -> None:
     scan = with_meta({"s": 1}, {"s": 1, "c": 0}, {"s": 5}, {"s": 5, "c": 0}, {"s": 5, "c": 2}, {"c": 2}, {})
     joined = Joined()
-    kept = selection.filtered(joined, {"one": scan}, Filter("s > 3", "all"), {"one": Filter("c > 1", "own")})
-    assert kept["one"].column("item").to_pylist() == ["4"]
+    selected = selection.filtered(joined, {"one": scan}, Filter("s > 3", "all"), {"one": Filter("c > 1", "own")})
+    assert selected["one"].column("item").to_pylist() == ["4"]
     assert joined.left_out == {
         "not selected by all: s > 3": 2,
         "all cannot be decided, a value is missing: s > 3": 2,
@@ -452,8 +450,8 @@ def test_a_column_that_others_have_is_none_for_a_sources_own_filter() -> None:
     scans = {"one": with_meta({"c": "ab"}), "two": with_meta({"d": 1}), "three": with_meta({"c": None})}
     with pytest.raises(UserError, match="no item has"):
         selection.filtered(Joined(), scans, Filter("c is None or c > ''", "all"), {"two": Filter("c > ''", "own")})
-    kept = selection.filtered(Joined(), scans, Filter("startswith(c, 'a')", "all"), {})
-    assert {source: len(scan) for source, scan in kept.items()} == {"one": 1, "two": 0, "three": 0}
+    selected = selection.filtered(Joined(), scans, Filter("startswith(c, 'a')", "all"), {})
+    assert {source: len(scan) for source, scan in selected.items()} == {"one": 1, "two": 0, "three": 0}
 
 
 def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> None:
@@ -472,7 +470,7 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
+    ("sizes", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
     [
         ({0: 1, 2: 1}, 2, {0: 2}),
         ({0: 3, 2: 1}, 4, {2: 0}),
@@ -481,10 +479,10 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
     ],
 )
 def test_the_smallest_bucket_gives_up_first(
-    tmp_path: Path, held: dict[int, int], batch: int, moved: dict[int, int]
+    tmp_path: Path, sizes: dict[int, int], batch: int, moved: dict[int, int]
 ) -> None:
     first = len(TABLE)  # the second of three tables
-    bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in held.items() for _ in range(n))])
+    bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in sizes.items() for _ in range(n))])
     count = len(bucket)
     sides = np.array(TABLE)[bucket % len(TABLE)]
     frame = Frame(
@@ -504,7 +502,7 @@ def test_the_smallest_bucket_gives_up_first(
     none = Cache(tmp_path, create=True).index(LATENT.name)
     records = Records(LATENT, layout.TextRecipe(), none, none)
     left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
-    assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(held[a])]
+    assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(sizes[a])]
     assert len(left) == count - len(moves)
 
 
@@ -527,8 +525,8 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
     assert snapshot.head.left_out == {reason: 3}, "reasons are part of a snapshot's id"
     capsys.readouterr()
     for small in ("drop", "repeat", "carry"):
-        own = config(tmp_path / "cache", f"bucket.small={small}")
-        stages.bucket.run(own, dry_run=True, as_json=True)
+        settings = config(tmp_path / "cache", f"bucket.small={small}")
+        stages.bucket.run(settings, dry_run=True, as_json=True)
         notes = {row["samples"]: row["note"] for row in json.loads(capsys.readouterr().out)["buckets"]}
         assert notes[4] == "" and notes[3]
 
@@ -589,8 +587,8 @@ def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path)
     of = config(tmp_path / "cache", "bucket.sources={one: {weight: 2}}")
     add(of, "one", shaped(4, "one-", 16, 24))
     cache = add(of, "two", shaped(5, "two-", 16, 32))
-    found = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
-    assert found == {24: (Part(4, Fraction(2)),), 32: None}
+    result = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
+    assert result == {24: (Part(4, Fraction(2)),), 32: None}
 
 
 def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Path) -> None:
@@ -605,9 +603,9 @@ def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Pat
     stages.bucket.run(weighted, name="middle")
     add(config(root), "two", shaped(8, "two-", 16, 32))
     grown = cache.open_snapshot(stages.bucket.run(config(root, *drop, "bucket.grow=middle", weights)))
-    found = [grown.sample_id(row) for row in range(len(grown))]
-    assert found[16:] == [old.sample_id(row) for row in range(8)], "their weight is the smaller one"
-    assert set(found[:8]) == three
+    result = [grown.sample_id(row) for row in range(len(grown))]
+    assert result[16:] == [old.sample_id(row) for row in range(8)], "their weight is the smaller one"
+    assert set(result[:8]) == three
     plain = config(root, *drop, "bucket.grow=old")
     grown = cache.open_snapshot(stages.bucket.run(plain))
     assert [grown.sample_id(row) for row in range(8)] == [old.sample_id(row) for row in range(8)]
@@ -618,8 +616,8 @@ def test_what_would_keep_a_reject_of_the_scan() -> None:
     rejects = ["is smaller than data.min_side", "is broken"]
     rows = [{"item": f"{n}.png", "reject": why} for n, why in enumerate(rejects)]
     usable(joined, pa.Table.from_pylist(rows, schema=SCAN))
-    kept = {reason.rpartition(": ")[2]: keep for reason, keep in joined.keep.items()}
-    assert kept == {rejects[0]: f"change that setting and {ENCODE}", rejects[1]: f"mend the file and {ENCODE}"}
+    remedies = {reason.rpartition(": ")[2]: keep for reason, keep in joined.keep.items()}
+    assert remedies == {rejects[0]: f"change that setting and {ENCODE}", rejects[1]: f"mend the file and {ENCODE}"}
 
 
 def test_what_a_policy_left_out_is_judged_again_and_what_cannot_be_read_is_not() -> None:
@@ -664,5 +662,5 @@ def test_which_causes_may_pass(tmp_path: Path) -> None:
         max_pixels=100,
         workers=1,  # type: ignore[arg-type]
     )
-    rejects = {reject.item: reject.retry for _, found in made for reject in found}
+    rejects = {reject.item: reject.retry for _, result in made for reject in result}
     assert rejects == {"changed": True, "broken": False, "gone": True}

@@ -173,5 +173,5 @@ def test_of_two_nodes_one_is_lost_and_the_other_goes_on(undisturbed: Path, tmp_p
     assert (zero, two, one) == (0, 2, 1)
     assert step >= 2
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
-    found, expected = (checkpoint.load_model_state(where / "run" / LAST)[1] for where in (tmp_path, undisturbed))
-    assert tiny_run.distance(found, expected) <= 1e-5
+    actual, expected = (checkpoint.load_model_state(where / "run" / LAST)[1] for where in (tmp_path, undisturbed))
+    assert tiny_run.distance(actual, expected) <= 1e-5

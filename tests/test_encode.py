@@ -184,14 +184,14 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
     def planned(root: Path, keys: set[bytes]) -> set[str]:
         """What the plans call these records."""
         cache = Cache(root)
-        found = set()
+        result = set()
         for kind, column in (("latent", "item"), ("text", "caption")):
             for recipe in cache.recipes(kind):
                 for plan in cache.plans(recipe.name):
                     table = cache.table(plan.table)
                     pairs = zip(table.column("key").to_pylist(), table.column(column).to_pylist(), strict=True)
-                    found |= {str(name) for key, name in pairs if key in keys}
-        return found
+                    result |= {str(name) for key, name in pairs if key in keys}
+        return result
 
     latents, texts, _ = run()
     assert (len(latents), len(texts)) == (12, 13)
@@ -278,10 +278,9 @@ def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path)
     table = pa.table({"key": pa.array([b"k" * 16], pa.binary(16))})
     with shard.ShardWriter(cache.files, fuller, "0" * 32) as writer:
         writer.add(b"k" * 16, np.zeros((2, 1, 1), np.uint16))
-        name, size, rows = writer.finish()
-    digest = cache.files.put_content(index.table_bytes(rows), "tables", "arrow")
+        commit = index.commit_of(cache.files, "0" * 32, writer.finish())
     cache.add_plan(fuller.name, 0, [Unit("0" * 32, 0, 1, 1)], table)
-    index.publish_commit(cache.files, fuller.name, 0, index.Commit("0" * 32, name, size, 1, digest, (), {}))
+    index.publish_commit(cache.files, fuller.name, 0, commit)
     assert cache.known(recipe) == fuller
     assert cache.known(replace(recipe, weights="v")).model == "c/x"
     assert cache.known(replace(recipe, dtype="bf16")) == replace(recipe, dtype="bf16")
@@ -327,9 +326,9 @@ def test_policies_reject_by_name_and_can_be_lifted(source: Path, make_config: Ma
     strict = ("data.min_side=41", "data.max_upscale=1.2", "data.max_crop_loss=0.5")
     done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))
     assert (done["images"], done["rejects"]) == (12, 2)
-    found = reasons(make_config(tmp_path), source)
-    assert "data.min_side = 41" in found["small.png"]
-    assert "data.max_crop_loss = 0.5" in found["narrow.png"]
+    result = reasons(make_config(tmp_path), source)
+    assert "data.min_side = 41" in result["small.png"]
+    assert "data.max_crop_loss = 0.5" in result["narrow.png"]
     stages.bucket.run(make_config(tmp_path))
     left_out = Cache(tmp_path / "cache").open_snapshot().head.left_out
     assert sorted(left_out.values()) == [1, 1]
@@ -462,8 +461,8 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
 def test_records_of_a_lost_shard_are_new_to_a_run(start: Config, source: Path) -> None:
     cache = Cache(start.cache)
     shard = next(cache.files.path("shards").glob("latent-*/*/*.tar"))
-    found = index.commits(cache.files, shard.parts[-3], 0)
-    [records] = [commit.records for commit in found if commit.shard == shard.stem]
+    result = index.commits(cache.files, shard.parts[-3], 0)
+    [records] = [commit.records for commit in result if commit.shard == shard.stem]
     shard.unlink()
     done = stages.encode.run(start, data=str(source))
     assert (done["images"], done["new"]["images"], done["reused"]["images"]) == (records, records, 12 - records)
@@ -590,12 +589,12 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
         return real(self, temporary, name)
 
     monkeypatch.setattr(Files, "publish", publish)
-    kept = encoders.LatentEncoder.load, encoders.TextEncoder.load
+    originals = encoders.LatentEncoder.load, encoders.TextEncoder.load
     loaded = {
         kind: load(section, *rest, "cpu")
         for kind, load, section, rest in (
-            ("latent", kept[0], whole.vae, ()),
-            ("text", kept[1], whole.text, (caption_rules.instruction(whole.text),)),
+            ("latent", originals[0], whole.vae, ()),
+            ("text", originals[1], whole.text, (caption_rules.instruction(whole.text),)),
         )
     }
     monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
@@ -702,9 +701,9 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     assert max(sizes) == 4
     cache, truth = Cache(small.cache), Cache(whole.cache)
     recipe = cache.recipes("latent")[0].name
-    found = index.commits(cache.files, recipe, 0)
-    assert all(commit.provenance["halved_batches"] > 0 for commit in found if commit.records > 1)
-    for ours, theirs in zip(found, index.commits(truth.files, recipe, 0), strict=True):
+    result = index.commits(cache.files, recipe, 0)
+    assert all(commit.provenance["halved_batches"] > 0 for commit in result if commit.records > 1)
+    for ours, theirs in zip(result, index.commits(truth.files, recipe, 0), strict=True):
         one, two = (
             [
                 bf16(audit.payload(shard.Reader(c.files, recipe), recipe, commit.shard or "", row)).float()

@@ -40,12 +40,12 @@ def encode(
     path.write_text(dump(config))
     assert yaml.safe_load(path.read_text())["cache"] == config.cache
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as told:
+    with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as printed:
         return subprocess.Popen(
             command("encode", "--config", str(path), "--data", str(photos)),
             env=environment,
             stdout=subprocess.DEVNULL,
-            stderr=told,
+            stderr=printed,
             **options,
         )
 
@@ -132,8 +132,8 @@ def refused(process: subprocess.Popen[bytes], code: int, said: str) -> None:
 
 def nothing_half(cache: Path, truth: dict[str, bytes]) -> None:
     """Whatever is published is whole: the very file that an undisturbed run publishes."""
-    found = {name: data for name, data in files(cache).items() if not name.startswith("claims/")}
-    assert {name: data for name, data in truth.items() if name in found} == found
+    result = {name: data for name, data in files(cache).items() if not name.startswith("claims/")}
+    assert {name: data for name, data in truth.items() if name in result} == result
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
@@ -264,8 +264,8 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
         refused(process, 3, "give this user write permission to the cache")
     finally:
         allow(cache, 0o755)
-    found = files(cache)
-    assert found.keys() < undisturbed[0].keys() | {name for name in found if name.startswith("claims/")}
+    result = files(cache)
+    assert result.keys() < undisturbed[0].keys() | {name for name in result if name.startswith("claims/")}
     nothing_half(cache, undisturbed[0])
     process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
     _, error = process.communicate()

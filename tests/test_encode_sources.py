@@ -56,16 +56,16 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def members(cache: Path) -> dict[str, bytes]:
     """Every record and caption, by its name in a shard."""
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     for path in sorted((cache / "shards").rglob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 if not member.name.startswith("__"):
                     file = tar.extractfile(member)
                     assert file is not None
-                    assert member.name not in found
-                    found[member.name] = file.read()
-    return found
+                    assert member.name not in result
+                    result[member.name] = file.read()
+    return result
 
 
 def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config
         config = make_config(tmp_path / data.partition(".")[0].partition("/")[0])
         done = stages.encode.run(config, data=str(pictures / data))
         assert (done["images"], done["captions"], done["rejects"]) == (COUNT, COUNT + 1, 0)
-        found = members(Path(config.cache))
-        assert len(found) == COUNT + 2 * (COUNT + 1)
-        truth = truth or found
-        assert found == truth, data
+        result = members(Path(config.cache))
+        assert len(result) == COUNT + 2 * (COUNT + 1)
+        truth = truth or result
+        assert result == truth, data
         stages.bucket.run(config)
         assert len(Cache(config.cache).open_snapshot()) == COUNT
         again = stages.encode.run(config, data=str(pictures / data))
@@ -143,8 +143,8 @@ def test_a_scan_of_an_earlier_version_is_read(
     body = cache.last_scan("folder")
     assert body is not None
     old = cache.table(body["table"]).drop_columns(["part", "stamp", "where"])
-    kept = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
-    cache.add_scan("folder", {**kept, "table": cache.put_table(old)})
+    values = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
+    cache.add_scan("folder", {**values, "table": cache.put_table(old)})
     assert list(scanning.places(old)) == []
     reads: list[str] = []
     from pipeline.sources.folder import FolderSource

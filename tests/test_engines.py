@@ -291,11 +291,11 @@ def test_one_stopped_past_the_others_end_and_continued(
     count: int, truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path, *UNITS)
-    own = [("--task-index", str(i), "--task-count", str(count)) for i in range(count)]
-    sleeper = encode(config, photos, *own[0])
+    shares = [("--task-index", str(i), "--task-count", str(count)) for i in range(count)]
+    sleeper = encode(config, photos, *shares[0])
     try:
         stop_with_a_claim(sleeper, tmp_path / "cache")
-        for other in [encode(config, photos, *options) for options in own[1:]]:
+        for other in [encode(config, photos, *options) for options in shares[1:]]:
             ended(other)
         assert files(tmp_path / "cache") == truth, "before the stopped one goes on"
     finally:
@@ -306,10 +306,10 @@ def test_one_stopped_past_the_others_end_and_continued(
 
 def made_by(outputs: list[str]) -> dict[str, list[int]]:
     """Worker -> captions and pictures that it made."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for worker, made in re.findall(r"worker (\d+ of \d+): (\d+) \w+ encoded here", "\n".join(outputs)):
-        found.setdefault(worker, []).append(int(made))
-    return found
+        result.setdefault(worker, []).append(int(made))
+    return result
 
 
 @pytest.mark.dist
@@ -366,7 +366,7 @@ def test_slurm_gives_the_shares(
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, *UNITS)
-    made = made_by([ended(p) for p in [encode(config, photos, **own) for own in variables]])
+    made = made_by([ended(p) for p in [encode(config, photos, **environment) for environment in variables]])
     assert set(made) == {"1 of 2", "2 of 2"}
     assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12]
     assert files(tmp_path / "cache") == truth
@@ -392,9 +392,9 @@ def test_a_signal_ends_it_cleanly_and_it_continues(
     assert "run the same command again" in output
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
     assert [p for p in (tmp_path / "cache" / "claims").rglob("*") if p.is_file()] == []
-    found = files(tmp_path / "cache")
-    assert found != truth
-    assert len([p for p in found if p.startswith("units/")]) == (1 if grace else 0)
+    result = files(tmp_path / "cache")
+    assert result != truth
+    assert len([p for p in result if p.startswith("units/")]) == (1 if grace else 0)
     ended(encode(config, photos))
     assert files(tmp_path / "cache") == truth
 
@@ -414,11 +414,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setenv(name, value)
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    result = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        yield found
+        yield result
     finally:
-        found.shutdown()
+        result.shutdown()
 
 
 def units_done(cache: Path) -> int:

@@ -40,9 +40,9 @@ def dry(config: Config, source: Path, capsys: pytest.CaptureFixture[str], **opti
     """The report. Everything on stdout is that one object."""
     capsys.readouterr()
     code = stages.encode.dry_run(config, data=str(source), as_json=True, **options)
-    told = json.loads(capsys.readouterr().out)
-    assert code == (0 if told["enough_space"] else 6)
-    return told
+    summary = json.loads(capsys.readouterr().out)
+    assert code == (0 if summary["enough_space"] else 6)
+    return summary
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
@@ -56,21 +56,21 @@ def test_bytes_and_counts_come_true(
     storage: str, source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, f"encode.storage={storage}")
-    told = dry(config, source, capsys, probe=False)
+    summary = dry(config, source, capsys, probe=False)
     assert not Path(config.cache).exists(), "nothing is written"
-    assert told["time"] is None
+    assert summary["time"] is None
     done = stages.encode.run(config, data=str(source))
-    assert told["new"] == {"latents": done["images"], "captions": done["captions"]}
+    assert summary["new"] == {"latents": done["images"], "captions": done["captions"]}
     cache = Cache(config.cache)
     made = {kind: sum(cache.index(cache.recipes(kind)[0].name).bytes) for kind in ("latent", "text")}
     shares = 0.15 if storage == "bf16-zstd" else 0.02  # zstd's size is a typical one
     for kind, key in (("latent", "latents"), ("text", "text")):
-        assert told["bytes"][key] == pytest.approx(made[kind], rel=shares)
-    assert told["bytes"]["total"] == sum(told["bytes"][kind] for kind in ("latents", "text", "index"))
+        assert summary["bytes"][key] == pytest.approx(made[kind], rel=shares)
+    assert summary["bytes"]["total"] == sum(summary["bytes"][kind] for kind in ("latents", "text", "index"))
     if storage != "int8":  # its calibration encodes some twice
-        assert told["tokens"]["total"] == done["speed"]["captions"]["tokens"]
+        assert summary["tokens"]["total"] == done["speed"]["captions"]["tokens"]
     others = sum(p.stat().st_size for p in Path(config.cache).rglob("*") if p.is_file() and p.suffix != ".tar")
-    assert others / 3 < told["bytes"]["index"] < others * 3
+    assert others / 3 < summary["bytes"]["index"] < others * 3
 
 
 def test_text_bytes_are_exact(tiny_repo: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_buckets_and_their_crop_loss(
     picture(source / "exact.png", 1, (64, 64))
     picture(source / "half.png", 2, (64, 66))
     picture(source / "wide.png", 3, (160, 48))
-    told = dry(make_config(tmp_path), source, capsys, probe=False)
-    found = {(one["height"], one["width"]): one for one in told["buckets"]}
-    assert {shape: one["samples"] for shape, one in found.items()} == {(64, 64): 2, (48, 80): 1}
-    assert found[64, 64]["crop_loss"] == pytest.approx((0 + 2 / 66) / 2)
-    assert found[48, 80]["crop_loss"] == pytest.approx(0.5)
+    summary = dry(make_config(tmp_path), source, capsys, probe=False)
+    result = {(one["height"], one["width"]): one for one in summary["buckets"]}
+    assert {shape: one["samples"] for shape, one in result.items()} == {(64, 64): 2, (48, 80): 1}
+    assert result[64, 64]["crop_loss"] == pytest.approx((0 + 2 / 66) / 2)
+    assert result[48, 80]["crop_loss"] == pytest.approx(0.5)
 
 
 def test_what_the_cache_holds_is_not_counted_again(
@@ -111,16 +111,16 @@ def test_what_the_cache_holds_is_not_counted_again(
     with Image.open(changed) as image:
         image.convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(changed)
     before = state(small_cache_copy)
-    told = dry(config, source, capsys, probe=False)
+    summary = dry(config, source, capsys, probe=False)
     assert state(small_cache_copy) == before, "nothing is written"
-    assert told["reused"] == {"latents": 11, "captions": 12}
-    assert told["new"] == {"latents": 2, "captions": 2}
+    assert summary["reused"] == {"latents": 11, "captions": 12}
+    assert summary["new"] == {"latents": 2, "captions": 2}
     done = stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (2, 2)
-    told = dry(config, source, capsys, probe=True)
-    assert told["new"] == {"latents": 0, "captions": 0}
-    assert told["bytes"]["total"] == 0
-    assert told["time"]["device_hours"] == 0
+    summary = dry(config, source, capsys, probe=True)
+    assert summary["new"] == {"latents": 0, "captions": 0}
+    assert summary["bytes"]["total"] == 0
+    assert summary["time"]["device_hours"] == 0
 
 
 def test_rejects_come_from_headers_and_pictures_are_not_read_whole(
@@ -145,13 +145,13 @@ def test_rejects_come_from_headers_and_pictures_are_not_read_whole(
     monkeypatch.setattr(FolderSource, "head", lambda self, key, n: (read.append(n), real(self, key, n))[1])
     monkeypatch.setattr(FolderSource, "read", lambda self, key: pytest.fail(f"{key} was read whole"))
     config = make_config(tmp_path, "data.min_side=30", "data.max_pixels=1000000")
-    told = dry(config, source, capsys, probe=False)
-    assert told["items"] == 16
-    assert sorted(told["reasons"].values()) == [1, 1, 1, 1]
+    summary = dry(config, source, capsys, probe=False)
+    assert summary["items"] == 16
+    assert sorted(summary["reasons"].values()) == [1, 1, 1, 1]
     for part in ("data.min_side = 30", "max_pixels", "no caption", "not a picture"):
-        assert any(part in reason for reason in told["reasons"]), part
-    assert told["undecided"] == 1
-    assert told["usable"] == told["new"]["latents"] == 12
+        assert any(part in reason for reason in summary["reasons"]), part
+    assert summary["undecided"] == 1
+    assert summary["usable"] == summary["new"]["latents"] == 12
     assert max(read) <= 1 << 20
 
 
@@ -228,8 +228,8 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     items = [item.key for item in folder.items()]
     decoded: list[float] = []
     encoder: Any = Encoder()
-    found = estimate._probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
-    assert found == (pytest.approx(measured[0]), measured[1])
+    result = estimate._probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
+    assert result == (pytest.approx(measured[0]), measured[1])
     assert sizes == batches
     assert len(decoded) == 4
 
@@ -269,9 +269,9 @@ def test_of_many_captions_a_sample_is_tokenized(
 ) -> None:
     whole = dry(make_config(tmp_path), source, capsys, probe=False)
     monkeypatch.setattr(estimate, "SAMPLE", 4)
-    told = dry(make_config(tmp_path), source, capsys, probe=False)
-    assert told["tokens"]["captions_tokenized"] == 4
-    assert told["tokens"]["total"] == pytest.approx(whole["tokens"]["total"], rel=0.5)
+    summary = dry(make_config(tmp_path), source, capsys, probe=False)
+    assert summary["tokens"]["captions_tokenized"] == 4
+    assert summary["tokens"]["total"] == pytest.approx(whole["tokens"]["total"], rel=0.5)
     assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     assert "a sample of 4 of 12" in capsys.readouterr().out
 
@@ -289,9 +289,9 @@ def test_encode_gives_one_json_object_on_stdout(
     assert ended.value.code == 0
     out, err = capfd.readouterr()
     [line] = out.splitlines()
-    told = json.loads(line)
-    assert (told["images"], told["captions"], told["rejects"], told["left"]) == (12, 13, 1, 0)
-    speed = told["speed"]
+    summary = json.loads(line)
+    assert (summary["images"], summary["captions"], summary["rejects"], summary["left"]) == (12, 13, 1, 0)
+    speed = summary["speed"]
     assert speed["captions"]["tokens"] > 0 == speed["images"]["tokens"]
     assert all(0 < one["encoder_busy"] <= 1 and one["per_s"] > 0 for one in speed.values())
     assert "1 rejected" in err

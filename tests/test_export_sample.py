@@ -209,9 +209,9 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
     )
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
     assert export.call_arguments(raw, with_sample_size(document.architecture, 32), 32)["max_sequence_length"] == "200"
-    told = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
-    assert "lowers and strips" in told
-    assert 'an \\\\\\"Enhanced prompt\\\\\\"' in told
+    printed = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
+    assert "lowers and strips" in printed
+    assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")
     assert export.call_arguments(none, document.architecture, 32)["complex_human_instruction"] == "None"
 
@@ -500,8 +500,8 @@ def test_sheet_shows_every_picture(tmp_path: Path) -> None:
     ]
     contact_sheet(cards, ("photo", "drawn"), tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
-        found = {colour for _, colour in sheet.getcolors(1 << 24) or []}
-    assert {*colours[:3], (77, 77, 77)} <= found
+        result = {colour for _, colour in sheet.getcolors(1 << 24) or []}
+    assert {*colours[:3], (77, 77, 77)} <= result
     assert [p.name for p in tmp_path.iterdir()] == ["sheet.png"]
 
 

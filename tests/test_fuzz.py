@@ -134,9 +134,9 @@ def test_a_header_that_is_not_utf8_costs_its_file(tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text,sc\xf2re\na.png,one,1\n")
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "a.txt").write_text("beside it")
-    found = list(FolderSource(tmp_path, "text").items())
-    assert [one.key for one in found] == ["metadata.csv:1", "a.png"]
-    assert getattr(found[0], "reason", "") == "the header is not UTF-8"
+    result = list(FolderSource(tmp_path, "text").items())
+    assert [one.key for one in result] == ["metadata.csv:1", "a.png"]
+    assert getattr(result[0], "reason", "") == "the header is not UTF-8"
 
 
 def test_reading_allocates_no_more_than_the_file_has(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def racing(cache: Cache, monkeypatch: pytest.MonkeyPatch, action: Callable[[str]
 
 
 def collect(cache: Cache) -> list[str]:
-    found = list(garbage.unneeded(cache))
-    return [name for name, _, _ in garbage.remove(cache, found, STALE_TMP_S)]
+    result = list(garbage.unneeded(cache))
+    return [name for name, _, _ in garbage.remove(cache, result, STALE_TMP_S)]
 
 
 # ---------------------------------------------------------------- absence is no proof
@@ -129,17 +129,17 @@ def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFi
 
 @BOTH
 def test_a_shard_that_is_made_again_while_gc_removes_it_stays(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, other = a_shard(cache), a_shard(cache, 1)
-    age(cache.files, kept, other)
+    needed, other = a_shard(cache), a_shard(cache, 1)
+    age(cache.files, needed, other)
     made = []
 
     def again(name: str) -> None:
-        if name == kept and not made:
+        if name == needed and not made:
             made.append(a_shard(cache))  # the file is there: it is used again
 
     racing(cache, monkeypatch, again)
     assert collect(cache) == [other]
-    assert made == [kept] and cache.files.exists(kept)
+    assert made == [needed] and cache.files.exists(needed)
     assert collect(cache) == [], "it is young now"
 
 
@@ -186,11 +186,11 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
     left = a_shard(cache)
     age(cache.files, left)
     latent = tiny_cache.recipes()[0].name
-    found = list(garbage.unneeded(cache))
-    assert left in [name for name, _, _ in found]
+    result = list(garbage.unneeded(cache))
+    assert left in [name for name, _, _ in result]
     cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
     index.publish_commit(cache.files, latent, 1, index.Commit("f" * 32, Path(left).stem, 1, 1, None, (), {}))
-    assert left not in [name for name, _, _ in garbage.remove(cache, found, STALE_TMP_S)]
+    assert left not in [name for name, _, _ in garbage.remove(cache, result, STALE_TMP_S)]
     assert cache.files.exists(left)
 
 
@@ -686,8 +686,8 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
         cache.files.remove(Paths.table(name, "arrow"))
     for mends in (False, True):
         cache.files.repairs = mends
-        found = cache.index(recipe)
-        assert (found.keys == before.keys).all() and (found.columns["offset"] == before.columns["offset"]).all()
+        result = cache.index(recipe)
+        assert (result.keys == before.keys).all() and (result.columns["offset"] == before.columns["offset"]).all()
         assert cache.files.exists(Paths.table(names[0], "arrow")) == mends
 
 
@@ -711,9 +711,9 @@ def test_a_lost_joint_shard_is_packed_again(
 ) -> None:
     config = make_config(small_cache_copy.parent)
     packed = stages.pack.run(config, as_json=True)
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     lost = sorted(small_cache_copy.glob("shards/packed-*/*/*.tar"))[0]
     data = lost.read_bytes()
     lost.unlink()
-    assert stages.pack.run(config, name=told["name"]) == packed
+    assert stages.pack.run(config, name=summary["name"]) == packed
     assert lost.read_bytes() == data

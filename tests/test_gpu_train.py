@@ -59,15 +59,15 @@ def test_both_sides_of_the_measurement_do_their_step(train: dict[str, Any]) -> N
 @pytest.mark.parametrize(("card", "batch"), [("24gb", 8), ("48gb", 32)])
 def test_full_fine_tuning_fits_a_smaller_card(card: str, batch: int) -> None:
     cap, _ = gpu_train.SMALL[card]
-    found = gpu_train.in_a_process(gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0]}, cap))
-    assert found is not None, f"batch {batch} does not fit into {cap} GiB"
-    assert (found["reserved_gib"] or 0) <= cap
+    result = gpu_train.in_a_process(gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0]}, cap))
+    assert result is not None, f"batch {batch} does not fit into {cap} GiB"
+    assert (result["reserved_gib"] or 0) <= cap
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
-    found = {}
+    result = {}
     for how in ("none", "block"):
         settings = tiny_run.config(compile=how, precision="bf16", activation_checkpointing=recompute, device="cuda")
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
@@ -77,5 +77,5 @@ def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
             out = parallel_model.module(*(x.cuda() for x in inputs))
             out.float().square().mean().backward()
             whole = {n: p.grad.full_tensor() for n, p in parallel_model.module.named_parameters()}  # type: ignore[union-attr]
-            found[how] = {name: value.cpu() for name, value in whole.items()}
-    assert tiny_run.distance(found["block"], found["none"]) <= 2e-2  # both are bf16, rounded at other places
+            result[how] = {name: value.cpu() for name, value in whole.items()}
+    assert tiny_run.distance(result["block"], result["none"]) <= 2e-2  # both are bf16, rounded at other places

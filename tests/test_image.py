@@ -689,13 +689,13 @@ def test_windows_are_exact(width: int, cut: float, count: int) -> None:
     if decoder != vips_decoder.DECODER:
         return
     low, high = width * cut / 2, width - width * cut / 2
-    found = vips_decoder.window(low, high, count, 2)
+    result = vips_decoder.window(low, high, count, 2)
     factor = (high - low) / count
-    if found is None:
+    if result is None:
         assert factor < 1.2 or factor > 8
         return
     ramp = np.tile(np.arange(width, dtype=np.float32) + 0.5, (6, 1))
-    out = vips_decoder.reduce(ramp, found, (0, 6, 0, 1.0), (6, count), "cubic")
+    out = vips_decoder.reduce(ramp, result, (0, 6, 0, 1.0), (6, count), "cubic")
     expected = low + (np.arange(count) + 0.5) * factor
     inner = (expected > 2 * factor) & (expected < width - 2 * factor)  # the border's mirror image bends the ramp
     assert np.abs(out[3] - expected)[inner].max(initial=0) < 1 / 32 + 1 / 64
@@ -705,10 +705,10 @@ def test_windows_are_exact(width: int, cut: float, count: int) -> None:
 @pytest.mark.parametrize("factor", [1.05, 1.5, 2.0, 3.0, 4.7, 8.0])
 def test_vips_keeps_white_white(fast: None, kernel: str, factor: float) -> None:
     side = math.ceil(24 * factor) + 2
-    found = vips_decoder.window(1.0, 1.0 + 24 * factor, 24, 3)
-    assert found is not None
+    result = vips_decoder.window(1.0, 1.0 + 24 * factor, 24, 3)
+    assert result is not None
     white = np.full((side, side), 255, np.uint8)
-    assert vips_decoder.reduce(white, found, found, (24, 24), kernel).min() == 255
+    assert vips_decoder.reduce(white, result, result, (24, 24), kernel).min() == 255
 
 
 @pytest.mark.parametrize(
@@ -756,9 +756,9 @@ def test_vips_notices_damage_in_the_middle_of_a_jpeg(fast: None, options: dict[s
     load(data, (64, 64))
     noticed = {"pillow": 0, "vips": 0}
     for seed in range(40):
-        for name, own in decoding.DECODERS.items():
+        for name, decoder in decoding.DECODERS.items():
             try:
-                decoding.load(damaged(data, seed), (64, 64), decoder=own)
+                decoding.load(damaged(data, seed), (64, 64), decoder=decoder)
             except ImageReject as reject:
                 noticed[name] += 1
                 assert name == "pillow" or str(reject).startswith("damaged JPEG")

@@ -67,13 +67,13 @@ class Tally:
     def judge(self, what: str, reading: Callable[[], object], names: Iterable[str]) -> bool:
         """Read with the fault in place. Returns whether it was noticed."""
         try:
-            found = reading()
+            result = reading()
         except CacheError as error:
             self.noticed += 1
             if not any(name in str(error) for name in names):
                 self.unnamed.append(f"{what}: {error}")
             return True
-        if found == self.truth:
+        if result == self.truth:
             self.harmless += 1
         else:
             self.silent.append(what)
@@ -142,10 +142,10 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
         records[null.shard].append((null.offset, null.rows * 6, null.key.hex()))
     tally, inside = Tally(reading()), 0
     for path in shards(copy, kind):
-        held = records[path.stem]
-        inner = [byte for offset, size, _ in held for byte in range(offset, offset + size)]
+        known = records[path.stem]
+        inner = [byte for offset, size, _ in known for byte in range(offset, offset + size)]
         for position, _ in flips(path, count, inner):
-            hit = [key for offset, size, key in held if offset <= position // 8 < offset + size]
+            hit = [key for offset, size, key in known if offset <= position // 8 < offset + size]
             noticed = tally.judge(f"bit {position} of {path.name}", reading, [path.stem])
             inside += bool(hit)
             assert noticed == bool(hit), "an error where no record is, or none where one is"
@@ -257,9 +257,9 @@ def test_whole_files(tmp_path: Path) -> None:
             sample = snapshot.sample(row)
             for place, size in [(sample, 16)] if kind == "latent" else [(c, c.rows * 6) for c in sample.captions]:
                 places.setdefault(place.shard, []).append((place.offset, size))  # type: ignore[attr-defined]
-        for name, found in places.items():
-            for i, (a, size) in enumerate(found):
-                for b, other in found[i + 1 :]:
+        for name, result in places.items():
+            for i, (a, size) in enumerate(result):
+                for b, other in result[i + 1 :]:
                     path = next(cache.glob(f"shards/{kind}-*/*/{name}.tar"))
                     data = bytearray(path.read_bytes())
                     if size == other and data[a : a + size] != data[b : b + size]:
@@ -333,8 +333,8 @@ def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
     recipes = [r.name for r in tiny_cache.recipes()]
 
     def reading() -> object:
-        found = [Cache(copy).index(recipe) for recipe in recipes]
-        return [(i.shards, i.bytes, {name: column.tolist() for name, column in i.columns.items()}) for i in found]
+        result = [Cache(copy).index(recipe) for recipe in recipes]
+        return [(i.shards, i.bytes, {name: column.tolist() for name, column in i.columns.items()}) for i in result]
 
     tally = Tally(reading())
     if of == "segments":

@@ -75,10 +75,10 @@ def test_a_column_without_a_limit_is_not_cut(small: None) -> None:
 def test_rows_are_picked_in_pieces(small: None) -> None:
     table = scan_table().select(["item", "digest", "meta"])
     rows = np.random.default_rng(0).permutation(100)[:90]
-    found = arrow.taken(table, rows)
-    assert found.schema == table.schema
-    assert found.equals(plain(table, rows))
-    assert bounded(found.column("item"))
+    result = arrow.taken(table, rows)
+    assert result.schema == table.schema
+    assert result.equals(plain(table, rows))
+    assert bounded(result.column("item"))
     one_long = pa.table({"item": ["x" * 5000, "y", "z" * 5000, "w"]})
     assert arrow.taken(one_long, np.array([3, 2, 1, 0])).column("item").to_pylist() == [
         "w",
@@ -198,9 +198,9 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         lambda columns, schema: sizes.append(len(columns["item"])) or table(columns, schema=schema),
     )
     source = scanning.detect.open_source(str(tmp_path), config(tmp_path).data)
-    found = scanning.scan(
+    result = scanning.scan(
         source, "x", None, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, total: None
     )
     assert sizes == [4, 4, 2]
-    assert bounded(found.column("captions"))
-    assert [row["captions"][0]["text"] for row in found.to_pylist()] == [f"caption {n}" for n in range(10)]
+    assert bounded(result.column("captions"))
+    assert [row["captions"][0]["text"] for row in result.to_pylist()] == [f"caption {n}" for n in range(10)]

@@ -118,7 +118,7 @@ def test_restarts_on_a_shared_store_are_warned_of() -> None:
 
 def test_a_restart_on_a_shared_store_is_refused_at_once() -> None:
     environ = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with pytest.raises(UserError, match=r"(?s)restart cannot work.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check_restart(environ)
     check_restart({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     check_restart({**environ, "TORCHELASTIC_RESTART_COUNT": "0"})
@@ -229,10 +229,10 @@ def test_accelerate_and_copies_of_the_model() -> None:
     train, launch = tiny_run.config().train, Launch(world=4, local_world=4)
     hybrid = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
     check_accelerate(train, launch, hybrid, sizes={"dp_replicate": 2, "dp_shard": 2, "tp": 1})
-    with pytest.raises(UserError, match=r"HYBRID_SHARD, but .*dp_replicate is 4 \(NO_SHARD\)"):
+    with pytest.raises(UserError, match=r"HYBRID_SHARD.*dp_replicate.*NO_SHARD"):
         check_accelerate(train, launch, hybrid, sizes={"dp_replicate": 4, "dp_shard": 1, "tp": 1})
     full = {**hybrid, "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
-    with pytest.raises(UserError, match=r"FULL_SHARD, but .*dp_replicate is 2 \(HYBRID_SHARD\)"):
+    with pytest.raises(UserError, match=r"FULL_SHARD.*dp_replicate.*HYBRID_SHARD"):
         check_accelerate(train, launch, full, sizes={"dp_replicate": 2, "dp_shard": 2, "tp": 1})
     named = {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -241,7 +241,7 @@ def test_accelerate_and_copies_of_the_model() -> None:
         "PARALLELISM_CONFIG_TP_SIZE": "2",
     }
     check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 2})
-    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2, but here it is 1"):
+    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2"):
         check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 1})
 
 
@@ -268,9 +268,7 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
         assert mesh.check_sizes(parallel, world) == mesh.Layout(1, 1, world, 1)
         return
     launch = Launch(world=world, local_world=world, rendezvous="tcp://127.0.0.1:1")
-    with pytest.raises(
-        ConfigError, match=f"(?s)dp_shard = {size}.*launch of {world} process.*{size} process.*dp_shard = -1"
-    ):
+    with pytest.raises(ConfigError, match=f"(?s)dp_shard = {size}.* {world} .*dp_shard = -1"):
         with mesh.open_mesh(launch, parallel, torch.device("cpu")):
             pass
     assert not dist.is_initialized()
@@ -402,7 +400,7 @@ def test_the_shares_of_an_array_are_all_different_and_cover_it(kind: tuple[int, 
 
 
 def test_an_array_that_contradicts_itself_is_refused() -> None:
-    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID must be a whole number"):
+    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID"):
         share_of_work({"SLURM_ARRAY_TASK_ID": "x"})
     with pytest.raises(UserError, match="contradict"):
         share_of_work(array(9, 0, 3, 4))

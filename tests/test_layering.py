@@ -90,7 +90,7 @@ def _permitted(target: str, here: str) -> bool:
 
 def violations(root: Path) -> list[str]:
     """Every import under `root`/{pipeline,stages} that the table forbids, as `file:line: what`."""
-    found = []
+    result = []
     for path in sorted([*root.glob("pipeline/**/*.py"), *root.glob("stages/**/*.py")]):
         here = _module(path, root)
         for line, target in _imports(path, root):
@@ -98,18 +98,18 @@ def violations(root: Path) -> list[str]:
             top = target.partition(".")[0]
             if top in ("pipeline", "stages", "benchmarks", "tests"):
                 if not _permitted(target, here):
-                    found.append(f"{where}: {here} imports {target}")
+                    result.append(f"{where}: {here} imports {target}")
                 continue
             homes = FORBIDDEN_LIBRARIES.get(top)
             if homes is not None and not any(_within(here, home) for home in homes):
-                found.append(f"{where}: {here} imports {top}")
+                result.append(f"{where}: {here} imports {top}")
             if _within(target, "torch.distributed") and _within(here, "pipeline.models"):
-                found.append(f"{where}: {here} imports torch.distributed")
+                result.append(f"{where}: {here} imports torch.distributed")
             if _within(here, "pipeline.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
-                found.append(f"{where}: {here} imports {top}")
+                result.append(f"{where}: {here} imports {top}")
         if here != ENVIRONMENT_HOME:
-            found += [f"{path.relative_to(root)}:{line}: {here} reads the environment" for line in _environment(path)]
-    return found
+            result += [f"{path.relative_to(root)}:{line}: {here} reads the environment" for line in _environment(path)]
+    return result
 
 
 def _environment(path: Path) -> Iterator[int]:
@@ -167,8 +167,8 @@ def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str) -> Non
     path.write_text("import os\n")
     assert violations(tmp_path) == []
     path.write_text(line + "\n")
-    (found,) = violations(tmp_path)
-    assert found.startswith(f"{file}:{1 + line.count(chr(10))}:")
+    (result,) = violations(tmp_path)
+    assert result.startswith(f"{file}:{1 + line.count(chr(10))}:")
 
 
 def _loaded(statement: str) -> set[str]:

@@ -71,8 +71,8 @@ def test_every_topology_gives_the_same_sequence(small_cache: Path, null_mask: st
                 for rank in range(world)
             ]
             for step, (expected, state) in enumerate(truth):
-                found = joined([rank[step][0] for rank in ranks])
-                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+                result = joined([rank[step][0] for rank in ranks])
+                assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
                 assert all(rank[step][1] == state for rank in ranks)
                 shapes = {tuple((b.latents.shape, b.captions.shape) for b in rank[step][0]) for rank in ranks}
                 assert len(shapes) == 1, "ranks see different shapes"
@@ -94,8 +94,8 @@ def test_resuming_at_any_step_continues_the_sequence(small_cache: Path) -> None:
             ]
             for step in range(start, 9):
                 expected = joined([truth[step][0]])
-                found = joined([rank[step - start][0] for rank in ranks])
-                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+                result = joined([rank[step - start][0] for rank in ranks])
+                assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
 
 
 def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +139,10 @@ def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
         snapshot,
         loader_settings(),
     ).null
-    kept = load(small_cache, caption_drop=0.0)
+    retained = load(small_cache, caption_drop=0.0)
     for mode in ("bos", "caption"):
         for (with_captions, _), (dropped, _) in zip(
-            kept, load(small_cache, caption_drop=1.0, null_mask=mode), strict=True
+            retained, load(small_cache, caption_drop=1.0, null_mask=mode), strict=True
         ):
             for a, b in zip(with_captions, dropped, strict=True):
                 assert torch.equal(a.noise, b.noise)

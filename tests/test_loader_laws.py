@@ -92,8 +92,8 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
             texts.read(caption.shard, caption.offset, caption.key, caption.checksum, text)
             assert batch.sample_ids[i] == sample.sample_id
             assert np.array_equal(batch.latents[i].view(torch.int16).numpy().view(np.uint16), latent)
-            found = batch.captions[i].view(torch.int16).numpy().view(np.uint16)
-            assert np.array_equal(found[: caption.rows], text) and not found[caption.rows :].any()
+            result = batch.captions[i].view(torch.int16).numpy().view(np.uint16)
+            assert np.array_equal(result[: caption.rows], text) and not result[caption.rows :].any()
             assert int(batch.mask[i].sum()) == caption.rows and bool(batch.mask[i, : caption.rows].all())
             assert float(batch.logit[i]) == np.float32(drawn.logit[0])
 
@@ -109,8 +109,8 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
         key = np.frombuffer(xxhash.xxh3_128_digest(packed), np.uint64)
         fresh = np.random.Generator(np.random.Philox(key=key))
         expected = [fresh.random(), fresh.random(), fresh.standard_normal()]
-        found = randomness.draws(1, 2, [0, 3, 3], [number, number, number + 1])  # whatever it is asked for with
-        assert [values[1] for values in found] == expected
+        actual = randomness.draws(1, 2, [0, 3, 3], [number, number, number + 1])  # whatever it is asked for with
+        assert [values[1] for values in actual] == expected
         randomness.generator("other", 0, 0, 0, 0).integers(0, 9, 3, np.uint32)  # leaves half a word behind
     assert randomness.draws(0, 0, [0], [0]).caption.tolist() == [0.6314775042138685]
     assert [len(values) for values in randomness.draws(0, 0, [], [])] == [0, 0, 0]
@@ -128,17 +128,17 @@ def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypa
         np.array([6]),
         np.arange(0),
     ):
-        found = opened.columns(rows)
-        seen, captions = found.samples, found.captions
+        result = opened.columns(rows)
+        seen, captions = result.samples, result.captions
         for i, row in enumerate(rows.tolist()):
             sample = opened.sample(row)
             assert (seen["sample_id"][i], seen["offset"][i]) == (sample.sample_id, sample.offset)
-            at = slice(found.first[i], found.first[i + 1])
+            at = slice(result.first[i], result.first[i + 1])
             expected = [(c.offset, c.rows, c.key.rstrip(b"\0")) for c in sample.captions]
             assert (
                 list(zip(*(captions[name][at].tolist() for name in ("offset", "rows", "key")), strict=True)) == expected
             )
-        assert found.first[-1] == len(captions["rows"]) and len(found.first) == len(rows) + 1
+        assert result.first[-1] == len(captions["rows"]) and len(result.first) == len(rows) + 1
 
 
 def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]) -> None:
@@ -220,10 +220,12 @@ def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: 
     for step, ((batches, _), (others, _)) in enumerate(zip(reading, plain, strict=True)):
         plan = reading.planner.step(step)
         drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.samples["sample_id"].tolist())
-        kept = torch.from_numpy(drawn.drop >= 0.5)
-        found, expected = (torch.cat([b.captions for b in side]) for side in (batches, others))
-        assert plan.length < 40 and 0 < int(kept.sum()) < len(kept)
-        assert torch.equal(found[kept], expected[kept]) and bool((found[~kept] == found[~kept][0, 0, 0]).all())
+        with_caption = torch.from_numpy(drawn.drop >= 0.5)
+        result, expected = (torch.cat([b.captions for b in side]) for side in (batches, others))
+        assert plan.length < 40 and 0 < int(with_caption.sum()) < len(with_caption)
+        assert torch.equal(result[with_caption], expected[with_caption]) and bool(
+            (result[~with_caption] == result[~with_caption][0, 0, 0]).all()
+        )
 
 
 # ---------------------------------------------------------------- length windows
@@ -241,11 +243,11 @@ def test_windows_keep_every_visit_and_pad_less(tmp_path: Path) -> None:
     steps = plain.schedule.steps_upto(2)
 
     def visits(planner: Planner, first: int, stop: int) -> Counter[tuple[int, int]]:
-        found: Counter[tuple[int, int]] = Counter()
+        result: Counter[tuple[int, int]] = Counter()
         for step in range(first, stop):
             plan = planner.step(step)
-            found.update(zip(plan.samples["sample_id"].tolist(), plan.visits.tolist(), strict=True))
-        return found
+            result.update(zip(plan.samples["sample_id"].tolist(), plan.visits.tolist(), strict=True))
+        return result
 
     for epoch in range(2):
         span = plain.schedule.steps_upto(epoch), plain.schedule.steps_upto(epoch + 1)
@@ -305,19 +307,19 @@ def test_the_window_is_part_of_the_state(cache: Cache) -> None:
 def test_a_batch_that_is_held_is_never_overwritten(cache: Cache, truth: list[list[str]]) -> None:
     """Beyond the contract: whoever keeps every batch gets fresh buffers for the others, not other bytes."""
     reading = loader(cache, prefetch=3, threads=2)
-    held = [batches for batches, _ in reading]
-    assert [seen(batches) for batches in held] == truth
-    assert reading.pool.made >= len(held)
-    del held
+    retained = [batches for batches, _ in reading]
+    assert [seen(batches) for batches in retained] == truth
+    assert reading.pool.made >= len(retained)
+    del retained
     gc.collect()
     assert len(reading.pool.free) == reading.pool.made, "a buffer is lost"
 
 
 def test_a_tensor_of_a_batch_keeps_the_whole_buffer(cache: Cache) -> None:
     reading = loader(cache, stop_step=8)
-    kept = [batches[0].mask[0] for batches, _ in reading]
+    masks = [batches[0].mask[0] for batches, _ in reading]
     expected = [batches[0].mask[0].clone() for batches, _ in loader(cache, stop_step=8)]
-    assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masks, expected, strict=True))
 
 
 def test_buffers_are_used_again(cache: Cache) -> None:
@@ -498,21 +500,21 @@ def test_quarantine_replaces_the_same_samples_everywhere(
 ) -> None:
     damaged, bad = rotten
     clean = sequence(loader(cache, caption_drop=0.0))
-    found: dict[int, list[list[str]]] = {}
+    result: dict[int, list[list[str]]] = {}
     lines: dict[int, list[dict[str, Any]]] = {}
     for world in (1, 2, 4):
         file = tmp_path / f"quarantine-{world}.jsonl"
         options = {"caption_drop": 0.0, "quarantine": file, "world": world, "text": text, "prefetch": 2, "threads": 2}
         loaders = [loader(damaged, rank=rank, **options) for rank in range(world)]
         ranks = [sequence(one) for one in loaders]
-        found[world] = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+        result[world] = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
         lines[world] = [json.loads(line) for line in file.read_text().splitlines()]
         assert sum(one.replaced for one in loaders) == len(lines[world])
-    assert found[1] == found[2] == found[4]
+    assert result[1] == result[2] == result[4]
     key = lambda line: (line["step"], line["sample"], line["record"], line["by"])  # noqa: E731
     assert sorted(lines[1], key=key) == sorted(lines[2], key=key) == sorted(lines[4], key=key)
     changed = [
-        (a, b) for one, two in zip(clean, found[1], strict=True) for a, b in zip(one, two, strict=True) if a != b
+        (a, b) for one, two in zip(clean, result[1], strict=True) for a, b in zip(one, two, strict=True) if a != b
     ]
     assert changed and {int(a.split()[0], 16) for a, _ in changed} <= bad, "another sample than a bad one changed"
     assert not bad & {int(row.split()[0], 16) for _, row in changed}

@@ -28,9 +28,9 @@ def on_device(*way: Any) -> tuple[int, dict[str, torch.Tensor]]:
     before = torch.cuda.memory_allocated()
     out = module(*given)
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
+    saved = torch.cuda.memory_allocated() - before
     out.float().square().mean().backward()
-    return kept, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return saved, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", one.WAYS)
@@ -38,9 +38,9 @@ def test_less_is_allocated(name: str) -> None:
     way, _, least, exact = one.WAYS[name]
     on_device()  # what libraries allocate once
     without, expected = on_device()
-    kept, found = on_device(*way)
-    assert without >= 0.8 * least * kept, without / kept
-    assert tiny_run.distance(found, expected) <= (1e-3 if exact else 4e-2)
+    saved, actual = on_device(*way)
+    assert without >= 0.8 * least * saved, without / saved
+    assert tiny_run.distance(actual, expected) <= (1e-3 if exact else 4e-2)
 
 
 @pytest.mark.parametrize("fused", [False, True])

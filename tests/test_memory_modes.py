@@ -31,18 +31,18 @@ def _steps(name: str, fused: bool) -> tuple[list[float], list[float], dict[str, 
     settings = tiny_run.config(
         microbatch=8, optim={"name": name, "betas": None, "eps": None, "clip": None, "in_backward": fused}
     )
-    held = ParallelModel(tiny_run.model(settings))
-    optimizer = optimizers.build(held.module, settings.train.optim, CPU)
+    parallel_model = ParallelModel(tiny_run.model(settings))
+    optimizer = optimizers.build(parallel_model.module, settings.train.optim, CPU)
     if fused:
-        in_backward.fuse(optimizer, held)
-    most, parameters = [0], list(held.module.parameters())
+        in_backward.fuse(optimizer, parallel_model)
+    most, parameters = [0], list(parallel_model.module.parameters())
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(
             lambda _: most.append(sum(p.grad is not None for p in parameters))  # type: ignore[arg-type,func-returns-value]
         )
-    step = tiny_run.train_step(held, settings.train, optimizer)
+    step = tiny_run.train_step(parallel_model, settings.train, optimizer)
     outcomes = [step([tiny_run.global_batch(number)], number + 1) for number in range(4)]
-    weights = {name: p.detach() for name, p in held.module.named_parameters()}
+    weights = {name: p.detach() for name, p in parallel_model.module.named_parameters()}
     return [float(o.loss) for o in outcomes], [float(o.grad_norm) for o in outcomes], weights, max(most)
 
 

@@ -196,8 +196,8 @@ class Chain(RuleBasedStateMachine):
         if self.damaged:
             return 0
         cache = Cache.of(self.config)
-        found = [cache.index(recipe.name) for kind in ("latent", "text") for recipe in cache.recipes(kind)]
-        return sum(int((~index.lost[index.columns["shard"]]).sum()) for index in found)
+        result = [cache.index(recipe.name) for kind in ("latent", "text") for recipe in cache.recipes(kind)]
+        return sum(int((~index.lost[index.columns["shard"]]).sum()) for index in result)
 
     @rule()
     def encode(self) -> None:

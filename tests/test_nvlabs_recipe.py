@@ -53,33 +53,33 @@ BLOCK_NAMES = {
 def theirs(weights: dict[str, Tensor]) -> nvlabs.Weights:
     """Our weights under NVlabs' names."""
     left = {name: deinterleave(name, value.detach()).float().clone() for name, value in weights.items()}
-    found = {"final_layer.scale_shift_table": left.pop("scale_shift_table")}
+    result = {"final_layer.scale_shift_table": left.pop("scale_shift_table")}
     for ours, name in NAMES.items():
-        found |= {
+        result |= {
             f"{name}.{kind}": left.pop(f"{ours}.{kind}") for kind in ("weight", "bias") if f"{ours}.{kind}" in left
         }
     for number in range(LAYERS):
         ours, block = f"transformer_blocks.{number}.", f"blocks.{number}."
-        found[block + "scale_shift_table"] = left.pop(ours + "scale_shift_table")
+        result[block + "scale_shift_table"] = left.pop(ours + "scale_shift_table")
         for kind in ("weight", "bias"):
             for name, parts in (
                 ("attn.qkv", ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
                 ("cross_attn.kv_linear", ("attn2.to_k", "attn2.to_v")),
             ):
                 rows = [left.pop(f"{ours}{part}.{kind}") for part in parts if f"{ours}{part}.{kind}" in left]
-                found |= {f"{block}{name}.{kind}": torch.cat(rows)} if rows else {}
+                result |= {f"{block}{name}.{kind}": torch.cat(rows)} if rows else {}
             for part, name in BLOCK_NAMES.items():
                 if f"{ours}{part}.{kind}" in left:
-                    found[f"{block}{name}.{kind}"] = left.pop(f"{ours}{part}.{kind}")
+                    result[f"{block}{name}.{kind}"] = left.pop(f"{ours}{part}.{kind}")
     assert not left
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Folders of weights in which every parameter matters, by qk_norm. The tokens have no common direction: a query
     channel that is negative for all of them has no gradient but rounding noise."""
-    found = {}
+    result = {}
     for qk_norm in (False, True):
         arch = tiny_run.config(layers=LAYERS, arch={**ARCH, "qk_norm": QK_NORM if qk_norm else None}).model.arch
         assert arch is not None
@@ -91,9 +91,9 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
             model.caption_norm.weight.fill_(1.0)
             model.get_parameter("patch_embed.proj.bias").zero_()
             model.patch_embed.proj.weight.mul_(8)
-        found[qk_norm] = tmp_path_factory.mktemp("start")
-        save_weights(model.state_dict(), model.config, found[qk_norm], torch.float32)
-    return found
+        result[qk_norm] = tmp_path_factory.mktemp("start")
+        save_weights(model.state_dict(), model.config, result[qk_norm], torch.float32)
+    return result
 
 
 def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **more: Any) -> Any:
@@ -133,8 +133,8 @@ def reference(start: Path, optimizer: str, bf16: bool) -> tuple[list[float], nvl
         loss = nvlabs.loss(
             leaves, shape, batch.latents.float(), batch.noise, batch.logit, batch.captions.float(), batch.mask, bf16
         )
-        found = torch.autograd.grad(loss, list(leaves.values()))
-        gradients = dict(zip(leaves, found, strict=True))
+        result = torch.autograd.grad(loss, list(leaves.values()))
+        gradients = dict(zip(leaves, result, strict=True))
         weights = {name: value.detach() for name, value in leaves.items()}
         nvlabs.clip(gradients, CLIP)
         method.update(weights, gradients, nvlabs.learning_rate(RATE, tiny_run.GLOBAL_BATCH, WARMUP, step))

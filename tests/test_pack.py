@@ -73,7 +73,7 @@ def copy(both: tuple[Cache, Snapshot, Snapshot], tmp_path: Path) -> Cache:
 def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
     """Everything that is said of each sample, and every byte of its records."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
-    recipe, found = snapshot.latent_recipe, {}
+    recipe, result = snapshot.latent_recipe, {}
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
         bucket = snapshot.buckets[sample.bucket]
@@ -85,7 +85,7 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
             readers["text"].read(caption.shard, caption.offset, caption.key, caption.checksum, text, caption.length)
             texts.append((caption.key, caption.checksum, caption.weight, text.tobytes()))
         said = snapshot.captions(row, readers["text"])
-        found[sample.sample_id] = (
+        result[sample.sample_id] = (
             sample.bucket,
             sample.key,
             sample.checksum,
@@ -94,7 +94,7 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
             said,
             snapshot.origin(row),
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
@@ -129,7 +129,7 @@ def test_webdataset_pairs_latent_text_and_captions(both: tuple[Cache, Snapshot, 
     cache, source, packed = both
     paths = sorted(str(cache.root / name) for name in packed.shard_files())
     truth = content(source)
-    found = 0
+    result = 0
     for sample in webdataset.WebDataset(paths, shardshuffle=False, empty_check=False):
         expected = truth[int(sample["__key__"], 16)]
         assert np.load(io.BytesIO(sample["latent.npy"])).tobytes() == expected[3]
@@ -141,8 +141,8 @@ def test_webdataset_pairs_latent_text_and_captions(both: tuple[Cache, Snapshot, 
         assert {k for k in sample if not k.startswith("__")} == {"latent.npy"} | {
             f"{n}{kind}" for n in names for kind in ("text.npy", "txt")
         }
-        found += 1
-    assert found == len(truth)
+        result += 1
+    assert result == len(truth)
     decoded = next(iter(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()))
     assert decoded["latent.npy"].dtype == np.uint16 and isinstance(decoded["txt"], str)
 
@@ -252,7 +252,7 @@ def test_order_law_and_exactly_once(both: tuple[Cache, Snapshot, Snapshot]) -> N
 def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapshot]) -> None:
     """Only the order differs: what a visit of a sample shows (its records, caption, noise, times) does not."""
     cache, source, packed = both
-    found = []
+    result = []
     for snapshot in (source, packed):
         counts = Counter[tuple[int, bytes]]()
         steps = Schedule.of(snapshot.head, seed=5, phase=1).steps_upto(24)  # 24 epochs fill batches of 24 exactly
@@ -272,8 +272,8 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
                         for t in (batch.latents[i], text, batch.noise[i], batch.logit[i : i + 1])
                     ),
                 ] += 1
-        found.append(counts)
-    assert found[0] == found[1] and sum(found[0].values()) == 24 * sum(SIZES.values())
+        result.append(counts)
+    assert result[0] == result[1] and sum(result[0].values()) == 24 * sum(SIZES.values())
 
 
 def test_resume_at_any_step(both: tuple[Cache, Snapshot, Snapshot]) -> None:
@@ -376,8 +376,8 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     source_head = Snapshot(copy.files, str(packed.head.parent)).head
     named = copy.add_snapshot(replace(source_head, parent=None), None)
     assert named == packed.head.parent, "the source is the newest again"
-    found = reasons(packed.head.folder)
-    assert len(found) == 2 * len(packed.shard_files()) + 1, "shards, units, the plan"
+    result = reasons(packed.head.folder)
+    assert len(result) == 2 * len(packed.shard_files()) + 1, "shards, units, the plan"
     for path, _, _ in list(unneeded(copy, now=later)):
         copy.files.remove(path)
     assert not list(audit.verify(copy)) and not list(unneeded(copy, now=later))
@@ -448,6 +448,6 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
     assert all(helper.returncode == 0 for helper in helpers)
     assert sum(out.count("finish") for out in outs) <= len(expected.shard_files()) - before + 1
     assert cache.open_snapshot(label).id == expected.id
-    found = {p.relative_to(cache.root) for p in (cache.root / "shards" / folder).rglob("*.tar")}
-    assert found == {p.relative_to(truth.root) for p in (truth.root / "shards" / folder).rglob("*.tar")}
+    result = {p.relative_to(cache.root) for p in (cache.root / "shards" / folder).rglob("*.tar")}
+    assert result == {p.relative_to(truth.root) for p in (truth.root / "shards" / folder).rglob("*.tar")}
     assert not list(audit.verify(cache))

@@ -78,12 +78,12 @@ class Watched:
         def fetch(files: ObjectFiles, name: str, path: Path) -> None:
             with lock:
                 self.fetched[name] += 1
-                self.most = max(self.most, self.held())
+                self.most = max(self.most, self.size())
             real(files, name, path)
 
         patch.setattr(ObjectFiles, "_fetch", fetch)
 
-    def held(self) -> int:
+    def size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.glob("??/*") if path.exists())
 
     def shards(self) -> Counter[str]:
@@ -107,8 +107,8 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     opened = here.cache.open_snapshot()
     steps = Schedule.of(packed.head, seed=5, phase=1).steps_in(0)
     assert steps == 70
-    found = list(consume(opened, stop_step=steps, prefetch=ahead))
-    assert found == list(consume(packed, stop_step=steps, prefetch=0)), "a disk gives the same"
+    result = list(consume(opened, stop_step=steps, prefetch=ahead))
+    assert result == list(consume(packed, stop_step=steps, prefetch=0)), "a disk gives the same"
     fetched = here.shards()
     assert set(fetched) == set(packed.shard_files())
     read = sum(packed.shard_files()[name] * count for name, count in fetched.items())
@@ -129,9 +129,9 @@ def test_a_mirror_that_is_too_small_is_told(
     packed = disk.open_snapshot()
     assert shard_prefetch.advice(packed) is None, "there is no mirror"
     shards = [size for size in packed.shard_files().values() if size > 50_000]
-    for size, told in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
+    for size, printed in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
         opened = Watched(place, tmp_path / "mirror", size, monkeypatch).cache.open_snapshot()
-        assert (shard_prefetch.advice(opened) is not None) is told
+        assert (shard_prefetch.advice(opened) is not None) is printed
         plain = Snapshot(opened.files, str(packed.head.parent))
         assert shard_prefetch.advice(plain) is None
 
@@ -196,14 +196,14 @@ def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
     planned: list[int] = []
     real = Loader.shard_paths
     monkeypatch.setattr(Loader, "shard_paths", lambda self, step: planned.append(step) or real(self, step))
-    found = []
+    result = []
     for step, rows in enumerate(consume(here.cache.open_snapshot(), stop_step=None, prefetch=1)):
-        found.append(rows)
+        result.append(rows)
         assert not planned or max(planned) <= step + 2 + 90
         if step == 150:
             break
     assert planned == list(range(len(planned))) and len(planned) > 150
-    assert found == list(consume(packed, stop_step=151, prefetch=0))
+    assert result == list(consume(packed, stop_step=151, prefetch=0))
     assert max(here.shards().values()) == 1
 
 

@@ -204,11 +204,11 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
             raise OSError(gone[0], os.strerror(gone[0]))
         return real(descriptor, views, offset)
 
-    own = loader(cache, stop_step=3, quarantine=tmp_path / "q.jsonl")
+    batches = loader(cache, stop_step=3, quarantine=tmp_path / "q.jsonl")
     monkeypatch.setattr(os, "preadv", preadv)
     back = threading.Timer(0.5, gone.clear)
     back.start()
-    assert sequence(own) == expected and not (tmp_path / "q.jsonl").read_text()
+    assert sequence(batches) == expected and not (tmp_path / "q.jsonl").read_text()
     gone.append(errno.ENOTCONN)
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)

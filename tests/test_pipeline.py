@@ -51,8 +51,8 @@ class InTheLoop:
             picture = decoding.load(path.read_bytes(), cached.bucket, decoder=decoding.choose("auto"))
             latents.append(bf16(self.vae.encode(picture[None])[0]))
             caption = caption_rules.normalise(path.with_suffix(".txt").read_text(), self.recipe)
-            own = bf16(self.text.encode([caption])[0])
-            rows[i, : len(own)], mask[i, : len(own)] = own, True
+            alone = bf16(self.text.encode([caption])[0])
+            rows[i, : len(alone)], mask[i, : len(alone)] = alone, True
         return replace(cached, latents=torch.stack(latents), captions=rows, mask=mask)
 
 
@@ -63,7 +63,7 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
     model = SanaTransformer.from_scratch(SanaConfig.from_arch(config.model.arch, 8), 0)
     flow = FlowMatching(config.train.flow)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    found = []
+    result = []
     for batch in batches:
         sigma, times = flow.sigmas(batch.logit)
         latents = batch.latents.float()
@@ -72,8 +72,8 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        result.append(loss.item())
+    return result
 
 
 def test_cached_training_is_training_with_the_encoders_in_the_loop(

@@ -114,7 +114,7 @@ def test_the_table_holds_what_the_stages_really_read(
     import stages.train
     import stages.verify
 
-    found: dict[str, set[str]] = defaultdict(set)
+    result: dict[str, set[str]] = defaultdict(set)
     places: dict[type, str] = {}  # by class: parts of a configuration are copied and replaced on the way
     command = ""
     read = object.__getattribute__
@@ -122,7 +122,7 @@ def test_the_table_holds_what_the_stages_really_read(
     def noted(section: Any, name: str) -> Any:
         value = read(section, name)
         if command and type(section) in places and (option := places[type(section)] + name) in OPTIONS:
-            found[command].add(option)
+            result[command].add(option)
         return value
 
     def place(section: Any, prefix: str) -> None:
@@ -157,7 +157,7 @@ def test_the_table_holds_what_the_stages_really_read(
     run("verify", stages.verify.run)
     run("gc", stages.gc.run, yes=False, older_than_hours=1)
     run("snapshots", stages.snapshots.run)
-    odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in found.items()}
+    odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in result.items()}
     assert {words: options for words, options in odd.items() if options} == {}
-    assert {"train.steps", "train.optim.lr", "data.resolution"} <= found["train"]
-    assert "cache" in found["status"] and "train.steps" not in found["status"]
+    assert {"train.steps", "train.optim.lr", "data.resolution"} <= result["train"]
+    assert "cache" in result["status"] and "train.steps" not in result["status"]

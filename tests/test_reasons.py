@@ -51,5 +51,5 @@ def test_no_cell_is_a_formula() -> None:
 
 
 def test_amounts_show_what_is_there() -> None:
-    found = [amount(n) for n in (0, 1, 1023, 1024, 1_800_000, 3 << 30, 5 << 40)]
-    assert found == ["0 B", "1 B", "1023 B", "1.0 KiB", "1.7 MiB", "3.0 GiB", "5.00 TiB"]
+    result = [amount(n) for n in (0, 1, 1023, 1024, 1_800_000, 3 << 30, 5 << 40)]
+    assert result == ["0 B", "1 B", "1023 B", "1.0 KiB", "1.7 MiB", "3.0 GiB", "5.00 TiB"]

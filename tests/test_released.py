@@ -91,10 +91,10 @@ def test_an_index_goes_before_a_single_file_and_says_so(repositories: Callable[[
     files = WeightFiles(folder)
     assert {name.count("-of-") for name in hub.choose(folder, None).files} == {1}
     assert "diffusion_pytorch_model.safetensors beside it is not used" in files.description
-    kept = tensors(folder, hub.choose(folder, None).files)
-    assert torch.equal(files.read("proj_out.bias", [0], [16]), kept["proj_out.bias"])
+    chosen = tensors(folder, hub.choose(folder, None).files)
+    assert torch.equal(files.read("proj_out.bias", [0], [16]), chosen["proj_out.bias"])
     beside = load_file(folder / "diffusion_pytorch_model.safetensors")
-    assert not torch.equal(kept["proj_out.bias"], beside["proj_out.bias"]), "the two would not be told apart"
+    assert not torch.equal(chosen["proj_out.bias"], beside["proj_out.bias"]), "the two would not be told apart"
 
 
 @pytest.mark.parametrize(
@@ -334,13 +334,13 @@ def test_a_released_pth_says_its_own_shape(tmp_path: Path) -> None:
         torch.save({"state_dict": new, "epoch": 1}, tmp_path / "sana.pth")
         return load_weights(tmp_path / "sana.pth")[0]
 
-    found = config()
-    assert (found.sample_size, found.interpolation_scale, found.num_cross_attention_heads) == (16, None, 16)
+    result = config()
+    assert (result.sample_size, result.interpolation_scale, result.num_cross_attention_heads) == (16, None, 16)
     for side, scale in ((64, 1.0), (128, 2.0)):  # their 2K and 4K models: sin(x / scale) of column 1, base size = side
         table = torch.zeros(1, side * side, 1152)
         table[0, 1, 0] = torch.sin(torch.tensor(1 / scale))
-        found = config(pos_embed=table.to(torch.bfloat16))
-        assert (found.sample_size, found.interpolation_scale) == (side, scale)
+        result = config(pos_embed=table.to(torch.bfloat16))
+        assert (result.sample_size, result.interpolation_scale) == (side, scale)
     with pytest.raises(UserError, match="pos_embed") as caught:
         config(pos_embed=None)
     assert "config.json" in str(caught.value)
@@ -438,7 +438,7 @@ class Asked:
         assert done.returncode == 0, done.stderr
         server.fetched, fetched = [], server.fetched
         self.fetched = fetched
-        return [(told, fix) for told, fix in json.loads(done.stdout)]
+        return [(printed, fix) for printed, fix in json.loads(done.stdout)]
 
 
 @pytest.fixture
@@ -452,7 +452,7 @@ def start(**more: Any) -> tuple[str, dict[str, Any]]:
 
 def test_only_what_is_used_is_fetched_and_a_mirror_serves(asked: Asked, repositories: Callable[[str], Path]) -> None:
     with hub_layouts.served(hub_layouts.Hub({BIG: repositories(BIG)})) as server:
-        told = asked(
+        summary = asked(
             server,
             start(),
             ("VaeConfig", {"id": BIG}),
@@ -466,13 +466,13 @@ def test_only_what_is_used_is_fetched_and_a_mirror_serves(asked: Asked, reposito
             "vae/diffusion_pytorch_model.safetensors",
         }
         assert not any(name.startswith("tokenizer/") for name in asked.fetched)
-        assert [Path(path).name for path, _ in told[:3]] == ["transformer", "vae", "text_encoder"]
-        assert WeightFiles(Path(told[0][0])).dtype("proj_out.bias") == "F32"
-        for said, fix in told[3:]:
+        assert [Path(path).name for path, _ in summary[:3]] == ["transformer", "vae", "text_encoder"]
+        assert WeightFiles(Path(summary[0][0])).dtype("proj_out.bias") == "F32"
+        for said, fix in summary[3:]:
             assert fix and "correct" in fix, said
         # the same again, offline and then with the hub gone: nothing is asked for
-        assert asked(server, start(), HF_HUB_OFFLINE="1") == told[:1] and not asked.fetched
-    assert asked(server, start()) == told[:1]
+        assert asked(server, start(), HF_HUB_OFFLINE="1") == summary[:1] and not asked.fetched
+    assert asked(server, start()) == summary[:1]
 
 
 def test_a_cache_that_is_partly_filled_says_what_is_missing(asked: Asked, repositories: Callable[[str], Path]) -> None:
@@ -533,8 +533,8 @@ def test_check_says_beforehand_what_is_missing(
 
     other = Path(shutil.copytree(repositories(BIG), tmp_path / "other"))
     (other / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    held = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG)}
-    with hub_layouts.served(hub_layouts.Hub(held, gated=frozenset({"a/closed"}))) as server:
+    served = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG)}
+    with hub_layouts.served(hub_layouts.Hub(served, gated=frozenset({"a/closed"}))) as server:
         for name, value in (
             ("ENDPOINT", server.url),
             ("HF_HUB_CACHE", str(tmp_path / "hub")),
@@ -542,25 +542,25 @@ def test_check_says_beforehand_what_is_missing(
             ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
         ):
             monkeypatch.setattr(constants, name, value)
-        code, told = checked()
-        assert (code, told["ok"], told["problems"]) == (0, True, [])
-        assert {part["part"]: len(part["files"]) for part in told["parts"] if part["part"] != "tokenizer"} == {
+        code, printed = checked()
+        assert (code, printed["ok"], printed["problems"]) == (0, True, [])
+        assert {part["part"]: len(part["files"]) for part in printed["parts"] if part["part"] != "tokenizer"} == {
             "VAE": 1,
             "text encoder": 2,
             "transformer": 2,
         }
         assert not any(name.endswith(".safetensors") for name in server.fetched), "weights were fetched"
-        sizes = {p["part"]: p["bytes"] for p in told["parts"]}
-        later = {p["part"]: p["to_fetch"] for p in told["parts"]}
-        assert told["to_fetch"] == sum(later.values())
+        sizes = {p["part"]: p["bytes"] for p in printed["parts"]}
+        later = {p["part"]: p["to_fetch"] for p in printed["parts"]}
+        assert printed["to_fetch"] == sum(later.values())
         assert 0 < later.pop("tokenizer") < sizes.pop("tokenizer"), "its tokenizer_config.json is here"
         assert later == sizes
         hub.resolve(VaeConfig(id=BIG))
-        assert checked()[1]["to_fetch"] == told["to_fetch"] - sizes["VAE"]
-        code, told = checked("vae.id=a/broken", "text.id=a/closed", "model.weights.subfolder=text_encoder")
-    assert (code, told["ok"]) == (2, False)
-    assert {part["part"] for part in told["parts"] if part["ok"]} == set()
-    for problem, word in zip(told["problems"], ("no weights", "gated", "gated", "gemma2"), strict=True):
+        assert checked()[1]["to_fetch"] == printed["to_fetch"] - sizes["VAE"]
+        code, printed = checked("vae.id=a/broken", "text.id=a/closed", "model.weights.subfolder=text_encoder")
+    assert (code, printed["ok"]) == (2, False)
+    assert {part["part"] for part in printed["parts"] if part["ok"]} == set()
+    for problem, word in zip(printed["problems"], ("no weights", "gated", "gated", "gemma2"), strict=True):
         assert word in problem
 
 
@@ -597,7 +597,7 @@ def run(photos: Path, repositories: Callable[[str], Path], tmp_path_factory: pyt
     import huggingface_hub.constants as hub_constants
 
     root = tmp_path_factory.mktemp("run")
-    own = [
+    overrides = [
         f"cache={root / 'cache'}",
         f"train.output={root / 'run'}",
         "train.steps=1",
@@ -612,7 +612,7 @@ def run(photos: Path, repositories: Callable[[str], Path], tmp_path_factory: pyt
         "sample.steps=1",
         "train.optim.warmup_steps=0",
     ]
-    config = load("sana_600m_512", own)
+    config = load("sana_600m_512", overrides)
     assert config.vae.revision
     hub_layouts.cached(root / "hub", SMALL, config.vae.revision, repositories(SMALL))
     lines: list[str] = []

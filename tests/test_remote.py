@@ -169,9 +169,9 @@ def opened(address: str, patience_s: float = 60.0, **config: Any) -> Source:
 
 
 def content(source: Source) -> dict[str, tuple[bytes, tuple[tuple[str, float], ...]]]:
-    found = list(source.items())
-    assert not [entry for entry in found if isinstance(entry, Reject)]
-    return {item.key: (source.read(item.key), item.captions) for item in found if isinstance(item, Item)}
+    result = list(source.items())
+    assert not [entry for entry in result if isinstance(entry, Reject)]
+    return {item.key: (source.read(item.key), item.captions) for item in result if isinstance(item, Item)}
 
 
 def everything(root: str, data: Path) -> None:
@@ -211,13 +211,13 @@ def test_a_scan_transfers_a_tar_once(ranged_server: Server, data: Path) -> None:
 
 def test_a_server_without_ranges_sends_a_tar_once_not_per_member(plain_server: Server, data: Path) -> None:
     source = opened(f"{plain_server.url}/tars/s-0.tar")
-    found = content(source)
-    assert len(found) == COUNT // 2
+    result = content(source)
+    assert len(result) == COUNT // 2
     size = (data / "tars" / "s-0.tar").stat().st_size
     assert plain_server.sent <= 2 * size  # once to find out, once to keep
     later = opened(f"{plain_server.url}/tars/s-0.tar")
     later.recall((i.key, "s-0.tar", i.where or "") for i in source.items() if isinstance(i, Item))
-    assert {key: later.read(key) for key in found} == {key: value[0] for key, value in found.items()}
+    assert {key: later.read(key) for key in result} == {key: value[0] for key, value in result.items()}
 
 
 def test_too_many_bytes_never_pass_for_a_range(plain_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,8 +438,8 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
         list(opened(f"{ranged_server.url}/list.jsonl").items())
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    fsspec.config.set_conf_env(found := {}, {"FSSPEC_HTTP": fix})
-    monkeypatch.setitem(fsspec.config.conf, "http", found["http"])
+    fsspec.config.set_conf_env(result := {}, {"FSSPEC_HTTP": fix})
+    monkeypatch.setitem(fsspec.config.conf, "http", result["http"])
     assert len(content(opened(f"{ranged_server.url}/list.jsonl"))) == COUNT
 
 
@@ -486,8 +486,8 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
     fs.pipe_file("bucket/bad/ok.txt", b"said")
     fs.pipe_file("bucket/bad/x\\y.png", b"no")
     source = opened("s3://bucket/bad")
-    found = list(source.items())
-    assert [type(entry) for entry in found] == [Reject, Item]
+    result = list(source.items())
+    assert [type(entry) for entry in result] == [Reject, Item]
     with pytest.raises(Unreadable, match="climbs"):
         source.read("../set/t.parquet")
 

@@ -47,8 +47,8 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             monkeypatch.setattr(UnitEncoder, "remake", encode)
         capsys.readouterr()
         code = stages.verify.run(config, mend=encode is not None, as_json=True)
-        found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-        return code, [(f["path"].partition("/")[0], f["fix"], f["outcome"]) for f in found["findings"]]
+        result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        return code, [(f["path"].partition("/")[0], f["fix"], f["outcome"]) for f in result["findings"]]
 
     return verify
 
@@ -89,14 +89,14 @@ def healed(cache: Cache, unit: index.Commit) -> None:
     recipe = cache.recipes("latent")[0]
     made = encoder(cache, 1)
     plan = cache.plans(recipe.name)[0]
-    [own] = [u for u in plan.units if u.unit == unit.unit]
-    rows = cache.table(plan.table).slice(own.start, own.count)
+    [planned] = [u for u in plan.units if u.unit == unit.unit]
+    rows = cache.table(plan.table).slice(planned.start, planned.count)
     (cache.root / Paths.shard(recipe.name, str(unit.shard))).unlink()
-    again = Unit("a" * 32, 0, own.count, 1)
+    again = Unit("a" * 32, 0, planned.count, 1)
     assert cache.add_plan(recipe.name, 1, [again], rows)
     keys = set(rows.column("key").to_pylist())
     unit_records.write_unit(
-        cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, own, unit, keys), lambda a, b: None
+        cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, planned, unit, keys), lambda a, b: None
     )
     assert index.merge(cache.files, recipe.name, 1, [again.unit])
 
@@ -107,8 +107,8 @@ def test_a_shard_that_a_named_snapshot_needs_is_restored_though_encode_healed_it
     same, (path, _, commit) = encoder(cache, 0), latents(cache)
     whole = path.read_bytes()
     healed(cache, commit)
-    code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {layout.REPAIR, BUCKET}
+    code, result = verified()
+    assert code == 4 and {fix for _, fix, _ in result} == {layout.REPAIR, BUCKET}
     assert verified(same)[0] == 0
     assert path.read_bytes() == whole
     assert verified() == (0, [])
@@ -118,9 +118,9 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
     other, (_, _, commit) = encoder(cache, 2), latents(cache)
     healed(cache, commit)
     for _ in range(2):
-        code, found = verified(other)
+        code, result = verified(other)
         assert code == 4
-        assert found == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
+        assert result == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
@@ -134,8 +134,8 @@ def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, veri
     plans = lambda: len(cache.plans(cache.recipes("latent")[0].name))  # noqa: E731
     for number in (0, 1):
         flip(path, rows[number]["offset"])
-        code, found = verified(other)
-        assert code == 4 and ("shards", layout.REPAIR, "replaced") in found
+        code, result = verified(other)
+        assert code == 4 and ("shards", layout.REPAIR, "replaced") in result
         assert plans() == 2 + number
     flip(path, rows[2]["offset"])
     assert verified(same)[0] == 0
@@ -148,9 +148,9 @@ def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, 
     flip(path, rows[0]["offset"])
     [head] = (cache.root / "snapshots").glob("*.json")
     flip(head, 40)
-    code, found = verified(other)
+    code, result = verified(other)
     assert code == 4
-    assert found == [
+    assert result == [
         ("snapshots", layout.REPAIR, "restored"),
         ("shards", layout.REPAIR, "replaced"),
         ("snapshots", BUCKET, f"failed: {BUCKET}"),
@@ -231,8 +231,8 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
         assert (len(asked), right) == (1, 0)
         return
     assert (len(asked), right) == (3, 1)
-    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
-    outcomes = [f["outcome"] for f in found if f["path"].startswith("shards/")]
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
+    outcomes = [f["outcome"] for f in result if f["path"].startswith("shards/")]
     assert outcomes == ["failed: error 1", "failed: error 2", "restored"]
 
 
@@ -281,8 +281,8 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
 
 def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
     flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
-    code, found = verified()
-    assert code == 4 and {fix for _, fix, _ in found} == {BUCKET}
+    code, result = verified()
+    assert code == 4 and {fix for _, fix, _ in result} == {BUCKET}
 
 
 # ---------------------------------------------------------------- real encoders

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,10 @@ from torch import Tensor, nn
 
 from pipeline.models.sampler import draw_noise, sample, scheduler
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import save_weights
+from tests.support.hub_layouts import SMALL
 
-CONFIG = SanaConfig(
-    in_channels=4,
-    out_channels=4,
-    num_attention_heads=4,
-    attention_head_dim=8,
-    num_layers=2,
-    num_cross_attention_heads=2,
-    cross_attention_head_dim=16,
-    cross_attention_dim=32,
-    caption_channels=24,
-    sample_size=8,
-)
+CONFIG = replace(SMALL, in_channels=4, out_channels=4, caption_channels=24)
 STEPS = 6
 
 

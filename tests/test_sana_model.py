@@ -283,11 +283,11 @@ def test_linear_attention_keeps_its_inputs_alone_and_their_gradients_are_exact()
         assert actual[name].dtype == torch.bfloat16
         rounding = distance({"x": exact[name].bfloat16()}, {"x": exact[name]})
         assert distance({"x": actual[name]}, {"x": exact[name]}) <= 1.01 * rounding, name
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     leaves = [x.requires_grad_() for x in coarse]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_attention(*leaves, 16)
-    assert [t.data_ptr() for t in kept] == [leaf.data_ptr() for leaf in leaves]
+    assert [t.data_ptr() for t in saved] == [leaf.data_ptr() for leaf in leaves]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])

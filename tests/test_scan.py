@@ -166,14 +166,14 @@ def test_what_a_broken_off_scan_has_read_is_not_read_again(folder: Path, cache: 
         scanned(first, cache)
     assert len(fragments_of(cache)) == 2
     assert not cache.files.names("claims/fragments/photos")
-    told: list[tuple[int, int | None]] = []
+    printed: list[tuple[int, int | None]] = []
     second = Counted(folder)
-    table = scanned(second, cache, progress=lambda done, total: told.append((done, total)))
+    table = scanned(second, cache, progress=lambda done, total: printed.append((done, total)))
     assert cache.put_table(table) == truth
-    kept = set(first.reads[: 2 * RUN])
-    assert sorted(second.reads) == sorted(f"{n:03d}.png" for n in range(COUNT) if f"{n:03d}.png" not in kept)
-    assert told[-1] == (COUNT, COUNT)
-    assert {total for _, total in told} == {COUNT}
+    read = set(first.reads[: 2 * RUN])
+    assert sorted(second.reads) == sorted(f"{n:03d}.png" for n in range(COUNT) if f"{n:03d}.png" not in read)
+    assert printed[-1] == (COUNT, COUNT)
+    assert {total for _, total in printed} == {COUNT}
     assert not cache.files.names("fragments/photos"), "nothing is left of a finished scan"
     assert second.ignored == 1
 
@@ -317,11 +317,11 @@ def rows_of(n: int) -> Rows:
 
 
 def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
-    other, own = Claims(cache.files, 60), Claims(cache.files, 60)
+    other, mine = Claims(cache.files, 60), Claims(cache.files, 60)
     assert other.take("fragments", "photos", "ab" * 16) == "ours"
     Fragments(cache, "photos", Worker(other, Stop(0), 0, 2)).publish("ab" * 16, rows_of(1))
     got: list[int] = []
-    fragments = Fragments(cache, "photos", Worker(own, Stop(0), 1, 2))
+    fragments = Fragments(cache, "photos", Worker(mine, Stop(0), 1, 2))
     fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
     assert got == [1]
 
@@ -329,14 +329,14 @@ def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> No
 def test_what_was_published_just_before_the_claim_is_not_made_again(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Claims(cache.files, 60)
-    fragments = Fragments(cache, "photos", Worker(own, Stop(0), 1, 2))
+    claims = Claims(cache.files, 60)
+    fragments = Fragments(cache, "photos", Worker(claims, Stop(0), 1, 2))
 
     def take(*work: str | int) -> str:
         fragments.publish("ab" * 16, rows_of(1))  # another process, which then gave its claim back
-        return Claims.take(own, *work)
+        return Claims.take(claims, *work)
 
-    monkeypatch.setattr(own, "take", take)
+    monkeypatch.setattr(claims, "take", take)
     got: list[int] = []
     fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
     assert got == [1]
@@ -375,8 +375,8 @@ def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) ->
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(2 * RUN)), cache)
     assert not list(unneeded(cache))
-    found = [name for name, _, why in unneeded(cache, now=time.time() + 1e6) if "scan" in why]
-    assert found == sorted(f"fragments/photos/{name}" for name in cache.files.names("fragments/photos"))
+    result = [name for name, _, why in unneeded(cache, now=time.time() + 1e6) if "scan" in why]
+    assert result == sorted(f"fragments/photos/{name}" for name in cache.files.names("fragments/photos"))
     assert not list(audit.verify(cache))
 
 

@@ -149,8 +149,8 @@ def test_orders_of_earlier_versions_are_kept(small: str, counts: list[int], batc
 def test_weighted_orders_are_kept() -> None:
     parts = [[(10, Fraction(3, 2)), (7, Fraction(1, 4))], None, [(40, Fraction(1))]]
     options = {"seed": 3, "phase": 1, "parts": parts, "first": [2, 0]}
-    found = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], small=small, **options)) for small in WEIGHTED}
-    assert found == WEIGHTED
+    result = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], small=small, **options)) for small in WEIGHTED}
+    assert result == WEIGHTED
 
 
 WEIGHTED = {

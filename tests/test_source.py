@@ -65,11 +65,11 @@ def test_keys_are_sorted_relative_paths(tmp_path: Path) -> None:
     for key in keys:
         write(tmp_path, key)
         write(tmp_path, key.rpartition(".")[0] + ".txt", f" about {key}\n")
-    found = list(FolderSource(tmp_path, "text").items())
-    assert all(isinstance(entry, Item) for entry in found)
-    assert [entry.key for entry in found] == sorted(keys)
+    result = list(FolderSource(tmp_path, "text").items())
+    assert all(isinstance(entry, Item) for entry in result)
+    assert [entry.key for entry in result] == sorted(keys)
     # b.JPG and B.jpg are two pictures with a caption file each wherever names keep their case
-    assert dict(zip([e.key for e in found], [captions(e) for e in found if isinstance(e, Item)], strict=True)) == {
+    assert dict(zip([e.key for e in result], [captions(e) for e in result if isinstance(e, Item)], strict=True)) == {
         key: [f"about {key}"] for key in keys
     }
 
@@ -355,12 +355,12 @@ def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
     source = FolderSource(tmp_path, "text")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s.png")) if len(str(tmp_path)) < 90 else write(tmp_path, "s.png")
-        found: list[Item | Reject] = []
-        worker = threading.Thread(target=lambda: found.extend(source.items()), daemon=True)
+        result: list[Item | Reject] = []
+        worker = threading.Thread(target=lambda: result.extend(source.items()), daemon=True)
         worker.start()
         worker.join(10)
     assert not worker.is_alive()
-    reasons = {entry.key: entry.reason for entry in found if isinstance(entry, Reject)}
+    reasons = {entry.key: entry.reason for entry in result if isinstance(entry, Reject)}
     assert "not a regular file" in reasons["pipe.png"]
     assert "not a regular file" in reasons["b.txt"]
     assert "no caption" in reasons["b.png"]
@@ -455,14 +455,14 @@ def test_photographs() -> None:
     from pipeline.images.decoding import load, probe
 
     source = FolderSource(PHOTOS, "text")
-    found = list(source.items())
-    assert all(isinstance(entry, Item) for entry in found)
+    actual = list(source.items())
+    assert all(isinstance(entry, Item) for entry in actual)
     expected = {row["file_name"]: row["text"] for row in map(json.loads, (PHOTOS / "metadata.jsonl").open())}
     assert len(expected) == 60
-    assert {item.key: captions(item) for item in found if isinstance(item, Item)} == {
+    assert {item.key: captions(item) for item in actual if isinstance(item, Item)} == {
         key: [text] for key, text in expected.items()
     }
-    for item in found[::10]:
+    for item in actual[::10]:
         data = source.read(item.key)
         assert len(data) == source.stat(item.key)[0]
         width, height = probe(data)

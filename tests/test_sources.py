@@ -633,8 +633,8 @@ def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Pa
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
         (tmp_path / f"{number}.json").write_text(json.dumps({"000000": {"text": f"beside {number}"}}))
-    found = list(open_source(str(tmp_path / "1.tar"), DataConfig(), None, None).items())
-    said = [caption for item in found if isinstance(item, Item) for caption, _ in item.captions]
+    result = list(open_source(str(tmp_path / "1.tar"), DataConfig(), None, None).items())
+    said = [caption for item in result if isinstance(item, Item) for caption, _ in item.captions]
     assert said == ["inside", "beside 1"]
 
 

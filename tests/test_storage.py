@@ -89,11 +89,11 @@ def test_int8_keeps_its_bound(
     back = np.empty_like(array)
     coder.decode(coder.encode(array), back, "record")
     true = codec._tokens(codec.to_float(array), kind).astype(np.float64)
-    found = codec._tokens(codec.to_float(back), kind).astype(np.float64)
+    result = codec._tokens(codec.to_float(back), kind).astype(np.float64)
     largest = np.abs(true / scale).max(axis=1, keepdims=True)
     step = largest / 127 * (1 + 2**-7) + 2.0**-133
-    bound = scale * step / 2 + np.abs(found) * 2**-8 + np.abs(true) * 2**-22 + 2.0**-133
-    assert (np.abs(found - true) <= bound * (1 + 1e-6)).all()
+    bound = scale * step / 2 + np.abs(result) * 2**-8 + np.abs(true) * 2**-22 + 2.0**-133
+    assert (np.abs(result - true) <= bound * (1 + 1e-6)).all()
     assert not np.any((back & 0x7F80) == 0x7F80)
 
 
@@ -229,10 +229,10 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
     other = codec.Codec(cache.files, "text", STORED[STORED.index(storage) - 1])
     with pytest.raises(IntegrityError, match="not stored as"):
         other.decode(payload, np.empty((3, 6), np.uint16), "record")
-    own = codec.Codec(cache.files, "text", storage)
+    coder = codec.Codec(cache.files, "text", storage)
     for wrong in (payload[:-1], payload[:40], payload + b"\0" if storage == codec.INT8 else payload[:38]):
         with pytest.raises(IntegrityError):
-            own.decode(wrong, np.empty((3, 6), np.uint16), "record")
+            coder.decode(wrong, np.empty((3, 6), np.uint16), "record")
     # without the recipe's document nothing is guessed
     cache.files.remove(layout.Paths.recipe(recipe.name))
     with pytest.raises(IntegrityError, match="not stored as plain"):
@@ -369,9 +369,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_the_loader_reads_every_storage(stored: tuple[str, Path], plain: list) -> None:
     name, cache = stored
-    found = batches(cache)
-    assert len(found) == len(plain) > 0
-    for ours, theirs in zip(found, plain, strict=True):
+    result = batches(cache)
+    assert len(result) == len(plain) > 0
+    for ours, theirs in zip(result, plain, strict=True):
         assert ours.sample_ids == theirs.sample_ids
         for field in dataclasses.fields(ours):
             mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -444,8 +444,8 @@ def test_a_repair_copies_lossy_records_as_they_stand(
     bad[audit.record_rows(cache, commit)[0]["offset"] + 30] ^= 4
     path.write_bytes(bad)
     stages.verify.run(config, mend=True, as_json=True)
-    told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert told["findings"][0]["outcome"] == "replaced"
+    summary = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert summary["findings"][0]["outcome"] == "replaced"
 
 
 def test_verify_and_gc_know_the_scales(copy: tuple[str, Config], capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,8 +457,8 @@ def test_verify_and_gc_know_the_scales(copy: tuple[str, Config], capsys: pytest.
     assert not [path for path in left if path.endswith(".npy")]
     for path in tables:
         path.unlink()
-        found = list(audit.verify(cache))
-        assert [f.problem for f in found] and any("channel scales" in f.problem for f in found)
+        result = list(audit.verify(cache))
+        assert [f.problem for f in result] and any("channel scales" in f.problem for f in result)
         break
 
 

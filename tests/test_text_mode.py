@@ -216,9 +216,9 @@ def test_bf16_may_differ_as_much_as_the_reference_from_itself(tiny_repo: Path, m
             calls.append(padded)
             return [value * (1 if padded else 1 + noise) for value in inner(rows, members, padded)]
 
-        own = one._rows
+        original = one._rows
         monkeypatch.setattr(one, "_in_full", noisy)
-        monkeypatch.setattr(one, "_rows", lambda ids: [value * (1 + wrong) for value in own(ids)])
+        monkeypatch.setattr(one, "_rows", lambda ids: [value * (1 + wrong) for value in original(ids)])
         one.encode(CAPTIONS[:1])
         assert calls
 

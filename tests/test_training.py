@@ -219,7 +219,7 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
     model.proj_out.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = model.proj_out.weight.clone()
     optimizer = optimizers.build(model, settings.train.optim, CPU)
-    with pytest.raises(NonFiniteError, match=r"(?s)step 3: the gradient norm.*0000000000000007"):
+    with pytest.raises(NonFiniteError, match=r"(?s)step 3: .*0000000000000007"):
         tiny_run.train_step(model, settings.train, optimizer)([tiny_run.global_batch(0)], 3)
     assert torch.equal(model.proj_out.weight, before)
 
@@ -230,19 +230,19 @@ def test_a_gradient_that_is_no_number_stops_too() -> None:
 def _saved_bytes(model: SanaTransformer, settings: Config, batch: Batch) -> tuple[int, dict[str, Tensor]]:
     """Bytes that autograd keeps between forward and backward, parameters left out, each storage once."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     step = tiny_run.train_step(model, settings.train)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = tiny_run.losses(step, batch).mean()
     loss.backward()
-    return sum(kept.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return sum(saved.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_recomputation_is_really_on() -> None:
@@ -437,7 +437,7 @@ def test_a_forgotten_moment_would_be_noticed(finished: Path, tmp_path: Path, mon
 
 def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    with pytest.raises(ConfigError, match=r"(?s)already holds checkpoints.*--resume auto.*train.output"):
+    with pytest.raises(ConfigError, match=r"(?s)--resume auto.*train.output"):
         _fit(tiny_run.config(run, steps=6))
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -459,7 +459,7 @@ def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
 
 def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path, tmp_path: Path) -> None:
     old = run / "checkpoints/step-00000002"
-    with pytest.raises(ConfigError, match=r"(?s)newer checkpoint, step-00000006.*train.output"):
+    with pytest.raises(ConfigError, match=r"(?s)step-00000006.*train.output"):
         _fit(tiny_run.config(run, steps=6), resume=old)
     _fit(tiny_run.config(tmp_path / "branch", steps=6), resume=old)
     assert _equal(run / "checkpoints/step-00000006", tmp_path / "branch/checkpoints/step-00000006")
@@ -690,7 +690,7 @@ def test_a_stop_by_a_bad_number_leaves_the_last_checkpoint(tmp_path: Path) -> No
 def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run")
     odd = replace(tiny_run.task(settings), text_width=25)
-    with pytest.raises(ConfigError, match=r"(?s)caption_channels is 24, the text rows have 25"):
+    with pytest.raises(ConfigError, match=r"caption_channels.*24.* 25"):
         fit(settings, odd, Launch(), say=lambda line: None)
     assert not (tmp_path / "run").exists()
 
@@ -752,7 +752,7 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     longer = make_config(tmp_path, *few, "train.steps=3")
     newest = Cache(longer.cache).open_snapshot(None).id
     assert newest != mine
-    with pytest.raises(checkpoint.CheckpointError, match=f"snapshot: the checkpoint has {mine}, this run {newest}"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"(?s)snapshot.*{mine}.*{newest}"):
         stages.train.run(longer, snapshot=newest, resume="auto", say=printed.append)
     report = stages.train.run(longer, resume="auto", say=printed.append)
     assert report.step == 3
@@ -908,8 +908,8 @@ def test_reading_ahead_ends_while_the_error_is_still_held() -> None:
             closed.append(True)
 
     try:
-        with closing_on_exit(steps()) as own:
-            next(own)
+        with closing_on_exit(steps()) as stream:
+            next(stream)
             raise ValueError("a step failed")
     except ValueError as error:
         assert error.__traceback__ is not None and closed == [True]

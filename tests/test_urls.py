@@ -65,8 +65,8 @@ def test_roots_of_earlier_scans_are_shown_without_credentials(
     of = synthetic.config(tmp_path / "cache")
     cache = synthetic.add(of, "one", synthetic.pictures(4))
     body = cache.last_scan("one") or {}
-    kept = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
-    cache.add_scan("one", {**kept, "root": "http://user:secret@host/x"})
+    values = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
+    cache.add_scan("one", {**values, "root": "http://user:secret@host/x"})
     for as_json in (False, True):
         stages.status.run(of, as_json=as_json)
         said = capsys.readouterr().out

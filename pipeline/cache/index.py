@@ -10,7 +10,7 @@ plans come before all others, in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -66,6 +66,20 @@ class Commit:
         return cls(**{**body, "rejects": tuple(Reject(**r) for r in body["rejects"])})
 
 
+def commit_of(
+    files: Files,
+    unit: str,
+    shard: tuple[str, int, pa.Table],
+    rejects: Iterable[Reject] = (),
+    provenance: Mapping[str, Any] | None = None,
+) -> Commit:
+    """The commit of a shard whose file is written; writes the table of its records. shard: (digest, bytes, records), as
+    `ShardWriter.finish` returns them."""
+    name, size, records = shard
+    table = files.put_content(to_ipc(records), "tables", "arrow")
+    return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
+
+
 def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
     """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
     return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
@@ -90,10 +104,6 @@ def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
         return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
     names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
     return [Commit.from_body(body) for body in files.documents(names)]
-
-
-def table_bytes(table: pa.Table) -> bytes:
-    return to_ipc(table)
 
 
 def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:

@@ -186,9 +186,8 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
             adopted = index.adopted_unit(owner, digest)
             unit_id = named if named in planned else adopted
             _, table = shard.read_table(files, entry.name)
-            record_table = files.put_content(index.table_bytes(table), "tables", "arrow")
             provenance = {"rebuilt": True, **({index.ADOPTED: True} if unit_id == adopted else {})}
-            commit = Commit(unit_id, digest, entry.size, table.num_rows, record_table, (), provenance)
+            commit = index.commit_of(files, unit_id, (digest, entry.size, table), provenance=provenance)
             if unit_id not in planned:
                 unplanned.append(commit)
                 continue

@@ -30,7 +30,7 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
     for commit in index.commits(cache.files, recipe, plan):
         if commit.table == name and commit.shard is not None:
             _, table = shard.read_table(cache.files, Paths.shard(recipe, commit.shard))
-            return cache.files.put_content(index.table_bytes(table), "tables", "arrow") == name
+            return cache.files.put_content(shard.to_ipc(table), "tables", "arrow") == name
     segment = Paths.segment(recipe, plan)
     if cache.files.exists(segment) and cache.files.document(segment)["table"] == name:
         return index.merged(cache.files, recipe, index.commits(cache.files, recipe, plan))[0] == name

@@ -269,9 +269,7 @@ def _commit(
 ) -> Commit:
     made_by = {**provenance(), **(origin or {})}
     if len(writer):
-        name, size, table = writer.finish()
-        digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
-        commit = Commit(unit.unit, name, size, table.num_rows, digest, tuple(rejects), made_by)
+        commit = index.commit_of(cache.files, unit.unit, writer.finish(), rejects, made_by)
     else:
         commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made_by)
     index.publish_commit(cache.files, recipe.name, plan.number, commit)

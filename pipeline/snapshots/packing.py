@@ -160,9 +160,8 @@ class Packer:
                 writer.add_null(_record(self._texts, null, (null.rows, snapshot.text_recipe.width)), null.valid)
             else:
                 self._add_samples(writer, self.rows(unit).tolist())
-            name, size, table = writer.finish()
-        digest = files.put_content(index.table_bytes(table), "tables", "arrow")
-        commit = index.Commit(unit.unit, name, size, unit.count, digest, (), {})
+            made = writer.finish()
+        commit = replace(index.commit_of(files, unit.unit, made), records=unit.count)
         index.publish_commit(files, plan.recipe, plan.number, commit)
         return commit
 

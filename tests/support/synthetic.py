@@ -126,8 +126,8 @@ def add(
 
 def _make(cache: Cache, recipe: layout.Recipe, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
     """Append one plan with the records that no shard holds yet, committed unit by unit."""
-    held = cache.index(recipe.name)
-    missing = [key for key in arrays if not held.has(key)]
+    stored = cache.index(recipe.name)
+    missing = [key for key in arrays if not stored.has(key)]
     if not missing:
         return
     number, units, commits = len(cache.plans(recipe.name)), [], []
@@ -142,10 +142,8 @@ def _make(cache: Cache, recipe: layout.Recipe, arrays: dict[bytes, np.ndarray], 
                     writer.add(key, arrays[key], caption=texts[key])
                 else:
                     writer.add(key, arrays[key], caption="", valid=1)
-            name, size, records = writer.finish()
-        digest = cache.files.put_content(index.table_bytes(records), "tables", "arrow")
+            commits.append(index.commit_of(cache.files, unit, writer.finish()))
         units.append(Unit(unit, start, len(keys), 8))
-        commits.append(index.Commit(unit, name, size, records.num_rows, digest, (), {}))
     cache.add_plan(recipe.name, number, units, pa.table({"key": pa.array(missing, pa.binary(16))}))
     for commit in commits:
         index.publish_commit(cache.files, recipe.name, number, commit)

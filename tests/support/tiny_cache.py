@@ -69,9 +69,8 @@ def build(
             number = len(shards[recipe.kind])
             rows_by_key.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
             shards[recipe.kind].append(ShardFile(name, size))
-            digest = cache.files.put_content(index.table_bytes(table), "tables", "arrow")
             units.append(Unit(unit, start, table.num_rows, 1))
-            commits.append(index.Commit(unit, name, size, table.num_rows, digest, (), {}))
+            commits.append(index.commit_of(cache.files, unit, (name, size, table)))
         cache.add_plan(
             recipe.name, 0, units, pa.table({"key": pa.array([r["key"] for r in kind_records], pa.binary(16))})
         )

@@ -105,7 +105,7 @@ def chain() -> None:
         settings = tiny_run.config(FOLDER / "chain run", steps=2 * number, parallel=parallel, microbatch=2, **common)
         launch(f"leg {name}", world, lambda own, settings=settings: run(own, settings))  # type: ignore[misc]
     runs = [FOLDER / name for name in ("whole run", "chain run")]
-    expected, found = (metrics.read(folder / "metrics.jsonl") for folder in runs)
+    expected, actual = (metrics.read(folder / "metrics.jsonl") for folder in runs)
 
     def distances(ema: bool) -> list[float]:
         """From the uninterrupted run, of the weights that each leg hands over, as `export` reads them."""
@@ -118,7 +118,7 @@ def chain() -> None:
 
     last = [dict(checkpoint.ModelTensors(checkpoint.newest(runs[1] / "checkpoints"), ema=ema)) for ema in (False, True)]  # type: ignore[arg-type]
     result = {
-        "losses": [abs(a["loss"] - b["loss"]) for a, b in zip(expected, found, strict=True)],
+        "losses": [abs(a["loss"] - b["loss"]) for a, b in zip(expected, actual, strict=True)],
         "weights": distances(ema=False),
         "averages": distances(ema=True),
         "averages from weights": tiny_run.distance(last[1], last[0]),
@@ -149,11 +149,11 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
             for kind, (source, expected) in sources.items():
                 module = parallelize(SanaTransformer.on_meta(config), group, settings.train).module
                 load_sharded(module, source)
-                found = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
-                right = all(torch.equal(value.detach(), expected[name].float()) for name, value in found.items())
-                there = {name for names in collectives.all_gather_objects(list(found)) for name in names}
+                actual = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
+                right = all(torch.equal(value.detach(), expected[name].float()) for name, value in actual.items())
+                there = {name for names in collectives.all_gather_objects(list(actual)) for name in names}
                 result[kind] = all(collectives.all_gather_objects(right)) and there == set(expected)
-                result[f"{kind}, dtypes"] = sorted({str(p.dtype) for p in found.values()})
+                result[f"{kind}, dtypes"] = sorted({str(p.dtype) for p in actual.values()})
         return result
 
     launch(f"filled {name}", world, compare)

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from pipeline import config
-from pipeline.cache import codec, index, layout, shard
+from pipeline.cache import codec, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
@@ -135,7 +135,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
         source = open_source(
             str(folder), DataConfig(**{k: v for k, v in options.items() if k != "format"}), "x", options.get("format")
         )
-        found = scan.scan(
+        result = scan.scan(
             source,
             "x",
             None,
@@ -145,8 +145,8 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
             progress=lambda done, total: None,
             max_bytes=PIXELS * 40,
         )
-        found.validate(full=True)
-        for row in found.to_pylist():
+        result.validate(full=True)
+        for row in result.to_pylist():
             assert row["reject"] is None or row["reject"].isprintable(), row["reject"]
             if row["reject"] is None:
                 source.read(row["item"])
@@ -287,7 +287,7 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
     "Arrow": (
         lambda: [
             shard.to_ipc(pa.table({"key": [b"a" * 16] * 3, "x": [[1], [], None], "t": ["a", "b", None]})),
-            index.table_bytes(RECORDS),
+            shard.to_ipc(RECORDS),
         ],
         lambda data: shard.from_ipc(data, "here").validate(full=True),
     ),

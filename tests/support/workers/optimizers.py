@@ -80,13 +80,13 @@ def came_of(place: str | None, nvlabs: bool) -> dict[str, Tensor]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = put(gradient)
         optimizer.step()
-    found = {}
+    result = {}
     for i, parameter in enumerate(parameters):
         stored = {"": parameter.detach(), **{n: v for n, v in optimizer.state[parameter].items() if n != "step"}}
         for name, value in stored.items():
             assert isinstance(value, DTensor) == (place is not None), name
-            found[f"{i}{name}{nvlabs}"] = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
+            result[f"{i}{name}{nvlabs}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return result
 
 
 def settings_of(parallel: dict[str, int], **train: Any) -> Config:
@@ -131,10 +131,10 @@ def without_noise(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def digest(parameters: dict[str, Tensor]) -> str:
-    found = xxhash.xxh3_64()
+    result = xxhash.xxh3_64()
     for _, parameter in sorted(parameters.items()):
-        found.update(local(parameter.detach()).contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()
+        result.update(local(parameter.detach()).contiguous().view(torch.uint8).numpy())
+    return result.hexdigest()
 
 
 def overflow(launch: Launch, group: Any) -> list[Any]:
@@ -145,11 +145,11 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
         original = parallel_model.forward_backward
 
         def spoilt(*arguments: Any) -> list[Tensor]:
-            found = original(*arguments)
+            result = original(*arguments)
             gradient = dict(parallel_model.module.named_parameters())["proj_out.weight"].grad
             assert gradient is not None
             local(gradient)[0, 0] = float("inf")
-            return found
+            return result
 
         parallel_model.forward_backward = spoilt  # type: ignore[method-assign]
     optimizer = optimizers.build(parallel_model.module, settings.train.optim, CPU)
@@ -162,7 +162,7 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
 
 
 def compare(launch: Launch) -> None:
-    found: dict[str, Any] = {"came": {}, "models": {}, "calls": {}, "copies": {}}
+    result: dict[str, Any] = {"came": {}, "models": {}, "calls": {}, "copies": {}}
     meetings = 0
 
     def meeting() -> Launch:
@@ -174,15 +174,15 @@ def compare(launch: Launch) -> None:
     with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU):
         for place in PLACES:
             mine = came_of(place, False) | came_of(place, True)
-            found["came"][place] = max(
+            result["came"][place] = max(
                 float((mine[n] - plain[n]).norm() / plain[n].norm().clamp(min=1e-30)) for n in plain
             )
     expected = torch.load(FOLDER / "alone.pt")
     for name, parallel in MODELS.items():
         settings = settings_of(parallel)
         with mesh.open_mesh(meeting(), settings.train.parallel, CPU) as group:
-            parallel_model, found["calls"][name] = trained(launch, settings, group)
-            found["models"][name] = tiny_run.distance(weights(parallel_model.module), expected)
+            parallel_model, result["calls"][name] = trained(launch, settings, group)
+            result["models"][name] = tiny_run.distance(weights(parallel_model.module), expected)
     for name in ("HSDP", "DDP", "FSDP2 x TP"):
         for optimizer in ("adamw", "came"):
             settings = settings_of(MODELS[name], precision="bf16_pure", optim={"name": optimizer})
@@ -193,11 +193,11 @@ def compare(launch: Launch) -> None:
                     for n, p in parallel_model.module.named_parameters()
                     if name != "FSDP2 x TP" or not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names)
                 }
-                found["copies"][f"{name}, {optimizer}"] = collectives.all_gather_objects(digest(whole))
+                result["copies"][f"{name}, {optimizer}"] = collectives.all_gather_objects(digest(whole))
     with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU) as group:
-        found["overflow"] = overflow(launch, group)
+        result["overflow"] = overflow(launch, group)
     if launch.is_main:
-        (FOLDER / "found.json").write_text(json.dumps(found))
+        (FOLDER / "found.json").write_text(json.dumps(result))
 
 
 def resumed(launch: Launch, name: str, link: int) -> None:

@@ -34,7 +34,7 @@ class Standing:
 def main() -> None:
     folder, launch = Path(sys.argv[1]), detect()
     unlucky = launch.rank == 1
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def touch(step: int) -> None:
         if unlucky and step == FAILS_AT:
@@ -50,11 +50,11 @@ def main() -> None:
         try:
             fit(settings, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), say=said.append)
         except UserError as error:
-            found[name] = {"error": error.what, "kind": type(error).__name__, "code": error.exit_code, "said": said}
+            result[name] = {"error": error.what, "kind": type(error).__name__, "code": error.exit_code, "said": said}
 
     met("away", touch, False)
     met("rotten", None, True, max_quarantine_rate=0.1)
-    (folder / f"rank-{launch.rank}.json").write_text(json.dumps(found))
+    (folder / f"rank-{launch.rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -118,11 +118,11 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
 
 def tokens_of(parallel_model: ParallelModel) -> set[str]:
     """Filled with the dtypes of what the blocks return from now on."""
-    found: set[str] = set()
+    result: set[str] = set()
     for block in parallel_model.module.modules():
         if type(block).__name__.endswith("SanaTransformerBlock"):
-            block.register_forward_hook(lambda module, inputs, output: found.add(str(output.dtype)))
-    return found
+            block.register_forward_hook(lambda module, inputs, output: result.add(str(output.dtype)))
+    return result
 
 
 def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
@@ -140,7 +140,7 @@ def pieces(settings: Config, launch: Launch) -> list[Any]:
 def reference(folder: Path) -> None:
     for norm in (False, True):
         settings = alone({"norm": norm})
-        loss, length, found = tiny_run.gradients(tiny_run.model(settings), settings, pieces(settings, Launch()))
+        loss, length, result = tiny_run.gradients(tiny_run.model(settings), settings, pieces(settings, Launch()))
         losses = tiny_run.train_losses(tiny_run.model(settings), settings, STEPS)
         # With bf16 tokens, whose rounding outweighs that of the partial sums under tensor parallelism.
         plain = tiny_run.gradients(
@@ -149,29 +149,29 @@ def reference(folder: Path) -> None:
         kept = {
             "loss": loss,
             "norm": length,
-            "gradients": found,
+            "gradients": result,
             "losses": losses,
-            "bf16": tiny_run.distance({n: g.float() for n, g in plain[2].items()}, found),
+            "bf16": tiny_run.distance({n: g.float() for n, g in plain[2].items()}, result),
         }
         torch.save(kept, folder / f"alone-{norm}.pt")
 
 
 def compare(launch: Launch, folder: Path) -> None:
-    found = {}
+    result = {}
     for number, (name, case) in enumerate(CASES[launch.world].items()):
         settings = settings_of(case)
         expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
-        own = Launch(launch.rank, launch.world, launch.rank, launch.world, rendezvous=f"{launch.rendezvous}-{number}")
-        with mesh.open_mesh(own, settings.train.parallel, CPU) as group:
+        here = Launch(launch.rank, launch.world, launch.rank, launch.world, rendezvous=f"{launch.rendezvous}-{number}")
+        with mesh.open_mesh(here, settings.train.parallel, CPU) as group:
             layout = mesh.check_sizes(settings.train.parallel, launch.world)
             parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
             what, tokens = wrapping(parallel_model), tokens_of(parallel_model)
-            loss, norm, mine = tiny_run.gradients(parallel_model, settings, pieces(settings, own))
+            loss, norm, mine = tiny_run.gradients(parallel_model, settings, pieces(settings, here))
             parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
             losses = tiny_run.train_losses(
-                parallel_model, settings, STEPS, layout.data_rank(own.rank), layout.data_world
+                parallel_model, settings, STEPS, layout.data_rank(here.rank), layout.data_world
             )
-        found[name] = {
+        result[name] = {
             "precision": settings.train.precision,
             "qk_norm": bool(case.get("norm")),
             "wrapping": what,
@@ -183,7 +183,7 @@ def compare(launch: Launch, folder: Path) -> None:
             "losses": max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True)),
         }
     if launch.is_main:
-        (folder / f"found-{launch.world}.json").write_text(json.dumps(found))
+        (folder / f"found-{launch.world}.json").write_text(json.dumps(result))
 
 
 def main() -> None:

@@ -194,14 +194,14 @@ def train_losses(
     train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
     step = train_step(parallel_model, train, optimizer)
-    found = []
+    result = []
     for number in range(steps):
         optimizers.set_learning_rate(
             optimizer, optimizers.learning_rate(train.optim, GLOBAL_BATCH, number, train.recipe)
         )
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
-        found.append(float(outcome.loss))
-    return found
+        result.append(float(outcome.loss))
+    return result
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
