@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
@@ -120,7 +121,8 @@ def run(
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
-        _sync(work)
+        for path in [*work.rglob("*"), work]:
+            sync_path(path)
         _put_in_place(work, out)
     except OSError as error:
         raise UserError(
@@ -332,15 +334,6 @@ def _tokenizer_class(folder: Path) -> str:
 
 def _json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _put_in_place(work: Path, out: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_torn_lock_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(local_files, "sync_folder", synced.append)
+    monkeypatch.setattr(local_files, "sync_path", synced.append)
     train(tmp_path / "runs" / "a")
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
 

@@ -26,7 +26,7 @@ from weakref import WeakSet
 from pipeline import retrying
 from pipeline.cache import layout, local_files
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_folder, write_synced
+from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
 from pipeline.errors import AwayError, CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class Files:
                         fix="put the cache on a local disk or NFS, then copy it where you want it",
                     ) from None
                 raise
-            sync_folder(target.parent)
+            sync_path(target.parent)
         return True
 
     def put(self, name: str, data: bytes) -> bool:
@@ -297,7 +297,7 @@ class Files:
                 if file_digest(self.path(name)) != digest:
                     with cache_errors(self.path(name)):
                         os.replace(temporary, self.path(name))
-                        sync_folder(self.path(name).parent)
+                        sync_path(self.path(name).parent)
                 return
 
     def replace(self, name: str, data: bytes) -> None:
@@ -352,7 +352,7 @@ class Files:
                         sync(file)
                     check_digest(copy, file_digest(path))
                     os.replace(copy, path)
-                    sync_folder(path.parent)
+                    sync_path(path.parent)
         return True
 
     def discard(self, name: str, before: float) -> bool:

@@ -146,7 +146,7 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -165,7 +165,7 @@ def sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
+def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

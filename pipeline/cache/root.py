@@ -39,12 +39,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def check_source_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a source."""
+    _check_name(name, "a source", "--source-name NAME")
+
+
+def check_snapshot_name(name: str) -> None:
+    """Raises a UserError unless the name is allowed for a snapshot."""
+    _check_name(name, "a snapshot", "--name NAME")
+
+
+def _check_name(name: str, what: str, fix: str) -> None:
     if not _NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} cannot name a source",
-            expected="letters, digits, '.', '_' and '-', at most 100",
-            fix="--source-name NAME",
-        )
+        expected = "letters, digits, '.', '_' and '-', at most 100"
+        raise UserError(f"{name!r} cannot name {what}", expected=expected, fix=fix)
 
 
 def name_taken(name: str, current: str, wanted: str) -> UserError:
@@ -55,16 +61,6 @@ def name_taken(name: str, current: str, wanted: str) -> UserError:
         found=current,
         fix="another name, or --move: gc removes snapshots without a name",
     )
-
-
-def check_snapshot_name(name: str) -> None:
-    """Raises a UserError unless the name is allowed for a snapshot."""
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} cannot name a snapshot",
-            expected="letters, digits, '.', '_' and '-', at most 100",
-            fix="--name NAME",
-        )
 
 
 def _refuse_other(files: Files) -> None:

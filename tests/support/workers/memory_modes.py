@@ -57,16 +57,16 @@ def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
     return layout, init_device_mesh("cpu", layout.sizes, mesh_dim_names=mesh.DIMS)
 
 
-def held(found: Any, train: Any, layers: int = 4) -> ParallelModel:
-    return parallelize(one.model(torch.float32, layers=layers), found, train)
+def parallel_model(device_mesh: Any, train: Any, layers: int = 4) -> ParallelModel:
+    return parallelize(one.model(torch.float32, layers=layers), device_mesh, train)
 
 
-def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
+def block_bytes(device_mesh: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
     """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
     dtype = one.PRECISIONS[train.precision]
     given, counts = one.inputs(dtype), []
     for layers in (2, 4):
-        module = held(found, train, layers).module
+        module = parallel_model(device_mesh, train, layers).module
         total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
         host = sum(offloader.host_bytes() for offloader in one.offloaders(module))
         counts.append((total - host, host))
@@ -76,13 +76,13 @@ def kept(found: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
     return device, host, gradients
 
 
-def sharded(found: Any) -> dict[str, Any]:
+def sharded(device_mesh: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for precision, dtype in one.PRECISIONS.items():
         _, _, alone = one.measure(one.model(dtype), dtype)
         plain = {name: gradient.float() for name, gradient in alone.items()}
         for name in WAYS if precision == "fp32" else IN_BF16:
-            device, host, gradients = kept(found, settings(precision, **WAYS[name]))
+            device, host, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]))
             result[f"{precision} {name}"] = {
                 "device": device,
                 "host": host,
@@ -94,18 +94,18 @@ def sharded(found: Any) -> dict[str, Any]:
     return result
 
 
-def cut(found: Any) -> dict[str, Any]:
+def cut(device_mesh: Any) -> dict[str, Any]:
     """The same where every process has a slice of each matrix."""
     result: dict[str, Any] = {}
     _, _, alone = one.measure(one.model(torch.float32), torch.float32)
     for name in ("none", "selective", "int8", "full, int8", "offload"):
         train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
-        device, host, gradients = kept(laid_out(train)[1], train)
+        device, host, gradients = block_bytes(laid_out(train)[1], train)
         result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, alone)}
     return result
 
 
-def parameters_left_alone(found: Any) -> dict[str, Any]:
+def parameters_left_alone(device_mesh: Any) -> dict[str, Any]:
     """What would be kept if the gathered parameters were not recognised."""
     result = {}
     for name in ("int8", "offload"):
@@ -114,7 +114,7 @@ def parameters_left_alone(found: Any) -> dict[str, Any]:
                 mock.patch.object(saved_tensors, "module_storages", return_value=set()) if sabotaged else nullcontext()
             )
             with blind:
-                device, host, gradients = kept(found, settings("fp32", **WAYS[name]))
+                device, host, gradients = block_bytes(device_mesh, settings("fp32", **WAYS[name]))
             result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
     block = one.model(torch.float32).blocks[0]
     result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
@@ -129,7 +129,7 @@ def count_gradients(parameters: list[Any], alive: list[int]) -> None:
         )
 
 
-def updates(found: Any) -> dict[str, Any]:
+def updates(device_mesh: Any) -> dict[str, Any]:
     """Losses, norms and weights of five steps with the optimizer after and within the backward pass."""
     result: dict[str, Any] = {}
     weights: dict[str, dict[str, Tensor]] = {}
@@ -161,8 +161,8 @@ def updates(found: Any) -> dict[str, Any]:
         count_gradients(parameters, alive)
         step = tiny_run.train_step(parallel, train, optimizer)
         size = 4 if layout.pp > 1 else 8
-        own = layout.data_rank(dist.get_rank()), layout.data_world
-        batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *own) for n in range(5))
+        part = layout.data_rank(dist.get_rank()), layout.data_world
+        batches = (tiny_run.microbatches(tiny_run.global_batch(n), size, *part) for n in range(5))
         outcomes = [step(pieces, n) for n, pieces in enumerate(batches, start=1)]
         weights[name] = {n: whole(p.detach()) for n, p in parallel.module.named_parameters()}
         reference = weights["came after" if "came" in name else "after"]
@@ -185,8 +185,8 @@ def updates(found: Any) -> dict[str, Any]:
 def main() -> None:
     folder, launch = Path(sys.argv[1]), detect()
     assert isinstance(launch, Launch)
-    with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
-        result = {check.__name__: check(found) for check in (sharded, cut, parameters_left_alone, updates)}
+    with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as device_mesh:
+        result = {check.__name__: check(device_mesh) for check in (sharded, cut, parameters_left_alone, updates)}
         if launch.is_main:
             (folder / "found.json").write_text(json.dumps(result))
 
