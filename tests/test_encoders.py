@@ -535,6 +535,7 @@ def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.Mo
     assert "demo" in str(caught.value.fix)
 
 
+@pytest.mark.slow
 def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path) -> None:
     """Fitting starts where principal components of 8x8 pixels end, and is better after some steps."""
     rng = np.random.default_rng(3)

@@ -63,7 +63,10 @@ def test_columns_that_disagree_about_their_rows(tmp_path: Path) -> None:
     assert "Reject" in kinds
 
 
-@pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1 no PAR1", b"\x00" * 100])
+NAME_NOT_UTF8 = (Path(__file__).parent / "data" / "name-not-utf8.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1 no PAR1", b"\x00" * 100, NAME_NOT_UTF8])
 def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
     cache = Cache(tmp_path, create=True)
     _, digest = content(tmp_path, "parquet", data)

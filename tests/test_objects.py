@@ -325,6 +325,7 @@ def content(files: Files) -> dict[str, bytes]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_encode_bucket_load_verify_repair_over_s3(
     place: str,
     photos: Path,

@@ -94,7 +94,7 @@ def data(snapshot: Snapshot) -> int:
     return sum(snapshot.shard_files().values())
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_epoch_reads_each_packed_shard_about_once(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
@@ -216,6 +216,7 @@ def test_without_fetching_ahead_it_would_be_noticed(
         test_coming_shards_are_fetched_while_a_batch_is_held(disk, place, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_damage_here_is_healed_and_damage_there_is_named(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

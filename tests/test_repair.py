@@ -84,14 +84,14 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def healed(cache: Cache, unit: index.Commit) -> None:
-    """Delete a latent shard, and make its records again in a later plan, as `encode` does."""
+def healed(cache: Cache, unit: index.Commit, damage: Callable[[Path], None] = Path.unlink) -> None:
+    """Damage a latent shard, and make its records again in a later plan, as `encode` does."""
     recipe = cache.recipes("latent")[0]
     made = encoder(cache, 1)
     plan = cache.plans(recipe.name)[0]
     [planned] = [u for u in plan.units if u.unit == unit.unit]
     rows = cache.table(plan.table).slice(planned.start, planned.count)
-    (cache.root / Paths.shard(recipe.name, str(unit.shard))).unlink()
+    damage(cache.root / Paths.shard(recipe.name, str(unit.shard)))
     again = Unit("a" * 32, 0, planned.count, 1)
     assert cache.add_plan(recipe.name, 1, [again], rows)
     keys = set(rows.column("key").to_pylist())
@@ -101,14 +101,18 @@ def healed(cache: Cache, unit: index.Commit) -> None:
     assert index.merge(cache.files, recipe.name, 1, [again.unit])
 
 
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:2000])], ids=["lost", "cut"]
+)
 def test_a_shard_that_a_named_snapshot_needs_is_restored_though_encode_healed_it(
-    cache: Cache, verified: Callable[..., Any]
+    cache: Cache, verified: Callable[..., Any], damage: Callable[[Path], None]
 ) -> None:
     same, (path, _, commit) = encoder(cache, 0), latents(cache)
     whole = path.read_bytes()
-    healed(cache, commit)
-    code, result = verified()
-    assert code == 4 and {fix for _, fix, _ in result} == {layout.REPAIR, BUCKET}
+    healed(cache, commit, damage)
+    code, findings = verified()
+    assert code == 4 and ("shards", layout.REPAIR, None) in findings
+    assert {fix for _, fix, _ in findings} == {layout.REPAIR, BUCKET}
     assert verified(same)[0] == 0
     assert path.read_bytes() == whole
     assert verified() == (0, [])

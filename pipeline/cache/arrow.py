@@ -11,6 +11,7 @@ memory already, and a row group of a source is read whole. Price: columns are de
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -75,23 +76,37 @@ def text(column: pa.ChunkedArray) -> pa.Array:
     return wide.chunk(0) if wide.num_chunks == 1 else pa.concat_arrays([pa.array([], pa.large_string()), *wide.chunks])
 
 
+@contextmanager
+def _names_decoded() -> Iterator[None]:
+    """Arrow decodes names in damaged files without a check of theirs."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise pa.ArrowInvalid(f"a name is not UTF-8: {error}") from None
+
+
 class ParquetFile(pq.ParquetFile):
-    """A `pyarrow.parquet.ParquetFile` that starts no threads."""
+    """A `pyarrow.parquet.ParquetFile` that starts no threads. Its errors are pyarrow.ArrowException or OSError."""
 
     def __init__(self, source: str | BinaryIO | pa.NativeFile):
-        super().__init__(source, pre_buffer=False)
+        with _names_decoded():
+            super().__init__(source, pre_buffer=False)
 
     def read(self, *args: Any, **kwargs: Any) -> pa.Table:
-        return super().read(*args, **{**kwargs, "use_threads": False})
+        with _names_decoded():
+            return super().read(*args, **{**kwargs, "use_threads": False})
 
     def read_row_group(self, *args: Any, **kwargs: Any) -> pa.Table:
-        return super().read_row_group(*args, **{**kwargs, "use_threads": False})
+        with _names_decoded():
+            return super().read_row_group(*args, **{**kwargs, "use_threads": False})
 
     def read_row_groups(self, *args: Any, **kwargs: Any) -> pa.Table:
-        return super().read_row_groups(*args, **{**kwargs, "use_threads": False})
+        with _names_decoded():
+            return super().read_row_groups(*args, **{**kwargs, "use_threads": False})
 
-    def iter_batches(self, *args: Any, **kwargs: Any) -> Any:
-        return super().iter_batches(*args, **{**kwargs, "use_threads": False})
+    def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
+        with _names_decoded():
+            yield from super().iter_batches(*args, **{**kwargs, "use_threads": False})
 
 
 def parquet_table(data: bytes) -> pa.Table:

@@ -203,18 +203,17 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
 
 
 def _verify_shards(cache: Cache, named: Collection[str], replaced: Replaced, progress: Progress) -> Iterator[Finding]:
-    needed = set[str]()
-    for snapshot in named:
+    snapshots = []
+    for name in named:
         with suppress(CacheError):
-            needed |= set(Head.read(cache.files, snapshot).shard_files())
+            snapshots.append(Snapshot(cache.files, name))
     for recipe in recipe_names(cache):
         yield from _verify_scale(cache, recipe)
         opened = remembered(partial(cache.index, recipe))
         for plan, commit in _commits(cache, recipe):
-            shard_path = Paths.shard(recipe, str(commit.shard))
-            verified = _Shard(cache, recipe, plan, commit, opened)
+            verified = _Shard(cache, recipe, plan, commit, opened, snapshots)
             try:
-                yield from verified.findings(shard_path in needed, replaced, progress)
+                yield from verified.findings(replaced, progress)
             except (CacheError, OSError) as error:
                 problem = f"is damaged, and its damaged records cannot be listed: {_problem(error)}"
                 yield verified.finding(problem)
@@ -240,25 +239,27 @@ def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The shard of a commit. opened: opens the index of its recipe; called only if there is damage."""
+    """The shard of a commit.
+
+    Args:
+        opened: opens the index of its recipe; called only if there is damage.
+        snapshots: those that names point to. A record that one of them refers to must be right in this shard, even if
+            another shard holds it, too.
+    """
 
     cache: Cache
     recipe: str
     plan: int
     commit: index.Commit
     opened: Callable[[], index.RecordIndex]
+    snapshots: list[Snapshot]
 
     def finding(self, problem: str, records: tuple[str, ...] = ()) -> Finding:
         path = Paths.shard(self.recipe, str(self.commit.shard))
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
-    def findings(self, needed: bool, replaced: Replaced, progress: Progress) -> Iterator[Finding]:
-        """What is wrong with it.
-
-        Args:
-            needed: a named snapshot refers to the shard. Then it must exist even if other shards hold its records.
-            replaced: added to.
-        """
+    def findings(self, replaced: Replaced, progress: Progress) -> Iterator[Finding]:
+        """What is wrong with it. replaced: added to."""
         commit = self.commit
         if commit.shard is None:
             return
@@ -268,8 +269,7 @@ class _Shard:
             progress(commit.bytes)
         except FileNotFoundError:
             keys = self._keys()
-            lost = self._unreplaced(keys, replaced)
-            lost = tuple(key.hex() for key in keys) if needed else lost
+            lost = self._to_repair(keys, replaced)
             if lost or not keys:
                 yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
             return
@@ -279,7 +279,7 @@ class _Shard:
         if intact:
             return
         damaged = bad_records(self.cache, self.recipe, commit)
-        bad = self._unreplaced(damaged, replaced)
+        bad = self._to_repair(damaged, replaced)
         if bad:
             yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
         elif not damaged:
@@ -291,10 +291,20 @@ class _Shard:
         except CacheError:
             return []
 
-    def _unreplaced(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
+    def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
+        """Those of some damaged keys (hex) that must be made again. Keys that another shard holds are added to
+        `replaced`."""
         unreplaced = unreplaced_keys(self.opened, self.commit, keys)
-        replaced[str(self.commit.shard)] = set(keys) - set(map(bytes.fromhex, unreplaced))
-        return unreplaced
+        name = str(self.commit.shard)
+        elsewhere = replaced[name] = set(keys) - set(map(bytes.fromhex, unreplaced))
+        if not elsewhere:
+            return unreplaced
+        needed = set(map(bytes.fromhex, unreplaced))
+        for snapshot in self.snapshots:
+            with suppress(CacheError):  # `verify_snapshot` reports it
+                for part in referred_keys(snapshot, {name: elsewhere}):
+                    needed.update(index.binary(part).to_pylist())
+        return tuple(key.hex() for key in keys if key in needed)
 
 
 def unreplaced_keys(
@@ -373,7 +383,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
     except CacheError:
         return  # `verify_documents` reports the damaged head
     try:
-        if bad := sum(references_by_chunk(snapshot, replaced)) if any(replaced.values()) else 0:
+        if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
             return
@@ -389,9 +399,9 @@ def maker(name: str) -> str:
     return BUCKET if name.partition("/")[0] in ("snapshots", "names") else ENCODE
 
 
-def references_by_chunk(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[int]:
-    """How many references to some records (shard -> keys) each chunk of a snapshot has; last, 1 if its null record is
-    one of them, else 0. A packed snapshot has none: it holds copies."""
+def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:
+    """Which of some records (shard -> keys) a snapshot refers to: S16 arrays, chunk by chunk, a key once per reference;
+    last, its null record. A packed snapshot has none: it holds copies."""
     if snapshot.packed:
         return
     wanted = {
@@ -404,12 +414,11 @@ def references_by_chunk(snapshot: Snapshot, records: Mapping[str, Collection[byt
             "latent": (table.column("shard").to_numpy(), index.fixed(table.column("key"))),
             "text": (captions.field("shard").to_numpy(), index.fixed(captions.field("key"))),
         }
-        yield sum(
-            int(np.isin(keys[shards == number], index.as_keys(sorted(bad))).sum())
-            for kind, (shards, keys) in columns.items()
-            for number, bad in wanted[kind].items()
-        )
-    yield int(snapshot.null.key in records.get(snapshot.null.shard, ()))
+        for kind, (shards, keys) in columns.items():
+            for number, bad in wanted[kind].items():
+                yield keys[(shards == number) & np.isin(keys, index.as_keys(sorted(bad)))]
+    null = snapshot.null.key
+    yield index.as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])
 
 
 def unit_of(cache: Cache, recipe: str, plan_number: int, unit_id: str) -> tuple[WorkPlan, Unit]:
