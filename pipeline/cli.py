@@ -22,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError
+from pipeline.errors import EXIT_CODES, UserError, print_error, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -582,10 +582,10 @@ def _print_error(error: UserError) -> None:
     except UserError:
         rank = 0
     if rank:
-        if error.everywhere:
+        if error.everywhere or was_printed(error):
             return
         time.sleep(OTHER_RANK_DELAY_S)
-    click.echo(f"sana-pipe: {f'process {rank}: ' if rank else ''}{error}", err=True)
+    print_error(error, f"process {rank}: " if rank else "")
 
 
 def console() -> NoReturn:

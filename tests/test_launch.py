@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import ParallelConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, printed_first, was_printed
 from pipeline.launch import (
     Launch,
     check_accelerate,
@@ -287,6 +288,38 @@ def test_one_process_needs_no_port() -> None:
         with pytest.raises(UserError, match="already"), mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_after_an_error_of_one_process_the_group_is_aborted_and_the_error_printed_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], everywhere: bool
+) -> None:
+    """NCCL's ordinary end would wait for the other processes, which wait for this one."""
+    calls: list[tuple[str, str]] = []
+
+    def spy(name: str) -> Callable[[], None]:
+        return lambda: calls.append((name, capsys.readouterr().err))
+
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(mesh.dist, "destroy_process_group", spy("destroy"))
+    monkeypatch.setattr(mesh.dist.distributed_c10d, "_abort_process_group", spy("abort"))
+    monkeypatch.setattr(mesh, "_mesh", lambda *args: None)
+    error = UserError("the disk is full")
+    error.everywhere = everywhere
+    launch = Launch(1, 2, 1, 2, "torchrun", "env://")
+    with pytest.raises(UserError), mesh.open_mesh(launch, ParallelConfig(), torch.device("cpu")):
+        raise error
+    assert calls == ([("destroy", "")] if everywhere else [("abort", "sana-pipe: process 1: the disk is full\n")])
+
+
+def test_a_failed_collective_is_not_printed_before_the_error_of_the_process_that_ended() -> None:
+    for error in (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer"), dist.DistError("x")):
+        with pytest.raises(RuntimeError), printed_first(0, 2):
+            raise error
+        assert not was_printed(error)
+    with pytest.raises(RuntimeError) as caught, printed_first(0, 2):
+        raise RuntimeError("a defect")
+    assert was_printed(caught.value)
 
 
 def _fail() -> None:
