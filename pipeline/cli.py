@@ -137,7 +137,9 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object in
 def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
     """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
+    from pipeline.launch import prefer_expandable_segments
 
+    prefer_expandable_segments()  # before a stage imports torch
     words = click.get_current_context().command_path.split()[1:]
     return load(config_path, list(overrides), " ".join([*words, *mode]))
 

@@ -559,6 +559,9 @@ class TrainConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
+    tf32: bool = False
+    """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
+    fast. Under bf16 and fp16 that concerns what stays in fp32, such as linear attention."""
     residual: Literal["fp32", "compute"] | None = None
     """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
     compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
@@ -813,7 +816,7 @@ _EXPORT = (
 )
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
-    *("train.output", "train.device", "train.precision", "train.microbatch", "train.flow.shift"),
+    *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
 )
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,

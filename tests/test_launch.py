@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from pipeline import launch
 from pipeline.config import ParallelConfig
+from pipeline.encoding import unit_encoder
 from pipeline.errors import ConfigError, UserError, printed_first, was_printed
 from pipeline.launch import (
     Launch,
@@ -27,6 +31,8 @@ from pipeline.launch import (
 )
 from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
+from pipeline.training.trainer import fit
+from stages import sample
 from tests.support.workers import mortal_run, tiny_run
 
 TORCHRUN = {
@@ -260,6 +266,69 @@ def test_devices() -> None:
         resolve_device("cuda:999")
     with pytest.raises(UserError, match="local rank"):
         resolve_device("cuda:0", Launch(local_world=2, world=2))
+
+
+@pytest.fixture
+def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
+    """Reads whether TF32 is allowed in matrix products and in convolutions."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_training_in_fp32_is_fp32_unless_tf32_is_allowed(tmp_path: Path, tf32: Callable[[], tuple[bool, bool]]) -> None:
+    """Torch's default is mixed: convolutions in TF32, matrix products in fp32."""
+    for allowed in (True, False):
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = not allowed, not allowed
+        settings = tiny_run.config(tmp_path / str(allowed), steps=1, tf32=allowed)
+        fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+        assert tf32() == (allowed, allowed)
+        (start, *_) = (tmp_path / str(allowed) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(start)["tf32"] is allowed
+        assert f"tf32: {str(allowed).lower()}" in (tmp_path / str(allowed) / "config.yaml").read_text()
+
+
+def test_encoders_and_the_decoder_are_exact_and_sampling_follows_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: Callable[[], tuple[bool, bool]]
+) -> None:
+    unit_encoder.device(tiny_run.config())
+    assert tf32() == (False, False)
+
+    def missing(*args: object) -> None:
+        raise ConfigError("no checkpoint")
+
+    monkeypatch.setattr(sample.checkpoints, "find", missing)
+    for allowed in (True, False):
+        with pytest.raises(ConfigError):
+            sample.run(tiny_run.config(tf32=allowed), "auto", None, tmp_path)
+        assert tf32() == (allowed, allowed)
+    launch.set_tf32(True)
+    save_file({"a": torch.zeros(1)}, tmp_path / "latents.safetensors")
+    with pytest.raises(UserError):
+        sample.decode(tiny_run.config(), tmp_path / "latents.safetensors", tmp_path)
+    assert tf32() == (False, False)
+
+
+def test_blocks_of_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {}
+    launch.prefer_expandable_segments(environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ = {name: "max_split_size_mb:512"}
+        launch.prefer_expandable_segments(environ)
+        assert environ == {name: "max_split_size_mb:512"}
+
+
+def test_the_allocator_is_set_up_before_torch_is_imported() -> None:
+    code = (
+        "import os, sys; from pipeline import launch; set_up = launch.prefer_expandable_segments\n"
+        "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF'])\n"
+        "launch.prefer_expandable_segments = spy\n"
+        "from pipeline.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
+    )
+    environ = {name: value for name, value in tiny_run.environ().items() if "ALLOC_CONF" not in name}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["False", "expandable_segments:True"], ended.stderr
 
 
 @pytest.mark.parametrize(("size", "world", "fits"), [(-1, 3, True), (3, 3, True), (2, 3, False), (4, 1, False)])

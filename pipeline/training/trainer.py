@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first
-from pipeline.launch import Launch
+from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, State
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
@@ -69,6 +69,7 @@ def fit(
     """
     context = check_inputs(config, task, launch, say if launch.is_main else lambda line: None)
     train, log = context.train, context.log
+    set_tf32(train.tf32)
     for line in launch.advice:
         log(f"note: {line}")
     launcher = os.getppid() if launch.kind in ("torchrun", "accelerate") else None
@@ -126,6 +127,7 @@ def _open_run_directory(run: Run) -> Metrics:
         step=run.done,
         processes=context.launch.world,
         device=context.device.type,
+        tf32=context.train.tf32,
         snapshot=context.task.origin.snapshot,
     )
     return journal
