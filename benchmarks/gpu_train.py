@@ -84,6 +84,21 @@ def possible(train: dict[str, Any]) -> bool:
     return True
 
 
+def lengths_of(samples: int, generator: torch.Generator) -> Tensor:
+    """Rows of each caption of a batch, of which the longest is padded to by the others."""
+    lengths = torch.randint(20, 181, (samples,), generator=generator)
+    lengths[0] = ROWS
+    return lengths
+
+
+def step_flops(row: Row, config: SanaConfig) -> int:
+    """Operations of the model in one step. Padding counts where it is computed, so not with `packed_attention`."""
+    rows = row.batch * ROWS
+    if row.train.get("packed_attention"):
+        rows = int(lengths_of(row.batch, torch.Generator().manual_seed(0)).sum())
+    return training_flops(config, row.batch, SIDE**2, rows)
+
+
 def batch_of(config: SanaConfig, samples: int, packed: bool) -> Batch:
     """One microbatch in page-locked memory."""
     generator = torch.Generator().manual_seed(0)
@@ -91,8 +106,7 @@ def batch_of(config: SanaConfig, samples: int, packed: bool) -> Batch:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = torch.randint(20, 181, (samples,), generator=generator)
-    lengths[0] = ROWS
+    lengths = lengths_of(samples, generator)
     mask = torch.arange(ROWS)[None] < lengths[:, None]
     captions = (normal(samples, ROWS, config.caption_channels) * mask[..., None]).bfloat16()
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int() if packed else None
@@ -177,7 +191,7 @@ def measure(row: Row) -> dict[str, float | None]:
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / TIMED
     peak = peak_tflops(torch.cuda.get_device_name(device), "bf16")
-    flops = training_flops(config, row.batch, SIDE**2, row.batch * ROWS)
+    flops = step_flops(row, config)
     return {
         "images_per_s": row.batch / seconds,
         "mfu": None if peak is None else flops / seconds / (peak * 1e12),

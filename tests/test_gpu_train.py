@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import gpu_train
 from pipeline.launch import Launch
+from pipeline.models.sana_flops import training_flops
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
@@ -53,6 +54,15 @@ def test_both_sides_of_the_measurement_do_their_step(train: dict[str, Any]) -> N
         for step in sides:
             step()
             step()
+
+
+def test_operations_on_padding_count_only_where_padding_is_computed() -> None:
+    config = replace(TINY, caption_channels=24)
+    mask = gpu_train.batch_of(config, 4, packed=True).mask
+    assert int(mask.sum()) < mask.numel() == 4 * gpu_train.ROWS
+    for packed, rows in ((False, mask.numel()), (True, int(mask.sum()))):
+        row = gpu_train.Row("ours", 4, {"text": "packed", "packed_attention": packed})
+        assert gpu_train.step_flops(row, config) == training_flops(config, 4, gpu_train.SIDE**2, rows)
 
 
 @pytest.mark.gpu
