@@ -55,6 +55,7 @@ from pipeline.training.throughput import peak_tflops
 SIDE, ROWS = 32, 300
 WARM, TIMED = 3, 10
 SMALL = {"24gb": (22.5, (8, 16)), "48gb": (44.0, (32, 48))}
+FRUGAL = {"parallel": {"reshard_after_forward": True}}
 LIGHT = ({"name": "came", "betas": None, "eps": None, "weight_decay": 0.0}, {"name": "adamw8bit"})
 
 
@@ -262,7 +263,7 @@ def main() -> None:
         fits = 0
         for optimizer in (o for o in LIGHT if possible({"optim": o})):
             for batch in sizes[:1] if given.quick else sizes:
-                row = Row("ours", batch, {"optim": optimizer}, cap)
+                row = Row("ours", batch, {"optim": optimizer, **FRUGAL}, cap)
                 result = in_a_process(row)
                 shown = list(result.values()) if result is not None else ["does not fit", "", "", ""]
                 cells.append([f"{card}: {row.name}", batch, *("?" if value is None else value for value in shown)])

@@ -492,8 +492,10 @@ class ParallelConfig(_Section):
     pp_stages_per_rank: Positive | None = None
     """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
     reshard_after_forward: bool | None = None
-    """Free a block's gathered parameters before the backward pass: less memory, one more gather. null: yes without a
-    pipeline, no with one (it would gather again for each microbatch)."""
+    """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
+    null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
+    again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
+    keeps 2 bytes per parameter and casts once per step."""
     prefetch_blocks: Positive | None = None
     """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
     one."""
@@ -532,10 +534,11 @@ class ParallelConfig(_Section):
             )
         return self
 
-    @property
-    def reshards(self) -> bool:
-        """`reshard_after_forward`, null resolved."""
-        return self.pp_size == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+    def reshards(self, shards: int) -> bool:
+        """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.pp_size == 1 and (shards > 1 or self.offload == "all")
 
     @property
     def stages_per_rank(self) -> int:

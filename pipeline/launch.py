@@ -342,13 +342,14 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
         name = "HYBRID_SHARD" if sizes["dp_shard"] > 1 else "NO_SHARD"
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
-    reshard, offload = str(parallel.reshards).lower(), str(train.activation_offload).lower()
+    reshards = parallel.reshards(max(2, sizes["dp_shard"]))  # a launch of one process is no other answer
+    offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, sharding),
         "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {reshard}",
+            {"true", "full_shard"} if reshards else {"false", "shard_grad_op"},
+            f"train.parallel.reshard_after_forward is {str(reshards).lower()}",
         ),
         "FSDP_OFFLOAD_PARAMS": (
             {str(parallel.offload == "all").lower()},

@@ -69,7 +69,7 @@ def test_operations_on_padding_count_only_where_padding_is_computed() -> None:
 @pytest.mark.parametrize(("card", "batch"), [("24gb", 8), ("48gb", 32)])
 def test_full_fine_tuning_fits_a_smaller_card(card: str, batch: int) -> None:
     cap, _ = gpu_train.SMALL[card]
-    found = gpu_train.in_a_process(gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0]}, cap))
+    found = gpu_train.in_a_process(gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0], **gpu_train.FRUGAL}, cap))
     assert found is not None, f"batch {batch} does not fit into {cap} GiB"
     assert (found["reserved_gib"] or 0) <= cap
 

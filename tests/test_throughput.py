@@ -155,8 +155,11 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
     )
     assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
-        "train.parallel.offload=all"
+        "train.parallel.reshard_after_forward=true",
+        "train.parallel.offload=all",
     ]
+    alone = memory.memory_advice(TrainConfig(precision="fp32"))
+    assert not any("reshard" in line for line in alone), "in fp32 one process has nothing to gather or to cast"
     copies = memory.memory_advice(
         TrainConfig(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
     )
