@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,7 @@ def test_tensorboard_gets_every_row_and_drops_repeated_steps(tmp_path: Path) -> 
         settings = tiny_run.config(run, steps=steps, save_every=2, trackers=["tensorboard"])
         fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=lambda line: None)
         shutil.rmtree(run / "checkpoints/step-00000003", ignore_errors=True)  # so that step 3 is done again
+        time.sleep(1.1)  # TensorBoard reads files of one second in the order of their names as text: .10 before .8
     rows = metrics.read(run / "metrics.jsonl")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
