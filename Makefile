@@ -19,6 +19,7 @@ DURATIONS   ?= 20
 BENCH_ARGS  ?=
 ROOM        ?= cache sources images snapshots loader work encoding training
 TORCH_INDEX ?=
+CONSTRAINTS ?= constraints.txt
 
 # Waiting threads sleep instead of spinning: on a busy two-core machine a spinning pair was 12 times slower.
 export OMP_WAIT_POLICY ?= passive
@@ -28,7 +29,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-TARGETS := install demo test test-durations slow dist fault fault-long mutants gpu lint types format bench check clean
+TARGETS := install demo test test-durations slow dist fault fault-long lowest newest mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -38,12 +39,12 @@ help:
 install: $(STAMP)
 
 # torch is installed first and alone, so that its version is fixed and TORCH_INDEX applies to it only.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v '$(PYTHON)' >/dev/null || { echo "make: no '$(PYTHON)' on PATH; fix: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@'$(PYTHON)' -c 'import sys; ok = sys.version_info >= (3, 11); ok or print("make: Python >= 3.11 is needed, found", sys.version.split()[0], "; fix: make PYTHON=python3.11", file=sys.stderr); sys.exit(0 if ok else 2)'
 	[ -x '$(BIN)/python' ] || '$(PYTHON)' -m venv '$(VENV)'
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[demo,test,dev]'
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(addprefix -c ,$(CONSTRAINTS)) torch
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[demo,test,dev]'
 	touch '$@'
 
 demo: $(STAMP)
@@ -66,6 +67,16 @@ fault: $(STAMP)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
+
+# What pyproject.toml declares must be true: the default tests with the lowest declared versions, and with the newest
+# that there are. For every night, since both install a second environment.
+lowest:
+	'$(PYTHON)' -m tests.lowest > .constraints-lowest.txt
+	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=.constraints-lowest.txt
+
+newest:
+	rm -rf .venv-newest
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 # Lists changes of the code that no test notices; takes hours per room.
 mutants: $(STAMP)
@@ -92,4 +103,4 @@ bench: $(STAMP)
 check: lint types test
 
 clean:
-	rm -rf '$(VENV)' build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' .venv-lowest .venv-newest .constraints-lowest.txt build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

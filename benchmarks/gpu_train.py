@@ -56,6 +56,7 @@ from pipeline.training.throughput import peak_tflops
 SIDE, ROWS = 32, 300
 WARM, TIMED = 3, 10
 SMALL = {"24gb": (22.5, (8, 16)), "48gb": (44.0, (32, 48))}
+FRUGAL = {"parallel": {"reshard_after_forward": True}}
 LIGHT = ({"name": "came", "betas": None, "eps": None, "weight_decay": 0.0}, {"name": "adamw8bit"})
 
 
@@ -85,6 +86,21 @@ def possible(train: dict[str, Any]) -> bool:
     return True
 
 
+def lengths_of(samples: int, generator: torch.Generator) -> Tensor:
+    """Rows of each caption of a batch, of which the longest is padded to by the others."""
+    lengths = torch.randint(20, 181, (samples,), generator=generator)
+    lengths[0] = ROWS
+    return lengths
+
+
+def step_flops(row: Row, config: SanaConfig) -> int:
+    """Operations of the model in one step. Padding counts where it is computed, so not with `packed_attention`."""
+    rows = row.batch * ROWS
+    if row.train.get("packed_attention"):
+        rows = int(lengths_of(row.batch, torch.Generator().manual_seed(0)).sum())
+    return training_flops(config, row.batch, SIDE**2, rows)
+
+
 def batch_of(config: SanaConfig, samples: int, packed: bool) -> Batch:
     """One microbatch in page-locked memory."""
     generator = torch.Generator().manual_seed(0)
@@ -92,8 +108,7 @@ def batch_of(config: SanaConfig, samples: int, packed: bool) -> Batch:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = torch.randint(20, 181, (samples,), generator=generator)
-    lengths[0] = ROWS
+    lengths = lengths_of(samples, generator)
     mask = torch.arange(ROWS)[None] < lengths[:, None]
     captions = (normal(samples, ROWS, config.caption_channels) * mask[..., None]).bfloat16()
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int() if packed else None
@@ -179,7 +194,7 @@ def measure(row: Row) -> dict[str, float | None]:
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / TIMED
     peak = peak_tflops(torch.cuda.get_device_name(device), "bf16")
-    flops = training_flops(config, row.batch, SIDE**2, row.batch * ROWS)
+    flops = step_flops(row, config)
     return {
         "images_per_s": row.batch / seconds,
         "mfu": None if peak is None else flops / seconds / (peak * 1e12),
@@ -250,7 +265,7 @@ def main() -> None:
         fits = 0
         for optimizer in (o for o in LIGHT if possible({"optim": o})):
             for batch in sizes[:1] if given.quick else sizes:
-                row = Row("ours", batch, {"optim": optimizer}, cap)
+                row = Row("ours", batch, {"optim": optimizer, **FRUGAL}, cap)
                 result = in_a_process(row)
                 shown = list(result.values()) if result is not None else ["does not fit", "", "", ""]
                 cells.append([f"{card}: {row.name}", batch, *("?" if value is None else value for value in shown)])

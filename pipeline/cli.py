@@ -22,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError
+from pipeline.errors import EXIT_CODES, UserError, print_error, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object in
 def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
     """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
+    from pipeline.launch import prefer_expandable_segments
 
+    prefer_expandable_segments()  # before a stage imports torch
     words = click.get_current_context().command_path.split()[1:]
     return load(config_path, list(overrides), " ".join([*words, *mode]))
 
@@ -582,10 +584,10 @@ def _print_error(error: UserError) -> None:
     except UserError:
         rank = 0
     if rank:
-        if error.everywhere:
+        if error.everywhere or was_printed(error):
             return
         time.sleep(OTHER_RANK_DELAY_S)
-    click.echo(f"sana-pipe: {f'process {rank}: ' if rank else ''}{error}", err=True)
+    print_error(error, f"process {rank}: " if rank else "")
 
 
 def console() -> NoReturn:

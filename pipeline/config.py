@@ -492,8 +492,10 @@ class ParallelConfig(_Section):
     pp_stages_per_rank: Positive | None = None
     """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
     reshard_after_forward: bool | None = None
-    """Free a block's gathered parameters before the backward pass: less memory, one more gather. null: yes without a
-    pipeline, no with one (it would gather again for each microbatch)."""
+    """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
+    null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
+    again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
+    keeps 2 bytes per parameter and casts once per step."""
     prefetch_blocks: Positive | None = None
     """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
     one."""
@@ -532,10 +534,11 @@ class ParallelConfig(_Section):
             )
         return self
 
-    @property
-    def reshards(self) -> bool:
-        """`reshard_after_forward`, null resolved."""
-        return self.pp_size == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+    def reshards(self, shards: int) -> bool:
+        """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.pp_size == 1 and (shards > 1 or self.offload == "all")
 
     @property
     def stages_per_rank(self) -> int:
@@ -559,6 +562,9 @@ class TrainConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
+    tf32: bool = False
+    """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
+    fast. Under bf16 and fp16 that concerns what stays in fp32, such as linear attention."""
     residual: Literal["fp32", "compute"] | None = None
     """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
     compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
@@ -820,7 +826,7 @@ _EXPORT = (
 )
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
-    *("train.output", "train.device", "train.precision", "train.microbatch", "train.flow.shift"),
+    *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
 )
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,

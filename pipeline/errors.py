@@ -7,6 +7,10 @@ its traceback.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pipeline.urls import strip_credentials
 
 
@@ -70,6 +74,47 @@ class RejectRateError(UserError):
     `train.max_quarantine_rate` allows."""
 
     exit_code = 5
+
+
+def print_error(error: BaseException, prefix: str = "") -> None:
+    """Print an error to stderr, a UserError without its traceback; nothing if it has been printed.
+
+    Args:
+        prefix: names the process, such as `process 3: `.
+    """
+    if was_printed(error):
+        return
+    error.printed = True  # type: ignore[attr-defined]
+    if isinstance(error, UserError):
+        print(f"sana-pipe: {prefix}{error}", file=sys.stderr, flush=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def was_printed(error: BaseException) -> bool:
+    """Whether `print_error` has printed it."""
+    return getattr(error, "printed", False)
+
+
+@contextmanager
+def printed_first(rank: int, world: int) -> Iterator[None]:
+    """Print an error of this process alone before anything that may wait for another process handles it.
+
+    An error of all processes, or one that tells that another process ended, is left to the end of this process: with
+    many processes those lines would bury the first message.
+    """
+    try:
+        yield
+    except Exception as error:
+        if world > 1 and not getattr(error, "everywhere", False) and not _tells_of_a_peer(error):
+            print_error(error, f"process {rank}: " if rank else "")
+        raise
+
+
+def _tells_of_a_peer(error: Exception) -> bool:
+    """Whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its code."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 _CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")

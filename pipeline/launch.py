@@ -2,7 +2,8 @@
 
 `detect()` turns the variables of torchrun, `accelerate launch` (the same names) or SLURM's `srun` into a `Launch`.
 `check_accelerate()` refuses accelerate's settings that contradict the configuration. `resolve_device()` turns `auto`
-into a device. Only this module reads the environment.
+into a device, `set_tf32()` and `prefer_expandable_segments()` set up the process for it. Only this module reads or
+writes the environment.
 
 A wrong rank would train on the wrong slice or overwrite another process's files, and a precision or FSDP option that
 is accepted but not obeyed would be another run than its owner believes. The price: variables of other launchers have
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -341,13 +342,14 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
         name = "HYBRID_SHARD" if sizes["dp_shard"] > 1 else "NO_SHARD"
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
-    reshard, offload = str(parallel.reshards).lower(), str(train.activation_offload).lower()
+    reshards = parallel.reshards(max(2, sizes["dp_shard"]))  # a launch of one process is no other answer
+    offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, sharding),
         "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if parallel.reshards else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {reshard}",
+            {"true", "full_shard"} if reshards else {"false", "shard_grad_op"},
+            f"train.parallel.reshard_after_forward is {str(reshards).lower()}",
         ),
         "FSDP_OFFLOAD_PARAMS": (
             {str(parallel.offload == "all").lower()},
@@ -412,3 +414,26 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
             fix="start no more processes per node than it has GPUs, or set device: cpu",
         )
     return torch.device("cuda", index)
+
+
+def set_tf32(allowed: bool) -> None:
+    """Allow TF32 in fp32 matrix products and convolutions of this process on a GPU, or in neither.
+
+    Torch allows it in convolutions and not in matrix products, so fp32 would be neither exact nor fast.
+    """
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables with settings of torch's allocator, the current name first."""
+
+
+def prefer_expandable_segments(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let torch's allocator on a GPU grow its blocks, which avoids fragmentation by batches of changing shape. Without
+    effect if the user has set the allocator up, or once it has started."""
+    env = os.environ if environ is None else environ
+    if not any(name in env for name in _ALLOCATOR):
+        env[_ALLOCATOR[0]] = "expandable_segments:True"

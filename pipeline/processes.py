@@ -76,14 +76,16 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     """Call `main` and end this process with its exit code, even if native threads are still running.
 
     The code is what `main` returns or raises in SystemExit: a number, None (0), or a text, which is printed (1). Any
-    other exception is printed with its traceback (1). If stdout cannot be flushed, `OUTPUT_LOST` replaces 0.
+    other exception gives 1; its traceback is printed unless `errors.print_error` has printed it. If stdout cannot be
+    flushed, `OUTPUT_LOST` replaces 0.
     """
     try:
         code = main()
     except SystemExit as end:
         code = end.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        if not getattr(error, "printed", False):
+            sys.excepthook(*sys.exc_info())
         code = 1
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)

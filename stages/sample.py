@@ -28,7 +28,7 @@ from pipeline.config import Config, dump
 from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
 from pipeline.images import decoding
-from pipeline.launch import resolve_device
+from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.sana_config import SanaConfig
 from pipeline.processes import command
 from pipeline.reporting import drawing
@@ -72,6 +72,7 @@ def run(
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders.
     """
     out = Path(out)
+    set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
@@ -117,6 +118,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{latents}: cannot be read as safetensors: {error}") from None
+    set_tf32(False)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
     out.mkdir(parents=True, exist_ok=True)
     for name, tensor in tensors.items():

@@ -282,6 +282,33 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert all(offloader.stored == 0 for offloader in offloaders(module))
 
 
+@pytest.mark.parametrize("way", ["full", "selective"])
+def test_the_state_of_the_generators_is_saved_only_for_blocks_with_dropout(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[int] = []
+    get = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        states.append(1)
+        return get()
+
+    monkeypatch.setattr(torch, "get_rng_state", counted)
+    measure(model(torch.float32, way), torch.float32)
+    assert not states
+    random = model(torch.float32, "none")
+    for block in random.blocks:
+        block.attn1.to_out[1].p = 0.3  # type: ignore[union-attr, index, operator]
+    torch.manual_seed(7)
+    _, _, expected = measure(random, torch.float32)
+    apply_activation_checkpointing(random.blocks, settings(way))
+    random.zero_grad()
+    torch.manual_seed(7)
+    _, _, actual = measure(random, torch.float32)
+    assert states
+    assert tiny_run.distance(actual, expected) < 1e-6
+
+
 def test_every_third_block() -> None:
     module = model(torch.float32, "every-3", layers=7)
     assert [isinstance(block, ManagedActivations) for block in module.blocks] == [

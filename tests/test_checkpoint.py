@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +25,8 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_start import Drawn, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import build, checkpoint, metrics, optimizers
+from pipeline.training import build, checkpoint, host_copy, metrics, optimizers
+from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed
 from tests.support.workers import tiny_run
@@ -79,20 +81,20 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the tensors is taken while one is being written."""
-    save, host_copy, running, seen = dcp.save, checkpoint.host_copy, threading.Event(), []
+    save, host_copy, running, seen = dcp.save, HostCopy.of, threading.Event(), []
 
     def slow(*args: Any, **options: Any) -> Any:
         threading.Event().wait(0.3)
         running.clear()
         return save(*args, **options)
 
-    def copy(tensors: Any) -> Any:
+    def copy(buffer: HostCopy, tensors: Any) -> Any:
         seen.append(running.is_set())
         running.set()
-        return host_copy(tensors)
+        return host_copy(buffer, tensors)
 
     monkeypatch.setattr(dcp, "save", slow)
-    monkeypatch.setattr(checkpoint, "host_copy", copy)
+    monkeypatch.setattr(HostCopy, "of", copy)
     train(tiny_run.config(tmp_path / "run", steps=3, save_every=1))
     assert seen == [False, False, False]
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (1, 2, 3)]
@@ -155,7 +157,7 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         optimizer = optimizers.build(model, settings.train.optim, CPU)
         before = checkpoint._tensors(model, optimizer, None)
-        copy = checkpoint.host_copy(before)
+        copy = HostCopy().of(before)
         flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
         for (kind, name), value in flat.items():
             other = copy[kind][name]
@@ -166,6 +168,93 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         assert any(isinstance(value, DTensor) for value in flat.values())
         assert any(type(value) is Tensor for value in flat.values())
     assert not dist.is_initialized()
+
+
+def test_copies_share_one_buffer_that_every_save_reuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly as large as the tensors, and each copy with a storage of its size: DCP would clone a larger one."""
+    sizes, anonymous = [], host_copy.mmap.mmap
+
+    def counted(handle: int, size: int, **options: Any) -> Any:
+        sizes.append(size)
+        return anonymous(handle, size, **options)
+
+    monkeypatch.setattr(host_copy.mmap, "mmap", counted)
+    tree = {"model": {"a": torch.randn(3, 7), "b": torch.randn(5).bfloat16(), "none": torch.empty(0, 4)}, "other": 1}
+    buffer = HostCopy()
+    for turn in range(3):
+        tree["model"]["a"] += 1  # type: ignore[index]
+        copied = buffer.of(tree)
+        assert copied["other"] == 1
+        for name, tensor in tree["model"].items():  # type: ignore[attr-defined]
+            copy = copied["model"][name]
+            assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype and copy.shape == tensor.shape, turn
+            assert copy.untyped_storage().size() == copy.nbytes
+    assert sizes == [128 + 64], "3 * 7 * 4 and 5 * 2 bytes, each rounded up to 64"
+    assert buffer.nbytes == 192
+    buffer.of({**tree, "ema": torch.zeros(100)})
+    assert sizes == [192, 192 + 448], "grown once, by what is needed"
+
+
+def test_a_buffer_for_tensors_of_a_gpu_is_page_locked_once_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("lock", size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("release", address))
+            return 0
+
+    class Stream:
+        def synchronize(self) -> None:
+            calls.append(("wait", 0))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    buffer = HostCopy()
+    for _ in range(2):
+        buffer.of({"a": torch.zeros(4)})
+    assert calls == [("lock", 64), ("wait", 0), ("wait", 0)]
+    buffer.of({"a": torch.zeros(400)})
+    assert [name for name, _ in calls[3:]] == ["release", "lock", "wait"]
+    del buffer
+    assert calls[-1][0] == "release"
+
+
+def test_the_saving_thread_uses_the_gpu_of_its_process_and_never_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a GPU (the names of torch.cuda stand in for it) torch's default loader would synchronise it."""
+    devices, loaders = [], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: devices.append((number, threading.current_thread())))
+    serial, overlapping = filesystem._SerialCpuLoader, filesystem._OverlappingCpuLoader
+
+    def chosen(name: str) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            loaders.append(name)
+            return serial(args[0])
+
+        return make
+
+    monkeypatch.setattr(filesystem, "_SerialCpuLoader", chosen(serial.__name__))
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", chosen(overlapping.__name__))
+    save = dcp.save
+
+    def saved(*args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            return save(*args, **options)
+
+    monkeypatch.setattr(dcp, "save", saved)
+    train(tiny_run.config(tmp_path / "run", steps=2, save_every=1, trackers=[]))
+    assert loaders == [serial.__name__] * 2
+    ((number, thread),) = devices
+    assert number == 3 and thread.name.startswith("checkpoint")
 
 
 def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(

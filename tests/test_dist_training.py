@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
-from tests.support.workers import tiny_run
+from tests.support.workers import failing_run, tiny_run
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,6 +124,35 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(results: dict[str, Any
 def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     output, _ = torchrun("pipeline.cli", "train", "--config", "tiny", "--set", "train.stepps=3").communicate(timeout=90)
     assert output.count("did you mean 'train.steps'?") == 1
+
+
+@pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", 1)])
+def test_an_error_of_one_process_is_printed_once_and_ends_the_others_soon(tmp_path: Path, kind: str, code: int) -> None:
+    """Without a launcher that would end them. `train.parallel.timeout_s` is a minute here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tests.support.workers.failing_run", str(tmp_path / "run"), kind]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**tiny_run.environ(), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]
+    errors = [""] * 3
+    errors[2] = processes[2].communicate(timeout=120)[1]
+    failed = time.monotonic()
+    for rank in range(2):
+        errors[rank] = processes[rank].communicate(timeout=60)[1]
+    assert time.monotonic() - failed < 30
+    assert [process.returncode for process in processes] == [1, 1, code], errors
+    assert [text.count(failing_run.MESSAGE) for text in errors] == [0, 0, 1], errors
+    assert ("Traceback" in errors[2]) == (kind == "defect")
 
 
 def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def pipe(folder: Path):
     from diffusers import SanaPipeline
     from transformers import AutoTokenizer, Gemma2Model
 
-    model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    # not sdpa, which some versions of transformers choose: it leaves the soft cap out
+    model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=torch.float32, attn_implementation="eager")
     return SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), model, None, None, None)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import gpu_train
 from pipeline.launch import Launch
+from pipeline.models.sana_flops import training_flops
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
@@ -55,11 +56,22 @@ def test_both_sides_of_the_measurement_do_their_step(train: dict[str, Any]) -> N
             step()
 
 
+def test_operations_on_padding_count_only_where_padding_is_computed() -> None:
+    config = replace(TINY, caption_channels=24)
+    mask = gpu_train.batch_of(config, 4, packed=True).mask
+    assert int(mask.sum()) < mask.numel() == 4 * gpu_train.ROWS
+    for packed, rows in ((False, mask.numel()), (True, int(mask.sum()))):
+        row = gpu_train.Row("ours", 4, {"text": "packed", "packed_attention": packed})
+        assert gpu_train.step_flops(row, config) == training_flops(config, 4, gpu_train.SIDE**2, rows)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("card", "batch"), [("24gb", 8), ("48gb", 32)])
 def test_full_fine_tuning_fits_a_smaller_card(card: str, batch: int) -> None:
     cap, _ = gpu_train.SMALL[card]
-    result = gpu_train.in_a_process(gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0]}, cap))
+    result = gpu_train.in_a_process(
+        gpu_train.Row("ours", batch, {"optim": gpu_train.LIGHT[0], **gpu_train.FRUGAL}, cap)
+    )
     assert result is not None, f"batch {batch} does not fit into {cap} GiB"
     assert (result["reserved_gib"] or 0) <= cap
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from pipeline import launch
 from pipeline.config import ParallelConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.encoding import unit_encoder
+from pipeline.errors import ConfigError, UserError, printed_first, was_printed
 from pipeline.launch import (
     Launch,
     check_accelerate,
@@ -26,6 +31,8 @@ from pipeline.launch import (
 )
 from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
+from pipeline.training.trainer import fit
+from stages import sample
 from tests.support.workers import mortal_run, tiny_run
 
 TORCHRUN = {
@@ -261,6 +268,69 @@ def test_devices() -> None:
         resolve_device("cuda:0", Launch(local_world=2, world=2))
 
 
+@pytest.fixture
+def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
+    """Reads whether TF32 is allowed in matrix products and in convolutions."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_training_in_fp32_is_fp32_unless_tf32_is_allowed(tmp_path: Path, tf32: Callable[[], tuple[bool, bool]]) -> None:
+    """Torch's default is mixed: convolutions in TF32, matrix products in fp32."""
+    for allowed in (True, False):
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = not allowed, not allowed
+        settings = tiny_run.config(tmp_path / str(allowed), steps=1, tf32=allowed)
+        fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+        assert tf32() == (allowed, allowed)
+        (start, *_) = (tmp_path / str(allowed) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(start)["tf32"] is allowed
+        assert f"tf32: {str(allowed).lower()}" in (tmp_path / str(allowed) / "config.yaml").read_text()
+
+
+def test_encoders_and_the_decoder_are_exact_and_sampling_follows_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: Callable[[], tuple[bool, bool]]
+) -> None:
+    unit_encoder.device(tiny_run.config())
+    assert tf32() == (False, False)
+
+    def missing(*args: object) -> None:
+        raise ConfigError("no checkpoint")
+
+    monkeypatch.setattr(sample.checkpoints, "find", missing)
+    for allowed in (True, False):
+        with pytest.raises(ConfigError):
+            sample.run(tiny_run.config(tf32=allowed), "auto", None, tmp_path)
+        assert tf32() == (allowed, allowed)
+    launch.set_tf32(True)
+    save_file({"a": torch.zeros(1)}, tmp_path / "latents.safetensors")
+    with pytest.raises(UserError):
+        sample.decode(tiny_run.config(), tmp_path / "latents.safetensors", tmp_path)
+    assert tf32() == (False, False)
+
+
+def test_blocks_of_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {}
+    launch.prefer_expandable_segments(environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ = {name: "max_split_size_mb:512"}
+        launch.prefer_expandable_segments(environ)
+        assert environ == {name: "max_split_size_mb:512"}
+
+
+def test_the_allocator_is_set_up_before_torch_is_imported() -> None:
+    code = (
+        "import os, sys; from pipeline import launch; set_up = launch.prefer_expandable_segments\n"
+        "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF'])\n"
+        "launch.prefer_expandable_segments = spy\n"
+        "from pipeline.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
+    )
+    environ = {name: value for name, value in tiny_run.environ().items() if "ALLOC_CONF" not in name}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["False", "expandable_segments:True"], ended.stderr
+
+
 @pytest.mark.parametrize(("size", "world", "fits"), [(-1, 3, True), (3, 3, True), (2, 3, False), (4, 1, False)])
 def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: bool) -> None:
     parallel = ParallelConfig(dp_shard=size)
@@ -285,6 +355,38 @@ def test_one_process_needs_no_port() -> None:
         with pytest.raises(UserError, match="already"), mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_after_an_error_of_one_process_the_group_is_aborted_and_the_error_printed_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], everywhere: bool
+) -> None:
+    """NCCL's ordinary end would wait for the other processes, which wait for this one."""
+    calls: list[tuple[str, str]] = []
+
+    def spy(name: str) -> Callable[[], None]:
+        return lambda: calls.append((name, capsys.readouterr().err))
+
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(mesh.dist, "destroy_process_group", spy("destroy"))
+    monkeypatch.setattr(mesh.dist.distributed_c10d, "_abort_process_group", spy("abort"))
+    monkeypatch.setattr(mesh, "_mesh", lambda *args: None)
+    error = UserError("the disk is full")
+    error.everywhere = everywhere
+    launch = Launch(1, 2, 1, 2, "torchrun", "env://")
+    with pytest.raises(UserError), mesh.open_mesh(launch, ParallelConfig(), torch.device("cpu")):
+        raise error
+    assert calls == ([("destroy", "")] if everywhere else [("abort", "sana-pipe: process 1: the disk is full\n")])
+
+
+def test_a_failed_collective_is_not_printed_before_the_error_of_the_process_that_ended() -> None:
+    for error in (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer"), dist.DistError("x")):
+        with pytest.raises(RuntimeError), printed_first(0, 2):
+            raise error
+        assert not was_printed(error)
+    with pytest.raises(RuntimeError) as caught, printed_first(0, 2):
+        raise RuntimeError("a defect")
+    assert was_printed(caught.value)
 
 
 def _fail() -> None:

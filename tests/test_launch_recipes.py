@@ -169,3 +169,18 @@ def test_a_run_that_failed_at_the_signal_is_not_requeued(tmp_path: Path) -> None
     test_batch_scripts_requeue_after_the_signal_only(
         tmp_path, "slurm_train.sbatch", {"LASTS": "1", "ON_SIGNAL": "6"}, True, 6, False
     )
+
+
+@pytest.mark.parametrize(
+    "recipe", ["torchrun.sh", "accelerate.sh", "slurm_train.sbatch", "slurm_torchrun_elastic.sbatch"]
+)
+def test_recipes_of_training_let_the_allocator_grow_its_blocks(recipe: str) -> None:
+    (line,) = (line for line in (RECIPES / recipe).read_text().splitlines() if "PYTORCH_ALLOC_CONF=" in line)
+    for given, expected in (
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, "a:1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, ""),
+    ):
+        script = f'set -e\n{line}\necho "${{PYTORCH_ALLOC_CONF:-}}"'
+        said = subprocess.run(["bash", "-c", script], env=given, capture_output=True, text=True, check=True).stdout
+        assert said.strip() == expected

@@ -294,8 +294,9 @@ def test_impossible_settings(parallel: dict[str, Any], says: str) -> None:
 
 
 def test_parameters_stay_gathered_in_a_pipeline() -> None:
-    assert ParallelConfig().reshards and not ParallelConfig(pp_size=2).reshards
-    assert ParallelConfig(pp_size=2, reshard_after_forward=True).reshards
+    assert ParallelConfig().reshards(2) and not ParallelConfig(pp_size=2).reshards(2)
+    assert not ParallelConfig().reshards(1) and ParallelConfig(offload="all").reshards(1)
+    assert ParallelConfig(pp_size=2, reshard_after_forward=True).reshards(1)
 
 
 def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,11 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
     )
     assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
-        "train.parallel.offload=all"
+        "train.parallel.reshard_after_forward=true",
+        "train.parallel.offload=all",
     ]
+    alone = memory.memory_advice(TrainConfig(precision="fp32"))
+    assert not any("reshard" in line for line in alone), "in fp32 one process has nothing to gather or to cast"
     copies = memory.memory_advice(
         TrainConfig(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
     )
@@ -239,6 +243,7 @@ def test_tensorboard_gets_every_row_and_drops_repeated_steps(tmp_path: Path) -> 
         settings = tiny_run.config(run, steps=steps, save_every=2, trackers=["tensorboard"])
         fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=lambda line: None)
         shutil.rmtree(run / "checkpoints/step-00000003", ignore_errors=True)  # so that step 3 is done again
+        time.sleep(1.1)  # TensorBoard reads files of one second in the order of their names as text: .10 before .8
     rows = metrics.read(run / "metrics.jsonl")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()

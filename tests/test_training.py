@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.cache.root import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, written
@@ -32,6 +34,8 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.step import NonFiniteError
 from pipeline.training.task import Report
@@ -335,6 +339,60 @@ def test_fp32_in_one_process_stays_a_plain_module() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the run
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations by name; each is a kernel on a GPU, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(operation)] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of some tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.count, self.places = 0, {tensor.data_ptr() for tensor in tensors}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten._to_copy.default:
+            self.count += args[0].data_ptr() in self.places
+        return operation(*args, **(kwargs or {}))
+
+
+def test_one_process_casts_each_parameter_once_per_step() -> None:
+    """Not again for each of four microbatches and its backward pass. The losses are the same, bit for bit."""
+    casts, losses, parameters = {}, {}, 0
+    for reshard in (None, True):
+        settings = tiny_run.config(microbatch=2, precision="bf16", parallel={"reshard_after_forward": reshard})
+        with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            shards = [local(parameter.detach()) for parameter in parallel_model.module.parameters()]
+            parameters = len(shards)
+            with Casts(shards) as counted:
+                losses[reshard] = tiny_run.train_losses(parallel_model, settings, 2)
+        casts[reshard] = counted.count
+    assert casts[None] == 2 * parameters
+    assert casts[True] > 2 * 4 * parameters
+    assert losses[None] == losses[True]
+
+
+def test_clipping_is_one_product_for_all_gradients() -> None:
+    model = tiny_run.model(tiny_run.config())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = [parameter.grad * torch.tensor(0.25) for parameter in model.parameters()]  # type: ignore[operator]
+    with Launches() as launches:
+        ParallelModel(model).scale_gradients(torch.tensor(4.0 - 1e-6), 1.0)
+    assert launches.names["aten._foreach_mul_.Tensor"] == 1 and launches.names["aten.mul_.Tensor"] == 0
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=0)
 
 
 def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:

@@ -3,6 +3,9 @@
 # precision and everything else is what the configuration says. Answers of `accelerate config` that contradict it are
 # refused, each by name, so pass --mixed_precision as train.precision has it (fp32 is "no").
 
+# Batches change their shape: let the allocator grow its blocks (sana-pipe sets this, too, where it is not set).
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+
 # ---- train -------------------------------------------------------------------------------------------------------
 # one node, eight GPUs
 accelerate launch --multi_gpu --num_machines 1 --num_processes 8 --mixed_precision bf16 --dynamo_backend no \

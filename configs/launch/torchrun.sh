@@ -1,6 +1,9 @@
 #!/bin/bash
 # torchrun, by hand: copy the lines you need (accelerate: accelerate.sh). `--no-python` runs the installed command.
 
+# Batches change their shape: let the allocator grow its blocks (sana-pipe sets this, too, where it is not set).
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+
 # ---- encode ------------------------------------------------------------------------------------------------------
 # Each process takes its share and uses the GPU of its local rank. There are no collectives: a process that ends early
 # ends, one that dies is made up for by the others, and running the command again continues.

@@ -10,6 +10,7 @@ memory already, and a row group of a source is read whole. Price: columns are de
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -107,6 +108,36 @@ class ParquetFile(pq.ParquetFile):
     def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
         with _names_decoded():
             yield from super().iter_batches(*args, **{**kwargs, "use_threads": False})
+
+
+WRITER = b"parquet-cpp-arrow version 26.0.1"
+"""Writer that every Parquet file names. The ids of snapshots depend on the bytes of tables, so they must not depend on
+the installed pyarrow: from version 22 on its files differ in nothing else."""
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as a Parquet file, equal for every supported version of pyarrow."""
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
+        for piece in pieces(table):  # larger columns of text in one row group could not be read
+            file.write_table(piece)
+    return with_fixed_writer(sink.getvalue())
+
+
+def with_fixed_writer(data: bytes) -> bytes:
+    """A Parquet file with `WRITER` in place of its writer's name.
+
+    The footer (Thrift's compact protocol) holds the name behind its length in one byte, after all other text; the
+    footer's length and `PAR1` end the file.
+    """
+    written = ParquetFile(pa.BufferReader(data)).metadata.created_by.encode()
+    body, footer_length = data[:-8], int.from_bytes(data[-8:-4], "little")
+    at = body.rfind(bytes([len(written)]) + written)
+    if at < len(body) - footer_length:
+        raise RuntimeError(f"pyarrow {pa.__version__} writes its name elsewhere in a Parquet file")
+    body = body[:at] + bytes([len(WRITER)]) + WRITER + body[at + 1 + len(written) :]
+    footer_length += len(WRITER) - len(written)
+    return body + footer_length.to_bytes(4, "little") + data[-4:]
 
 
 def parquet_table(data: bytes) -> pa.Table:

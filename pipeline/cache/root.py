@@ -7,7 +7,6 @@ Price: only the last table is kept in memory between calls; callers store what t
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.cache import copies, index, layout
-from pipeline.cache.arrow import parquet_table, pieces
+from pipeline.cache.arrow import parquet_bytes, parquet_table
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.objects import files_at
@@ -184,11 +182,7 @@ class Cache:
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
-        sink = io.BytesIO()
-        with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
-            for piece in pieces(table):  # larger columns of text in one row group could not be read
-                file.write_table(piece)
-        return self.files.put_content(sink.getvalue(), "tables", "parquet")
+        return self.files.put_content(parquet_bytes(table), "tables", "parquet")
 
     def table(self, digest: str) -> pa.Table:
         """A Parquet table by its digest. The last one stays in memory, since the units of a plan share a table."""

@@ -143,6 +143,7 @@ class UnitEncoder:
 
 def build(config_json: str, source_names: tuple[str, ...]) -> UnitEncoder:
     """The encoder of a Ray worker process. The sources are not listed again: their items are known from the scan."""
+    launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
     cache = Cache.of(config)
     sources = {name: reopen(cache, name, config.data) for name in source_names}
@@ -150,7 +151,9 @@ def build(config_json: str, source_names: tuple[str, ...]) -> UnitEncoder:
 
 
 def device(config: Config) -> Any:
-    """The torch device of this process. Several processes of a node take its GPUs in turn (one may serve two)."""
+    """The torch device of this process, set up for exact fp32. Several processes of a node take its GPUs in turn (one
+    may serve two)."""
+    launch.set_tf32(False)
     name = config.encode.device
     here = launch.detect()
     if name in ("auto", "cuda") and here.local_world > 1:

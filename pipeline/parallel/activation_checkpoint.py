@@ -31,6 +31,7 @@ from pipeline.config import TrainConfig
 from pipeline.parallel.saved_tensors import Offloader
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PRODUCTS = {  # operation: which argument holds the second factor, (contracted, result) dimension of it
     torch.ops.aten.mm.default: (1, 0, 1),
     torch.ops.aten.addmm.default: (2, 0, 1),
@@ -41,10 +42,15 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """How one block treats its activations. checkpointing: none, full or selective."""
+    """How one block treats its activations.
+
+    checkpointing: none, full or selective. random: the block draws random numbers (dropout), so the state of the
+    generators is restored for the recomputation; on a GPU saving it takes a copy to the host per block.
+    """
 
     checkpointing: str = "none"
     offloader: Offloader | None = None
+    random: bool = True
 
 
 class ManagedActivations:
@@ -57,11 +63,12 @@ class ManagedActivations:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         recomputed = policy.checkpointing != "none"
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=policy.random)
         if policy.checkpointing == "full":
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = partial(again, forward)
         elif policy.checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
-            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+            forward = partial(again, forward, context_fn=contexts)
         if policy.offloader is None:
             return forward(*args, **kwargs)
         only = args[0] if recomputed else None
@@ -114,14 +121,21 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
         whole_block = offloader is not None and (checkpointing != "none" or offloader.offload)
         if checkpointing != "none" or whole_block:
             _add_mixin(block, ManagedActivations)
-            block.activation_policy = ActivationPolicy(checkpointing, offloader if whole_block else None)  # type: ignore[assignment]
+            block.activation_policy = ActivationPolicy(  # type: ignore[assignment]
+                checkpointing, offloader if whole_block else None, _is_random(block)
+            )
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str = "full") -> None:
     """Recompute each block (`mode`: full or selective); in place, before `fully_shard`."""
     for block in blocks:
         _add_mixin(block, ManagedActivations)
-        block.activation_policy = ActivationPolicy(mode)  # type: ignore[assignment]
+        block.activation_policy = ActivationPolicy(mode, random=_is_random(block))  # type: ignore[assignment]
+
+
+def _is_random(block: nn.Module) -> bool:
+    """Whether a forward pass in training draws random numbers."""
+    return any(isinstance(module, _DROPOUT) and module.p > 0 for module in block.modules())
 
 
 def compressible_modules(block: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ includes the timestep, for which bf16 is too coarse: 873 becomes 872 before the 
 9 times that of the bf16 model itself. It also includes the fp32 tokens between blocks under `train.residual: fp32`.
 The policy has no dtype for buffers: Sana's model registers none.
 Price: if gradients are not reduced after each microbatch, every process holds one full fp32 gradient. In DDP's place
-FSDP2 copies a block's parameters before use even when there is nothing to gather.
+FSDP2 copies a block's parameters before use even when there is nothing to gather; they then stay until the update.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
         return _to_device(model, mesh.device_type)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
-    reshard = train.parallel.reshards
+    reshard = train.parallel.reshards(mesh[SHARD].size())
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for module in (*blocks, model):
         fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
@@ -88,7 +88,13 @@ def _prefetch(blocks: list[FSDPModule], count: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
-def sync_gradients(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward pass reduces the gradients over the processes (only the last microbatch needs to)."""
+def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
+    """Before a microbatch's forward pass: only the last one of a step reduces gradients over the processes.
+
+    Args:
+        keep_gathered: the next microbatch of the step uses the parameters that this one has gathered. They are valid
+            until the update.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last or not keep_gathered)

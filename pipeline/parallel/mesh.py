@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import ParallelConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, printed_first
 from pipeline.launch import Launch
 
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
@@ -93,7 +93,8 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
 def open_mesh(
     launch: Launch, parallel: ParallelConfig, device: torch.device, layout: Layout | None = None
 ) -> Iterator[DeviceMesh]:
-    """Open the process group, yield a mesh with the dimensions `DIMS`, close the group.
+    """Open the process group, yield a mesh with the dimensions `DIMS`, close the group. After an error of this process
+    alone the error is printed and the group aborted.
 
     One group uses gloo for CPU tensors and NCCL for CUDA tensors, so checkpoints and Python objects need no GPU.
     `parallel.timeout_s` bounds every wait for another process.
@@ -131,9 +132,23 @@ def open_mesh(
             fix="check that every process was launched and that the port is reachable",
         ) from None
     try:
-        yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
-    finally:
+        with printed_first(launch.rank, launch.world):
+            yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
+    except BaseException as error:
+        _close_after(error, launch.world)
+        raise
+    else:
         dist.destroy_process_group()
+
+
+def _close_after(error: BaseException, world: int) -> None:
+    """Close the group without waiting for processes that do not know of the error: NCCL's ordinary end waits for the
+    operations in flight, which wait for the others."""
+    if world == 1 or getattr(error, "everywhere", False):
+        dist.destroy_process_group()
+        return
+    with suppress(Exception):  # the error that is being raised goes first
+        dist.distributed_c10d._abort_process_group()
 
 
 def _mesh(layout: Layout, device: torch.device, timeout: timedelta) -> DeviceMesh:

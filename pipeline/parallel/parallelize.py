@@ -25,7 +25,7 @@ from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks
-from pipeline.parallel.mesh import PP, TP
+from pipeline.parallel.mesh import PP, SHARD, TP
 from pipeline.parallel.shards import local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -61,10 +61,11 @@ class ParallelModel:
     Attributes:
         module: what this process holds, under the whole model's parameter names.
         data_world: number of parts that a global batch is divided into.
+        keep_gathered: gathered parameters stay from one microbatch of a step to the next.
     """
 
-    def __init__(self, module: nn.Module, data_world: int = 1):
-        self.module, self.data_world = module, data_world
+    def __init__(self, module: nn.Module, data_world: int = 1, keep_gathered: bool = False):
+        self.module, self.data_world, self.keep_gathered = module, data_world, keep_gathered
         self._updated: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
@@ -81,7 +82,7 @@ class ParallelModel:
         per_microbatch, remaining = [], samples
         for inputs, target in microbatches:
             remaining -= len(target)
-            data_parallel.sync_gradients(self.module, remaining == 0)
+            data_parallel.prepare_microbatch(self.module, remaining == 0, self.keep_gathered)
             losses = loss(self.module(*inputs), target)
             (losses.sum() / samples).backward()
             per_microbatch.append(losses.detach())
@@ -131,9 +132,16 @@ class ParallelModel:
             return
         factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
         factor = factor / divisor
-        factors: dict[torch.device, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in map(local, self.gradients()):
-            gradient.mul_(factors.setdefault(gradient.device, factor.to(gradient.device)))
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in by_kind.items():
+            moved = factor.to(device)
+            if dtype == factor.dtype:
+                torch._foreach_mul_(gradients, moved)
+            else:  # the product for many tensors would round the factor to their dtype
+                for gradient in gradients:
+                    gradient.mul_(moved)
 
 
 class PipelineParallelModel(ParallelModel):
@@ -174,7 +182,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
         data_parallel.apply_fsdp(stage, blocks if stage is model else blocks_of(stage), mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() == 1:
-        return ParallelModel(model, data_world)
+        return ParallelModel(model, data_world, not train.parallel.reshards(mesh[SHARD].size()))
     return PipelineParallelModel(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
 
 

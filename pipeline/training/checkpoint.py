@@ -10,8 +10,8 @@ Why a thread and not a process: it needs only the copy in host memory, and a chi
 (7 s) or forked with the training's threads and sockets in it.
 Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
 rate and the seed of torch's generators from the step.
-Price: a copy of this process's shards in host memory while a save is in flight; every file is read back once after
-writing; all processes must see the same file system.
+Price: with `train.async_save` a copy of this process's shards in host memory (`host_copy`); every file is read back
+once after writing; all processes must see the same file system.
 
 Layout of the tensors: `model.<parameter>`, `optim.state.<parameter>.<moment>` and, where the run has them,
 `ema.<parameter>` and `loss_scale.<number>`; fp32 (bf16 weights and moments for `bf16_pure`), with GLUMBConv's channels
@@ -40,8 +40,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, written
@@ -49,6 +47,7 @@ from pipeline.errors import ConfigError
 from pipeline.loader.loader import State
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
+from pipeline.training.host_copy import HostCopy
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import CheckpointError, Reader, read_metadata
 
@@ -105,7 +104,8 @@ class Saver:
         self._root, self._architecture, self._config, self._log = root, architecture, config, log
         self._lock = lock
         self._earlier_leftovers = leftovers(root)  # of this attempt's predecessors: no later one begins during the lock
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if config.train.async_save else None
+        self._thread = _thread_of_this_device() if config.train.async_save else None
+        self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
         timeout = timedelta(seconds=config.train.parallel.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._thread else None
@@ -133,7 +133,7 @@ class Saver:
         if self._thread is None:
             self._write(tensors, state)
         else:
-            self._in_flight = self._thread.submit(self._write, host_copy(tensors), state)
+            self._in_flight = self._thread.submit(self._write, self._host_copy.of(tensors), state)
 
     def wait(self) -> None:
         """Wait until no save is in flight. Raises as `save`."""
@@ -156,7 +156,8 @@ class Saver:
         group, final = self._group, folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
         broadcast_from_rank_0(lambda: self._prepare(final, work), group)
-        _dcp(lambda: dcp.save(tensors, checkpoint_id=str(work), process_group=group), f"{work}: could not be written")
+        writer = _writer(work)
+        _dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), f"{work}: could not be written")
         files = self._read_back(work)
         document = {
             "format": FORMAT,
@@ -225,27 +226,18 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections 
     return {"model": weights, "optim": state, **(more or {})}
 
 
-def host_copy(tree: Any) -> Any:
-    """The tree of dictionaries with every tensor copied to host memory (pinned where it comes from a GPU).
-
-    DTensors and other wrapper subclasses keep their class around the copied parts: neither DTensor's own constructor
-    (it moves the part back to the mesh's device) nor torch's `DefaultStager` (it allocates, which the states of 8-bit
-    optimizers do not implement) does that.
-    """
-    copied = tree_map_only(Tensor, _host_copy, tree)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # until the copies from the GPU are done
-    return copied
+def _thread_of_this_device() -> ThreadPoolExecutor:
+    """One thread that uses this process's GPU. A new thread's GPU is number 0: each call of CUDA there would open a
+    context on the GPU of another process."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1, "checkpoint")
+    return ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        # attributes that are no tensors (a mesh) stay as they are
-        parts = {name: tree_map_only(Tensor, _host_copy, getattr(tensor, name)) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    source = tensor.detach()
-    return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
+def _writer(folder: Path) -> dcp.FileSystemWriter:
+    """DCP's writer without copies ahead: with them it takes a loader that synchronises the GPU about every 10 MB, also
+    where all tensors are in host memory."""
+    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def _dcp(call: Callable[[], Any], what: str) -> None:

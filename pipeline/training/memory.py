@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
+from pipeline.parallel.mesh import check_sizes
 
 NEARLY_FULL = 0.92
 """Reserved share of a GPU's memory that triggers a warning: the allocator's rounding and other shapes need the rest."""
@@ -110,7 +112,7 @@ _OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     ),
     (lambda train: {"ema.device": "cpu"}, "EMA in host memory; one copy per update"),
     (lambda train: {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}, "shards instead of replicas; more traffic"),
-    (lambda train: {"parallel.reshard_after_forward": True}, "one more gather per block"),
+    (lambda train: {"parallel.reshard_after_forward": True}, "more gathers of each block"),
     (lambda train: {"precision": "bf16"}, "half the activations; rounds"),
     (lambda train: {"activation_compression": "int8"}, "saved tensors in half the bytes or less; rounds the gradients"),
     (lambda train: {"activation_offload": True}, "saved tensors in host memory; slower"),
@@ -162,11 +164,18 @@ def _without_effect(train: TrainConfig) -> set[str]:
         "microbatch": train.optim.in_backward,
         "optim.name": train.optim.name in _SMALL_STATE,
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
-        "parallel.reshard_after_forward": train.parallel.reshards,
+        "parallel.reshard_after_forward": train.parallel.reshards(_shards(train))
+        or (train.precision == "fp32" and _shards(train) == 1),
         "precision": train.precision != "fp32",
         "activation_compression": train.activation_compression != "none",
     }
     return {key for key, applies in reasons.items() if applies}
+
+
+def _shards(train: TrainConfig) -> int:
+    """Processes that share the parameters of a replica."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return check_sizes(train.parallel, world).dp_shard if world > 1 else 1
 
 
 class OutOfMemory(UserError):

@@ -52,7 +52,7 @@ class Metrics:
             self._file.write("\n")
 
     def start(self, **facts: Any) -> None:
-        """Write the row that begins an attempt. `facts`: step it starts at, processes, device."""
+        """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
         self._write({"event": "start", **facts, "time": _now()})
         self._last = facts["step"], 0.0
 

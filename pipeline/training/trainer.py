@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, TrainConfig, dump, written
-from pipeline.errors import UserError
-from pipeline.launch import Launch
+from pipeline.errors import UserError, printed_first
+from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, State
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
@@ -69,12 +69,13 @@ def fit(
     """
     context = check_inputs(config, task, launch, say if launch.is_main else lambda line: None)
     train, log = context.train, context.log
+    set_tf32(train.tf32)
     for line in launch.advice:
         log(f"note: {line}")
     launcher = os.getppid() if launch.kind in ("torchrun", "accelerate") else None
     with (
-        memory_errors(train),
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
+        memory_errors(train),
         catch_signals(launch.is_main, launcher) as stop,
         taken(context.folder, log) as lock,
     ):
@@ -126,6 +127,7 @@ def _open_run_directory(run: Run) -> Metrics:
         step=run.done,
         processes=context.launch.world,
         device=context.device.type,
+        tf32=context.train.tf32,
         snapshot=context.task.origin.snapshot,
     )
     return journal
@@ -180,7 +182,14 @@ class _Loop:
         loader = run_on_all(lambda: self.context.task.loader(self.context.layout, self.done, steps))
         self.run.model.module.train()
         self.stop.looping = True
-        with closing_on_exit(iter(loader)) as microbatches, self.saver, stopping(self.stop.check):
+        launch = self.context.launch
+        with (
+            closing_on_exit(iter(loader)) as microbatches,
+            self.saver,
+            printed_first(launch.rank, launch.world),
+            memory_errors(self.train),
+            stopping(self.stop.check),
+        ):
             feed = Feed(microbatches, lambda: getattr(loader, "replaced", 0), self.context.config, self.context.log)
             state: State | None = None
             for waited, batches, state in feed:

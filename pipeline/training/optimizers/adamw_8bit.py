@@ -51,9 +51,12 @@ class AdamW8bit(RoundingAdamW):
             warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # addressed to torchao's developers
             self._update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update. Parameters without a gradient stay as they are."""
         with torch._dynamo.utils.disable_cache_limit():  # one graph per shape
-            super().step(closure)
+            for index, group, parameter, state in self._counted():
+                self._update_parameter(parameter, state, group, index)
 
     def _zero_moment(self, parameter: Tensor, name: str) -> Tensor:
         return _zeros(parameter, _MOMENTS[name])

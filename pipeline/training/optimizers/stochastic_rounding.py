@@ -4,10 +4,11 @@ What: `to_bf16` rounds up or down at random such that the mean is exact; `Noise`
 torch's AdamW in fp32 and rounds parameters and moments to bf16 stochastically.
 Why: bf16 has 8 bits. An update of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop
 nearly every update, and a moment with beta 0.999 would hardly ever change. Rounded stochastically, both are right on
-average. The bits depend only on (seed, step, parameter, shard): replicas of a shard stay equal, a resumed run draws the
-bits of the uninterrupted one, and no random state goes into the checkpoint.
+average. The bits depend only on (seed, step, parameter, shard), where parameters that are updated together count as
+one: replicas of a shard stay equal, a resumed run draws the bits of the uninterrupted one, and no random state goes
+into the checkpoint.
 Price: weights carry noise of half a bit (0.2 %), and another number of shards draws other noise. One pass of random
-numbers per stored tensor, and one fp32 copy of the current parameter.
+numbers per stored tensor, and fp32 copies of the parameters that are updated together (`_GROUP`).
 
 Stochastic rounding for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101.
 """
@@ -15,7 +16,7 @@ Stochastic rounding for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
+_GROUP = 2**25
+"""Elements per process that are updated at a time: six fp32 buffers of 128 MiB."""
+
+_Member = tuple[int, Tensor]
+"""A parameter and its number in the optimizer."""
+
+
+def placement_of(parameter: Tensor) -> Any:
+    """Equal for parameters whose shards lie on the same processes; hashable."""
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
 class Noise:
     """Random bits by (seed, step, parameter, shard): one generator per device, seeded anew for each use."""
 
@@ -44,8 +57,9 @@ class Noise:
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def at(self, parameter: Tensor, step: int, index: int) -> torch.Generator:
-        """For parameter number `index` in optimizer step `step`: equal on all replicas of a shard."""
+    def at(self, parameter: Tensor, step: int, index: int, draw: int = 0) -> torch.Generator:
+        """For parameter number `index` in optimizer step `step`: equal on all replicas of a shard. `draw`: number of an
+        independent draw."""
         shard = 0
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -55,7 +69,7 @@ class Noise:
                     shard = shard * mesh.size(dimension) + coordinate[dimension]
         device = local(parameter).device
         generator = self._generators.setdefault(device, torch.Generator(device))
-        key = struct.pack("<4Q", self.seed, step, index, shard)
+        key = struct.pack("<5Q" if draw else "<4Q", self.seed, step, index, shard, *([draw] if draw else []))
         return generator.manual_seed(xxhash.xxh3_64_intdigest(key) >> 1)
 
 
@@ -80,9 +94,8 @@ class RoundingAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.noise = Noise(seed)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient stay as they are."""
+    def _counted(self) -> Iterator[tuple[int, dict[str, Any], Tensor, dict[str, Any]]]:
+        """Number, group, parameter and state of each parameter with a gradient; its step is counted."""
         index = -1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -94,13 +107,10 @@ class RoundingAdamW(torch.optim.Optimizer):
                     state["step"] = torch.tensor(0.0)
                     state |= {name: self._zero_moment(parameter, name) for name in ("exp_avg", "exp_avg_sq")}
                 state["step"] += 1
-                self._update_parameter(parameter, state, group, index)
+                yield index, group, parameter, state
 
     def _zero_moment(self, parameter: Tensor, name: str) -> Tensor:
         return torch.zeros_like(parameter)
-
-    def _update_parameter(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], index: int) -> None:
-        raise NotImplementedError
 
 
 class AdamW(RoundingAdamW):
@@ -111,16 +121,48 @@ class AdamW(RoundingAdamW):
         if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
             raise ValueError("this AdamW is for bf16 parameters; use torch's for all others")
 
-    def _update_parameter(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], index: int) -> None:
-        assert parameter.grad is not None
-        (beta1, beta2), rate, count = group["betas"], group["lr"], int(state["step"].item())
-        generator = self.noise.at(parameter, count, index)
-        gradient = local(parameter.grad).float()
-        mean = local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-        square = local(state["exp_avg_sq"]).float().lerp_(gradient.square(), 1 - beta2)
-        local(state["exp_avg"]).copy_(to_bf16(mean, generator))
-        local(state["exp_avg_sq"]).copy_(to_bf16(square, generator))
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update. Parameters without a gradient stay as they are."""
+        for group, count, members in self._alike():
+            self._update(group, count, members)
+
+    def _alike(self) -> Iterator[tuple[dict[str, Any], int, list[_Member]]]:
+        """Parameters of a group with equal step counts, devices and placements, in lists of about `_GROUP` elements."""
+        waiting: dict[Any, tuple[dict[str, Any], int, list[_Member]]] = {}
+        for index, group, parameter, state in self._counted():
+            count = int(state["step"].item())
+            key = id(group), count, local(parameter).device, placement_of(parameter)
+            members = waiting.setdefault(key, (group, count, []))[2]
+            members.append((index, parameter))
+            if sum(local(member).numel() for _, member in members) >= _GROUP:
+                yield waiting.pop(key)
+        yield from waiting.values()
+
+    def _update(self, group: dict[str, Any], count: int, members: list[_Member]) -> None:
+        """All members at a time, one after the other in flat fp32 buffers: a bounded number of launches."""
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        index, first = members[0]
+        parameters = [parameter for _, parameter in members]
+        generator = self.noise.at(first, count, index)
+        means, squares = ([local(self.state[p][name]) for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        values = [local(parameter) for parameter in parameters]
+        gradient = _flat([local(p.grad) for p in parameters if p.grad is not None])
+        mean = _flat(means).lerp_(gradient, 1 - beta1)
+        square = _flat(squares).lerp_(gradient.square(), 1 - beta2)
+        _spread(to_bf16(mean, generator), means)
+        _spread(to_bf16(square, generator), squares)
         root = square.div_(1 - beta2**count).sqrt_().add_(group["eps"])
-        value = local(parameter).float().mul_(1 - rate * group["weight_decay"])
+        value = _flat(values).mul_(1 - rate * group["weight_decay"])
         value.addcdiv_(mean, root, value=-rate / (1 - beta1**count))
-        local(parameter).copy_(to_bf16(value, generator))
+        _spread(to_bf16(value, generator), values)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).float()
+
+
+def _spread(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Write a flat tensor back."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])

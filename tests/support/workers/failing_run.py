@@ -1,0 +1,38 @@
+"""A run in argv[1] of which the last process fails in step 3: argv[2] is `user` (a UserError) or `defect`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.cli import main as command_line
+from pipeline.errors import UserError
+from pipeline.launch import detect
+from pipeline.loader.loader import Batch
+from pipeline.parallel.parallelize import Microbatch
+from pipeline.processes import run_and_exit
+from pipeline.training.step import TrainStep
+from pipeline.training.trainer import fit
+from stages import train as stage
+from tests.support.workers import tiny_run
+
+MESSAGE = "the third step cannot be done here"
+
+
+def run(*args: object, **options: object) -> None:
+    launch, prepare, done = detect(), TrainStep.prepare, []
+
+    def fail(step: TrainStep, batch: Batch) -> Microbatch:
+        done.append(batch)
+        if len(done) == 3 and launch.rank == launch.world - 1:
+            raise UserError(MESSAGE) if sys.argv[2] == "user" else ValueError(MESSAGE)
+        return prepare(step, batch)
+
+    TrainStep.prepare = fail  # type: ignore[method-assign]
+    settings = tiny_run.config(Path(sys.argv[1]), steps=8, save_every=2)
+    fit(settings, tiny_run.task(settings, launch.rank, launch.world), launch, say=lambda line: None)
+
+
+if __name__ == "__main__":
+    stage.run = run  # type: ignore[assignment]
+    run_and_exit(lambda: command_line(["train"]))

@@ -1,0 +1,52 @@
+"""What pyproject.toml declares, and that a snapshot's id does not depend on the installed pyarrow."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cache.arrow import WRITER, parquet_bytes, parquet_table, with_fixed_writer
+from pipeline.cache.root import Cache
+from tests.lowest import lowest
+
+DATA = Path(__file__).parent / "data"
+
+
+def table() -> pa.Table:
+    captions = pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float32())]))
+    columns = {
+        "key": [f"a{i}" for i in range(50)],
+        "size": list(range(50)),
+        "hash": pa.array([bytes([i]) * 16 for i in range(50)], pa.binary(16)),
+        "captions": pa.array([[{"text": "ein Bild", "weight": 1.0}]] * 50, captions),
+    }
+    return pa.table(columns)
+
+
+def test_a_table_has_the_same_bytes_whichever_pyarrow_wrote_it(tmp_path: Path) -> None:
+    """The file in `data` is pyarrow 22's, of the same table."""
+    old = (DATA / "table-pyarrow-22.parquet").read_bytes()
+    assert b"parquet-cpp-arrow version 22" in old
+    assert parquet_bytes(table()) == with_fixed_writer(old)
+    cache = Cache(tmp_path, create=True)
+    digest = cache.put_table(table())
+    assert digest == "3e369475d1636ddffaefcc9e98cad163", "it is in the ids of snapshots"
+    assert cache.table(digest).to_pylist() == table().to_pylist()
+
+
+def test_the_name_of_the_writer_in_the_data_stays(tmp_path: Path) -> None:
+    sink = io.BytesIO()
+    versions = pa.table({"a": [f"parquet-cpp-arrow version {n}" for n in range(30)], "b": [pa.__version__] * 30})
+    pq.write_table(versions, sink)
+    fixed = with_fixed_writer(sink.getvalue())
+    assert parquet_table(fixed).equals(versions)
+    assert pq.ParquetFile(io.BytesIO(fixed)).metadata.created_by == WRITER.decode()
+
+
+def test_every_dependency_has_a_lower_bound() -> None:
+    bounds = lowest()
+    assert {"torch", "pyarrow", "s3fs", "moto"} <= bounds.keys()
+    assert bounds["fsspec"] == bounds["s3fs"] == bounds["gcsfs"], "each of them needs the same version of fsspec"
