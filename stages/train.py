@@ -15,7 +15,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
-from pipeline.loader import compile_shapes, shard_prefetch
+from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, State
 from pipeline.parallel.mesh import Layout
 from pipeline.retrying import TIMEOUT_S
@@ -75,8 +75,6 @@ def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | P
                 fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify "
                 "--repair)",
             )
-        if train.compile == "block":
-            compile_shapes.check(snapshot, train, layout.data_world)
 
     def loader(layout: Layout, start: int, stop: int) -> Loader:
         return Loader(

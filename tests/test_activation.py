@@ -83,18 +83,18 @@ def plain() -> dict[str, tuple[int, int, dict[str, Tensor]]]:
 
 # least number of times fewer bytes in fp32 and bf16 (all of the model, its ends included), gradients exact?
 WAYS = {
-    "full": (("full",), 17, 16.5, True),
-    "selective": (("selective",), 3.6, 3.5, True),
-    "every-2": (("every-2",), 1.85, 1.85, True),
-    "int8": (("none", "int8"), 1.85, 1.38, False),
-    "fp8": (("none", "fp8"), 1.85, 1.38, False),
-    "full, int8": (("full", "int8"), 26, 21, False),
-    "every-2, int8": (("every-2", "int8"), 3.4, 2.55, False),
-    "offload": (("none", "none", True), 30, 28, True),
-    "full, offload": (("full", "none", True), 34, 32, True),
-    "selective, offload": (("selective", "none", True), 4, 3.85, True),
-    "full, int8, offload": (("full", "int8", True), 34, 32, False),
-    "int8, offload": (("none", "int8", True), 30, 28, False),
+    "full": (("full",), 11.4, 11.1, True),
+    "selective": (("selective",), 2.5, 2.45, True),
+    "every-2": (("every-2",), 1.8, 1.8, True),
+    "int8": (("none", "int8"), 1.5, 1.25, False),
+    "fp8": (("none", "fp8"), 1.5, 1.25, False),
+    "full, int8": (("full", "int8"), 17.5, 14.2, False),
+    "every-2, int8": (("every-2", "int8"), 2.75, 2.3, False),
+    "offload": (("none", "none", True), 21, 20, True),
+    "full, offload": (("full", "none", True), 23, 22, True),
+    "selective, offload": (("selective", "none", True), 2.8, 2.8, True),
+    "full, int8, offload": (("full", "int8", True), 23, 22, False),
+    "int8, offload": (("none", "int8", True), 21, 20, False),
 }
 
 

@@ -1,9 +1,9 @@
-"""torch.compile per block: the same gradients, one graph per shape, and a bound on the shapes."""
+"""torch.compile per block: the same gradients, one graph for all shapes, and a bound on the graphs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from pipeline.config import TrainConfig
-from pipeline.errors import ConfigError
 from pipeline.launch import Launch
-from pipeline.loader import compile_shapes
 from pipeline.parallel import mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.parallelize import parallelize
-from tests.support import tiny_cache
 from tests.support.workers import tiny_run
 
 STEPS = (0, 1, 0)  # two shapes, taken in turn
@@ -62,7 +58,7 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
                 assert all(isinstance(block, FSDPModule) for block in model.blocks)
             assert list(model.state_dict()) == names
             result[compiled] = _gradients(model)
-    assert counter.frame_count == 2, "one graph for all blocks and each shape"
+    assert counter.frame_count == 1, "one graph for all blocks and shapes"
     for ours, plain in zip(result[True], result[False], strict=True):
         assert tiny_run.distance(ours, plain) <= 1e-6
 
@@ -81,42 +77,37 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counter.frame_count == frames
 
 
-def test_shapes_beyond_the_limit_are_an_error_and_not_quietly_left_uncompiled() -> None:
+@pytest.mark.parametrize("text", ["padded", "packed"])
+def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
+    """40 buckets and 3 text lengths, forward and backward; nothing is compiled after the first batch."""
+    model, counter = tiny_run.model(tiny_run.config(layers=2)), CompileCounterWithBackend("aot_eager")
+    plain = tiny_run.model(tiny_run.config(layers=2))
+    compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    channels, width = model.config.in_channels, model.config.caption_channels
+    generator = torch.Generator().manual_seed(0)
+    for height, columns in itertools.product((2, 3, 4, 5, 6, 8, 9, 11), (2, 4, 5, 7, 16)):
+        for rows in (5, 7, 16):
+            latents = torch.randn(3, channels, height, columns, generator=generator)
+            mask = torch.arange(rows)[None] < torch.tensor([rows, 2, 4])[:, None]
+            captions = torch.randn(3, rows, width, generator=generator)
+            given = latents, captions[mask] if text == "packed" else captions, mask, torch.tensor([10.0, 500.0, 900.0])
+            out = model(*given)
+            out.square().mean().backward()
+            assert counter.frame_count == 1
+    assert torch.allclose(out, plain(*given), atol=1e-5)
+
+
+def test_one_graph_too_many_is_an_error_and_not_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     compile_blocks(model.blocks, "eager", 1)
-    torch._dynamo.config.recompile_limit = 2
-    shape = [torch.zeros(1, 1, 32), torch.zeros(1, 1, 1, 1), torch.zeros(1, 6, 32)]
-    for tokens in (1, 2):
-        model.blocks[0](torch.zeros(1, tokens, 32), *shape, tokens, 1)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    dim = model.config.inner_dim
+
+    def run(samples: int) -> None:
+        conditions = torch.zeros(samples, 3, dim), torch.zeros(samples, 1, 1, 3), torch.zeros(samples, 6, dim)
+        model.blocks[0](torch.zeros(samples, 6, dim), *conditions, 3, 2)
+
+    for samples in (2, 3, 4):
+        run(samples)
     with pytest.raises(FailOnRecompileLimitHit):
-        model.blocks[0](torch.zeros(1, 3, 32), *shape, 3, 1)
-
-
-def test_too_many_shapes_are_refused_with_what_would_lower_them(tmp_path: Path) -> None:
-    """Three buckets with captions of up to 9 rows padded to multiples of 2; batches of 24 on 2 processes."""
-    snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
-
-    def refused(limit: int, microbatch: int) -> str:
-        with pytest.raises(ConfigError) as caught:
-            compile_shapes.check(snapshot, TrainConfig(compile_max_shapes=limit, microbatch=microbatch), 2)
-        return str(caught.value)
-
-    text = refused(14, 6)
-    assert "15 shapes: 3 bucket(s), 5 text length(s)\n" in text
-    for part in ("bucket.pad_text_multiple=9", "fewer data.buckets", "compile_max_shapes=15", "train.compile=none"):
-        assert part in text
-    assert "microbatch" not in text
-    compile_shapes.check(snapshot, TrainConfig(compile_max_shapes=15, microbatch=6), 2)
-    assert "30 shapes" in refused(29, 7)
-    assert "a train.microbatch that divides" in refused(29, 7)
-    one = tiny_cache.build(tmp_path / "one", {(16, 16): 30}).open_snapshot()
-    compile_shapes.check(one, TrainConfig(compile_max_shapes=5, microbatch=12), 2)
-
-
-def test_the_stage_refuses_before_anything_starts(small_cache_copy: Path, make_config: object, tmp_path: Path) -> None:
-    import stages.train
-
-    config = make_config(tmp_path, f"cache={small_cache_copy}", "train.compile=block", "train.compile_max_shapes=1")  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=r"train\.compile: block"):
-        stages.train.run(config, say=lambda line: None)
-    assert not (tmp_path / "run").exists()
+        run(1)  # a size of one is a constant of its graph

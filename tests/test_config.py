@@ -141,7 +141,6 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("packed_attention: true", "packed_attention: true needs text: packed"),
-        ("{packed_attention: true, text: packed, compile: block}", "packed_attention: true needs compile: none"),
         ("{packed_attention: true, text: packed, parallel: {pp_size: 2}}", "pp_size"),
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
         ("{compile: block, activation_offload: true}", "activation_offload to False"),

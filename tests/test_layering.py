@@ -23,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.cache": "config errors urls retrying",
         "pipeline.sources": "config errors urls retrying cache",
         "pipeline.images": "config errors",
-        "pipeline.models": "config errors",
+        "pipeline.models": "config errors kernels",
+        "pipeline.kernels": "",
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "config errors amounts cache sources",
         "pipeline.work": "config errors amounts processes retrying launch cache",
@@ -40,6 +41,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRA
     "diffusers": {"pipeline.models"},
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},
+    "triton": {"pipeline.kernels.gated_convolution_triton", "pipeline.kernels.linear_attention_triton"},
 }
 CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
@@ -142,6 +144,7 @@ def test_every_permission_is_used() -> None:
         ("pipeline/models/bad.py", "from pipeline.cache import layout"),
         ("pipeline/models/bad.py", "from ..cache import layout"),
         ("pipeline/models/bad.py", "from .. import sources"),
+        ("pipeline/kernels/bad.py", "from pipeline.models import sana_layers"),
         ("pipeline/models/bad.py", "import torch.distributed as dist"),
         ("pipeline/models/bad.py", "from torch import distributed"),
         ("pipeline/models/deep/bad.py", "import pipeline.parallel.mesh"),
@@ -149,6 +152,7 @@ def test_every_permission_is_used() -> None:
         ("pipeline/cache/bad.py", "def f():\n    import pipeline.loader.loader"),
         ("pipeline/sources/bad.py", "import importlib\nimportlib.import_module('pipeline.models.sana')"),
         ("pipeline/sources/bad.py", "from transformers import AutoTokenizer"),
+        ("pipeline/kernels/backend.py", "import triton.language as tl"),
         ("pipeline/parallel/bad.py", "from pipeline.models.sana import SanaTransformer"),
         ("pipeline/training/bad.py", "from diffusers import SanaPipeline"),
         ("pipeline/training/bad.py", "import pipeline.encoding.plan"),

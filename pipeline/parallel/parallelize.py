@@ -176,7 +176,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
-        compile_blocks(blocks, train.compile_backend, train.compile_max_shapes)
+        compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
     stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
         data_parallel.apply_fsdp(stage, blocks if stage is model else blocks_of(stage), mesh, train)

@@ -3,8 +3,10 @@
 What: `apply` takes a plan, {module of a block: role}, makes the parameters of these modules DTensors that are sharded
 over `tp`, and lets the modules compute with the local shard. The roles:
   region  its input is replicated; the gradients of the input are summed over the shards
-  column  Linear or convolution, sharded by output channels (a depthwise convolution, where groups = channels, too)
-  row     Linear or 1x1 convolution, sharded by input channels; outputs are summed over the shards, then comes the bias
+  column  Linear or convolution of channels-last tokens, sharded by output channels; a depthwise one, too, if its
+          `_conv_forward` takes the number of channels from the weight
+  row     Linear or 1x1 convolution of channels-last tokens, sharded by input channels; outputs are summed over the
+          shards, then comes the bias
   norm    RMS norm over sharded channels; the mean square is that of all channels
 Why by hand and not torch's `ColwiseParallel`: DTensor has no convolution over channels (a 1x1 convolution sharded by
 rows even gives wrong numbers without an error), and half of Sana's parameters are convolutions. One implementation
@@ -101,8 +103,7 @@ def _reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(module, nn.Conv2d):
-        groups = 1 if module.groups == 1 else weight.shape[0]
-        return F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, groups)
+        return module._conv_forward(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -134,7 +135,7 @@ class _Row(_Sharded):
         summed = _reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
         if self.bias is None:
             return summed
-        return summed + (self.bias.view(-1, 1, 1) if isinstance(self, nn.Conv2d) else self.bias)
+        return summed + self.bias
 
 
 class _Norm(_Sharded):

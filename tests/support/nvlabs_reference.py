@@ -25,18 +25,23 @@ class Shape:
     cross_heads: int
 
 
+def _full(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _linear(w: Weights, name: str, x: Tensor) -> Tensor:
     return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
 
 
 def _layer_norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6)  # CUDA's autocast casts its input; the CPU's does not
+    return F.layer_norm(_full(x), x.shape[-1:], eps=1e-6)  # CUDA's autocast casts its input; the CPU's does not
 
 
 def _rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     if name not in w:
         return x
-    full = x.float()
+    full = _full(x)
     return (w[name] * (full / (full.square().mean(-1, keepdim=True) + eps).sqrt())).to(x.dtype)
 
 
@@ -46,7 +51,7 @@ def _linear_attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
     key = _rms_norm(w, name + ".k_norm.weight", key, 1e-5)
     q, k, v = (t.unflatten(-1, (-1, shape.linear_head_dim)).transpose(1, 2) for t in (query, key, value))
     with torch.autocast(x.device.type, enabled=False):
-        q, k, v = F.relu(q).float(), F.relu(k).float(), v.float()
+        q, k, v = _full(F.relu(q)), _full(F.relu(k)), _full(v)
         sums = k.transpose(2, 3) @ v
         out = (q @ sums) / (q @ k.sum(2)[..., None] + 1e-8)
     return _linear(w, name + ".proj", out.to(query.dtype).transpose(1, 2).flatten(2))
@@ -78,7 +83,7 @@ def forward(w: Weights, shape: Shape, x: Tensor, timestep: Tensor, y: Tensor, ma
     height, width = x.shape[-2:]
     tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"]).flatten(2).transpose(1, 2)
     frequencies = torch.exp(-math.log(10000) * torch.arange(128) / 128)
-    angles = timestep.float()[:, None] * frequencies[None]
+    angles = timestep.to(y.dtype)[:, None] * frequencies[None]
     t = torch.cat([angles.cos(), angles.sin()], dim=1)
     t = _linear(w, "t_embedder.mlp.2", F.silu(_linear(w, "t_embedder.mlp.0", t)))
     modulation = _linear(w, "t_block.1", F.silu(t)).unflatten(1, (6, -1))
@@ -106,10 +111,10 @@ def loss(
     level = (torch.sigmoid(logit.double()) * 1000).long().double() / 1000
     sigma = 3 * level / (1 + 2 * level)
     timestep = (1000 * sigma + 1e-9).floor().long()
-    s = sigma.float().view(-1, 1, 1, 1)
+    s = sigma.to(noise.dtype).view(-1, 1, 1, 1)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         prediction = forward(w, shape, (1 - s) * z + s * noise, timestep, y, mask)
-    return (noise - z - prediction.float()).square().mean(dim=(1, 2, 3)).mean()
+    return (noise - z - _full(prediction)).square().mean(dim=(1, 2, 3)).mean()
 
 
 def learning_rate(base: float, batch: int, warmup: int, step: int) -> float:

@@ -1,0 +1,35 @@
+"""Which implementation of an operation runs: its Triton kernels or its PyTorch twin."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
+    """The module `pipeline.kernels.<name>_triton`, or None where the twin runs: elsewhere than on a GPU, in float64
+    (the kernels compute in float32), or without Triton (it comes with torch's wheels for CUDA on Linux)."""
+    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and _triton_is_installed():
+        return importlib.import_module(f"pipeline.kernels.{name}_triton")
+    return None
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, operations compute in the dtype of their inputs."""
+    if device.type == "meta":  # autocast does not support the device
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,133 @@
+"""ReLU linear attention, accumulated in float32; forward and backward.
+
+Saves only its three inputs, in their dtype. Everything that autograd would save (float32 copies of all three in another
+layout, the product, its denominators) is recomputed: two small products, which cost less than those copies. The Triton
+kernels read and write 13 token matrices in all, the twin about 110.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from pipeline.kernels.backend import kernels, without_autocast
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
+    """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
+
+    Args:
+        query, key, value: (B, N, heads*head_dim), any floating dtype; all that is saved for the backward pass.
+
+    Returns:
+        (B, N, heads*head_dim), contiguous, in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A
+        position whose denominator is zero yields zero.
+    """
+    return _operation(query, key, value, head_dim, eps)
+
+
+@torch.library.custom_op("sana_pipe::linear_attention", mutates_args=())
+def _operation(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
+    module = kernels("linear_attention", query, key, value)
+    return (module.forward if module else forward)(query, key, value, head_dim, eps)
+
+
+@torch.library.custom_op("sana_pipe::linear_attention_backward", mutates_args=())
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    module = kernels("linear_attention", gradient, query, key, value)
+    return (module.backward if module else backward)(gradient, query, key, value, head_dim, eps)
+
+
+@_operation.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+@_gradients.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.head_dim, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(gradient, *ctx.saved_tensors, ctx.head_dim, ctx.eps), None, None
+
+
+_operation.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.sana_pipe.linear_attention)
+def _forward_flops(query: tuple[int, ...], key: Any, value: Any, head_dim: int, *args: Any, **kwargs: Any) -> int:
+    return 4 * math.prod(query) * (head_dim + 1)
+
+
+@register_flop_formula(torch.ops.sana_pipe.linear_attention_backward)
+def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    """Of the gradients; the products that are done again are no work of the model."""
+    return 2 * _forward_flops(*args)
+
+
+# ------------------------------------------------------------------------------------------------------------- twin
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
+    """As `linear_attention`."""
+    with without_autocast(query.device):
+        q, k, v = _parts(query, key, value, head_dim)
+        out = torch.matmul(_moments(k, v), q.transpose(2, 3))  # (B, h, d+1, N), as diffusers: equal bit for bit
+        return _joined((out[:, :, :-1] / (out[:, :, -1:] + eps)).transpose(2, 3), value.dtype)
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous."""
+    with without_autocast(query.device):
+        q, k, v = _parts(query, key, value, head_dim)
+        moments = _moments(k, v)
+        out = torch.matmul(q, moments.transpose(2, 3))
+        scale = out[..., -1:] + eps
+        of_result = _by_head(gradient, head_dim)
+        of_scale = -(of_result * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
+        of_out = torch.cat([of_result / scale, of_scale], dim=-1)  # (B, h, N, d+1)
+        of_moments = torch.matmul(of_out.transpose(2, 3), q)
+        of_query = _joined(torch.matmul(of_out, moments), query.dtype)
+        of_key = _joined(torch.matmul(v, of_moments), key.dtype)
+        of_value = _joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
+        relu = torch.ops.aten.threshold_backward
+        return relu(of_query, query, 0).contiguous(), relu(of_key, key, 0).contiguous(), of_value
+
+
+def _by_head(x: Tensor, head_dim: int) -> Tensor:
+    """(B, N, heads*head_dim) of any dtype -> (B, heads, N, head_dim) float32, contiguous: one pass casts and moves."""
+    heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+    return heads.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, heads, N, head_dim) -> (B, N, heads*head_dim) in `dtype`, contiguous: the inverse of `_by_head`."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(q), relu(k) (B, h, N, d) and [v, 1] (B, h, N, d+1), float32; the ones carry the denominator."""
+    ones = F.pad(value.unflatten(2, (-1, head_dim)), (0, 1), value=1.0).flatten(2)
+    return _by_head(F.relu(query), head_dim), _by_head(F.relu(key), head_dim), _by_head(ones, head_dim + 1)
+
+
+def _moments(k: Tensor, v: Tensor) -> Tensor:
+    """[V, 1]^T relu(K): (B, h, d+1, d)."""
+    return torch.matmul(v.transpose(2, 3), k)

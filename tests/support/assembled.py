@@ -1,0 +1,50 @@
+"""Triton kernels compiled for GPUs that are not there, and what they need of one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that a block may have, by compute capability (CUDA C programming guide, technical
+specifications per compute capability)."""
+_INTEGERS = ("height", "width", "channels", "tokens", "dim")
+_ALIGNED = ("channels", "dim")
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Needs(NamedTuple):
+    """Of a kernel: registers of a thread, bytes of stack (spilled values) and of shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants: Any) -> Needs:
+    """Compile a kernel; `constants` are its constexprs, and sizes that a launch would specialise (1)."""
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in _INTEGERS:
+            return "i32"
+        return "fp32" if name == "eps" else "*fp32" if name == "parts" or "state" in name else f"*{dtype}"
+
+    signature = {name: kind(name) for name in kernel.arg_names}
+    aligned = [i for i, (name, k) in enumerate(signature.items()) if k[0] == "*" or (name in _ALIGNED and k == "i32")]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [_TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    registers, stack, local = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups())  # type: ignore[union-attr]
+    return Needs(registers, stack + local, compiled.metadata.shared)

@@ -1,0 +1,228 @@
+"""The kernels: Triton in its interpreter and compiled for GPUs that are not there, their twins, the operations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.kernels import backend, gated_convolution, linear_attention, packed_attention
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS = {"fp32": 2e-6, "bf16": 2**-6}
+"""Relative L2. The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16 twice."""
+
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# ----------------------------------------------------------------------------------------------------- interpreter
+
+
+def interpreted(*options: str) -> dict[str, dict[str, float]]:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"python -m tests.support.workers.interpreted {seed} {' '.join(options)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.workers.interpreted", str(seed), *options],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def within_limits(found: dict[str, dict[str, float]]) -> bool:
+    wrong = {name: errors for name, errors in found.items() if not max(errors.values()) <= LIMITS[name[-4:]]}
+    assert wrong == {}
+    return bool(found)
+
+
+@triton
+def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
+    found = interpreted()
+    assert within_limits(found)
+    assert len(found) == 12
+
+
+@triton
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_so_are_those_of_random_shapes() -> None:
+    assert within_limits(interpreted("--more"))
+
+
+# -------------------------------------------------------------------------------------------------------- assembler
+
+CONVOLUTION, ATTENTION = "gated_convolution_triton", "linear_attention_triton"
+KERNELS: dict[tuple[str, str], Callable[[Any, str], dict[str, Any]]] = {  # the constants that its launcher gives
+    **{(CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_forward", "_gate_backward", "_input_backward")},
+    (ATTENTION, "_moments"): lambda m, t: m.constants(32) | {"EXACT": "tf32" if t == "bf16" else "tf32x3"},
+    (ATTENTION, "_forward"): lambda m, t: m.constants(32),
+    (ATTENTION, "_query_backward"): lambda m, t: m.constants(32) | {"TILE": m.SMALL_TILE},
+    (ATTENTION, "_key_value_backward"): lambda m, t: m.constants(32),
+}
+GPUS = (80, 90, 100)
+
+
+def fits(kernel: tuple[str, str], gpu: int, dtype: str, **more: int) -> bool:
+    from tests.support import assembled
+
+    module = importlib.import_module(f"pipeline.kernels.{kernel[0]}")
+    needs = assembled.needs(getattr(module, kernel[1]), gpu, dtype, **(KERNELS[kernel](module, dtype) | more))
+    print(kernel, gpu, dtype, needs)
+    return needs.stack == 0 and needs.shared <= assembled.SHARED_LIMIT[gpu]
+
+
+@triton
+@pytest.mark.parametrize("kernel", KERNELS, ids=".".join)
+def test_a_kernel_compiles_without_spills_and_within_shared_memory(kernel: tuple[str, str]) -> None:
+    assert fits(kernel, 90, "bf16")
+
+
+@triton
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=".".join)
+def test_on_every_gpu_in_every_dtype(kernel: tuple[str, str], gpu: int, dtype: str) -> None:
+    assert fits(kernel, gpu, dtype)
+    sizes = ("height", "width") if kernel[0] == CONVOLUTION else ("tokens",)
+    assert fits(kernel, gpu, dtype, **dict.fromkeys(sizes, 1)), "a launch with a size of 1 compiles it as a constant"
+
+
+@triton
+def test_the_check_sees_spills() -> None:
+    assert not fits((CONVOLUTION, "_input_backward"), 90, "bf16", BLOCK=512, num_warps=1)
+
+
+# ------------------------------------------------------------------------------------------------ twins, operations
+
+
+def convolution_inputs(dtype: torch.dtype) -> list[Tensor]:
+    shapes = (2, 3, 5, 6), (6, 1, 3, 3), (6,)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def attention_inputs(dtype: torch.dtype) -> list[Any]:
+    return [*(torch.randn(2, 5, 6, dtype=dtype, requires_grad=True) for _ in range(3)), 3, 1e-15]
+
+
+def packed_inputs(dtype: torch.dtype) -> list[Any]:
+    shapes = (3, 5, 2, 4), (9, 2, 4), (9, 2, 4)
+    tensors = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return [*tensors, torch.tensor([0, 1, 7, 9], dtype=torch.int32)]
+
+
+OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
+    "gated convolution": (gated_convolution._operation, gated_convolution._gradients, convolution_inputs),
+    "linear attention": (linear_attention._operation, linear_attention._gradients, attention_inputs),
+    "packed attention": (packed_attention._operation, packed_attention._gradients, packed_inputs),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_twin_has_the_gradients_of_its_values(name: str) -> None:
+    """Against differences in float64. Linear attention computes in float32, so its differences are coarser."""
+    operation, _, inputs = OPERATIONS[name]
+    torch.manual_seed(0)
+    if name == "linear attention":
+        given = inputs(torch.float64)
+        plain = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in given]
+        gradient = torch.randn(2, 5, 6, dtype=torch.float64)
+        (formula(*plain) * gradient).sum().backward()
+        (operation(*given) * gradient).sum().backward()
+        for ours, exact in zip(given[:3], plain[:3], strict=True):
+            assert (ours.grad - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+    else:
+        assert torch.autograd.gradcheck(operation, inputs(torch.float64))
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
+    q, k, v = (x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (query, key, value))
+    weights = q.relu() @ k.relu().transpose(2, 3)
+    return (weights @ v / (weights.sum(-1, keepdim=True) + eps)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
+    """Schema, shapes and strides without data, gradients, and all of it within a graph of dynamic shapes."""
+    operation, gradients, inputs = OPERATIONS[name]
+    given = inputs(torch.float32)
+    torch.library.opcheck(operation, given)
+    gradient = operation(*given).detach().transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_saves_its_inputs_alone(name: str) -> None:
+    operation, _, inputs = OPERATIONS[name]
+    given, saved = inputs(torch.float32), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        operation(*given)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in given if isinstance(x, Tensor)]
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    given = convolution_inputs(torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        gated_convolution.gated_convolution(*given).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 9 * given[0].numel()
+    with FlopCounterMode(display=False) as plain:
+        F.conv2d(given[0].permute(0, 3, 1, 2), given[1], padding=1, groups=6)
+    assert 3 * plain.get_total_flops() == counter.get_total_flops()
+
+
+def test_kernels_run_on_a_gpu_alone_and_not_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.kernels("linear_attention", torch.zeros(1)) is None
+
+    class OnGpu:
+        is_cuda, dtype = True, torch.bfloat16
+
+    if importlib.util.find_spec("triton") is not None:
+        assert backend.kernels("linear_attention", OnGpu(), OnGpu()).__name__.endswith("_triton")  # type: ignore[union-attr, arg-type]
+    exact = OnGpu()
+    exact.dtype = torch.float64
+    assert backend.kernels("linear_attention", OnGpu(), exact) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(backend, "_triton_is_installed", lambda: False)
+    assert backend.kernels("linear_attention", OnGpu()) is None  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gated convolution", "linear attention"])
+def test_on_a_gpu_the_kernels_are_nearer_to_fp64_than_their_limit(name: str, dtype: torch.dtype) -> None:
+    operation, gradients, _ = OPERATIONS[name]
+    torch.manual_seed(0)
+    if name == "gated convolution":
+        shapes, more = ((2, 24, 43, 1280), (1280, 1, 3, 3), (1280,)), ()
+    else:
+        shapes, more = ((2, 1032, 640),) * 3, (32, 1e-15)
+    given = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    exact = [x.cpu().double() for x in given]
+    plain = formula if name == "linear attention" else gated_convolution.forward
+    leaves = [x.requires_grad_() for x in exact]
+    expected = plain(*leaves, *more)
+    gradient = torch.randn(expected.shape, device="cuda").to(dtype)
+    expected.backward(gradient.cpu().double())
+    actual = [operation(*given, *more), *gradients(gradient, *given, *more)]
+    for ours, wanted in zip(actual, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
+        error = (ours.cpu().double() - wanted).norm() / wanted.norm()  # type: ignore[union-attr]
+        assert error <= (2**-7 if dtype is torch.bfloat16 else 1e-5)
