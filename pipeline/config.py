@@ -550,6 +550,17 @@ class ParallelConfig(_Section):
         return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
+class ProfileConfig(_Section):
+    """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
+
+    start: Positive = 10
+    """The first step that is traced, counted since the run started or resumed."""
+    steps: Positive = 3
+    """Steps that are traced."""
+    ranks: Literal["first", "all"] = "first"
+    """first: the first process alone. all: every process, each into its file."""
+
+
 class TrainConfig(_Section):
     """The training run."""
 
@@ -636,6 +647,8 @@ class TrainConfig(_Section):
     """torch.compile's backend."""
     compile_max_graphs: Positive = 8
     """Limit on compiled graphs; one more is an error."""
+    profile: ProfileConfig | None = None
+    """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.cache.root import Cache
-from pipeline.config import BucketConfig, Config, OptimConfig, written
+from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
@@ -37,6 +38,7 @@ from pipeline.parallel.activation_checkpoint import checkpoint_blocks
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
+from pipeline.training.profiling import Profiler
 from pipeline.training.step import NonFiniteError
 from pipeline.training.task import Report
 from pipeline.training.trainer import closing_on_exit, fit
@@ -339,6 +341,62 @@ def test_fp32_in_one_process_stays_a_plain_module() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the run
+
+
+@pytest.mark.parametrize(("start", "steps", "traced"), [(2, 2, 2), (4, 9, 2), (9, 1, 0)])
+def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: int) -> None:
+    """Those that the configuration names, as far as the run has them, and nothing changes."""
+    options: dict[str, Any] = {"steps": 5, "microbatch": 8}
+    plain = tiny_run.config(tmp_path / "plain", **options)
+    settings = tiny_run.config(tmp_path / "traced", profile={"start": start, "steps": steps}, **options)
+    reports = [fit(one, tiny_run.task(one), Launch(), say=lambda line: None) for one in (plain, settings)]
+    assert reports[0].loss == reports[1].loss
+    assert not (tmp_path / "plain/profile").exists()
+    files = list((tmp_path / "traced/profile").glob("*"))
+    if not traced:
+        assert not files
+        return
+    assert [path.name for path in files] == [f"trace-step-{min(start + steps - 1, 5):08d}-process-0.json.gz"]
+    with gzip.open(files[0]) as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name", "").startswith("Optimizer.step") for event in events) == traced
+    assert any("backward" in event.get("name", "").lower() for event in events)
+
+
+def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for rank, ranks in ((0, "first"), (1, "first"), (1, "all")):
+        config = ProfileConfig(start=1, steps=1, ranks=ranks)  # type: ignore[arg-type]
+        profiler = Profiler(config, tmp_path / f"{rank}-{ranks}", rank, CPU, lines.append)
+        profiler.begin_step(1)
+        torch.zeros(3).add_(1)
+        profiler.begin_step(2)
+        profiler.close(2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0-first", "1-all"]
+    assert len(lines) == 2
+
+
+def test_a_trace_that_cannot_be_written_is_no_reason_to_lose_a_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file")
+    lines: list[str] = []
+    profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, CPU, lines.append)
+    profiler.begin_step(1)
+    profiler.close(1)
+    (line,) = lines
+    assert line.startswith("note: the profile could not be written")
+
+
+def test_on_a_gpu_a_memory_snapshot_is_written_and_recording_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, torch.device("cuda"), lambda line: None)
+    profiler.begin_step(1)
+    profiler.begin_step(2)
+    assert calls[1] == str(tmp_path / "profile/memory-step-00000001-process-0.pickle")
+    assert "max_entries" in calls[0] and calls[2:] == [{"enabled": None}]
 
 
 class Launches(TorchDispatchMode):

@@ -6,8 +6,8 @@ Every decision that all processes must take alike (what to resume, when to stop)
 have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
 
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*` and, while a
-training uses it, `lock.json`.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with
+`train.profile` `profile/`, and, while a training uses it, `lock.json`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, taken
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
+from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop import StopRequest, catch_signals
 from pipeline.training.task import Log, Report, Task
@@ -173,6 +174,8 @@ class _Loop:
         self.saver = checkpoint.Saver(
             context.folder / "checkpoints", run.architecture, context.config, context.log, lock
         )
+        launch, device = context.launch, context.device
+        self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
@@ -189,6 +192,7 @@ class _Loop:
             printed_first(launch.rank, launch.world),
             memory_errors(self.train),
             stopping(self.stop.check),
+            self._profiled(),
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "replaced", 0), self.context.config, self.context.log)
             state: State | None = None
@@ -209,7 +213,15 @@ class _Loop:
                 feed.raise_failure()
         return self._report(stopped=self.step.stop_wanted or feed.broken)
 
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.profiler.close(self.done)
+
     def _step(self, batches: list[Batch], step: int) -> Outcome:
+        self.profiler.begin_step(step)
         optimizers.set_learning_rate(self.run.optimizer, self._learning_rate(step))
         self._seed(step)
         stop = self.stop.reason() is not None or self.saver.failed or self.lock.lost
