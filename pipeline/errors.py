@@ -72,10 +72,27 @@ class RejectRateError(UserError):
     exit_code = 5
 
 
-_CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")
+_CACHE = (
+    "encode",
+    "bucket",
+    "snapshots",
+    "diff",
+    "name",
+    "train",
+    "plan",
+    "sample",
+    "status",
+    "verify",
+    "gc",
+    "forget",
+)
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
-    1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with a traceback", ()),
+    1: (
+        "units are missing (status), the snapshots differ (diff), the run does not fit (plan), or a defect of "
+        "sana-pipe with a traceback",
+        (),
+    ),
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),

@@ -30,10 +30,11 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
         "pipeline.training": "config errors amounts retrying launch cache models loader parallel",
+        "pipeline.planning": "config errors images models loader parallel training",
         "pipeline.reporting": "config cache models loader",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
-        " work parallel encoding training reporting",
+        " work parallel encoding training planning reporting",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRARY_HOMES
