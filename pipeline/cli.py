@@ -84,6 +84,7 @@ def cli() -> None:
     sana-pipe check                 are the models available, and do they fit together
     sana-pipe encode --data DIR     pictures and captions -> cache
     sana-pipe bucket                cache -> a snapshot of resolution buckets
+    sana-pipe plan                  does the run fit, how fast is it, what does it cost
     sana-pipe train                 snapshot -> checkpoints
     sana-pipe sample, export        checkpoint -> pictures, a SanaPipeline folder
     sana-pipe config                every option with its meaning, value and origin
@@ -376,6 +377,36 @@ def train(
 
     report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
+
+
+@cli.command(
+    examples=[
+        "sana-pipe plan --gpu h100 --gpus 8 --price 2.5",
+        "sana-pipe plan --gpus 4 --gpu-memory 24GiB --set train.optim.name=came --set train.optim.eps=null"
+        " --set train.optim.betas=null",
+        "sana-pipe plan --snapshot round2 --gpu a40 --json",
+    ]
+)
+@_configured
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Of all nodes together.")
+@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...")
+@click.option("--gpu-memory", metavar="24GiB", help="Memory of each GPU. Default: that of --gpu.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--price", type=click.FloatRange(min=0), metavar="P", help="Price of a GPU hour, in any currency.")
+@click.option(
+    "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
+)
+@_json
+def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
+    """Predict memory, speed and cost of a training before it starts; needs no GPU.
+
+    The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
+    fit.
+    """
+    config = _load(config_path, overrides)
+    from stages import plan as stage
+
+    return stage.run(config, **options)
 
 
 @cli.command(examples=["sana-pipe check", "sana-pipe check --config sana15_1600m_1024 --json"])

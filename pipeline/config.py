@@ -851,6 +851,10 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket --pack --snapshot": _PACK,
     "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
     "train": (*_CACHE, "model", "train", "data.resolution"),
+    "plan": (
+        *(*_CACHE, "model", "train", "data.resolution", "data.buckets", "text.max_length"),
+        *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
+    ),
     "export": _EXPORT,
     "sample": _SAMPLE,
     "decode": ("vae", "encode.device"),

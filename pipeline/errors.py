@@ -117,10 +117,27 @@ def _tells_of_a_peer(error: Exception) -> bool:
     return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-_CACHE = ("encode", "bucket", "snapshots", "diff", "name", "train", "sample", "status", "verify", "gc", "forget")
+_CACHE = (
+    "encode",
+    "bucket",
+    "snapshots",
+    "diff",
+    "name",
+    "train",
+    "plan",
+    "sample",
+    "status",
+    "verify",
+    "gc",
+    "forget",
+)
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
-    1: ("units are missing (status), the snapshots differ (diff), or a defect of sana-pipe with a traceback", ()),
+    1: (
+        "units are missing (status), the snapshots differ (diff), the run does not fit (plan), or a defect of "
+        "sana-pipe with a traceback",
+        (),
+    ),
     2: ("a wrong option, setting, file or environment", ()),
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),

@@ -91,6 +91,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "export",
         "forget",
         "gc",
+        "plan",
         "sample",
         "snapshots",
         "status",

@@ -26,15 +26,16 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors kernels",
         "pipeline.kernels": "",
         "pipeline.snapshots": "config errors cache sources images loader",
-        "pipeline.loader": "config errors amounts cache sources",
+        "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts processes retrying launch cache",
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
         "pipeline.training": "config errors amounts processes retrying launch cache models loader parallel",
+        "pipeline.planning": "config errors images models loader parallel training",
         "pipeline.reporting": "config cache models loader",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
-        " work parallel encoding training reporting",
+        " work parallel encoding training planning reporting",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRARY_HOMES

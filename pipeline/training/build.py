@@ -154,10 +154,16 @@ def architecture_of(config: Config, task: Task) -> SanaConfig:
         UserError: weights that cannot be found or read.
     """
     if config.model.weights is not None:
-        return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
+        return architecture_of_weights(config)
     if config.model.arch is None:
         raise ConfigError("neither model.weights nor model.arch is given")
     return SanaConfig.from_arch(config.model.arch, task.sample_size)
+
+
+def architecture_of_weights(config: Config) -> SanaConfig:
+    """The shape of `model.weights`, from its `config.json`."""
+    assert config.model.weights is not None
+    return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:

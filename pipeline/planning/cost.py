@@ -1,0 +1,161 @@
+"""Time and cost of a step: operations and bytes of the traced step against a card's peaks.
+
+What: `Time.of` gives each class of kernels the longer of its arithmetic and its memory traffic, at stated efficiencies,
+adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch.
+It is an estimate until `--calibrate` has run real steps on the present device: `Constants.corrected` scales it to them.
+Assumptions (`Constants`): the share of a peak that kernels reach in practice, a start of 4 microseconds a kernel, and
+that all-gathers and reduce-scatters run beside arithmetic, while the sums of tensor parallelism do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from pipeline.models.sana_flops import training_flops
+from pipeline.planning.predict import Data, Prediction
+from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
+
+_GB, _TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of the card's peaks that are reached; start_s: seconds to start a kernel; factor: measured / estimated."""
+
+    matmul: float = 0.60
+    attention: float = 0.35
+    memory: float = 0.75
+    depthwise: float = 0.35
+    link: float = 0.70
+    overlap: float = 0.80
+    start_s: float = 4e-6
+    factor: float = 1.0
+    calibrated: bool = False
+
+    def corrected(self, measured: float, estimated: float) -> Constants:
+        """After real steps of `measured` seconds, of which `estimated` were expected."""
+        return replace(self, factor=self.factor * measured / estimated, calibrated=True)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Of one optimizer step on all GPUs, in seconds.
+
+    Attributes:
+        kernels: by class. traffic: by collective. exposed: traffic that arithmetic does not hide. bubble: idle time of
+            the pipeline. samples: of the global batch. flops: of the model, without recomputation. peak: FLOP/s of all
+            GPUs.
+    """
+
+    kernels: dict[str, float]
+    traffic: dict[str, float]
+    exposed: float
+    bubble: float
+    samples: int
+    flops: float
+    peak: float
+    gpus: int
+    epoch_samples: int | None
+    constants: Constants = field(default_factory=Constants)
+
+    @property
+    def step(self) -> float:
+        return (sum(self.kernels.values()) + self.exposed + self.bubble) * self.constants.factor
+
+    @property
+    def images_per_s(self) -> float:
+        return self.samples / self.step
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.step / self.peak
+
+    @property
+    def epoch_hours(self) -> float | None:
+        """Hours of an epoch of the snapshot; None without one."""
+        return None if self.epoch_samples is None else self.epoch_samples / self.images_per_s / 3600
+
+    def cost(self, price: float) -> float | None:
+        """Of an epoch, at a price per GPU hour."""
+        return None if self.epoch_hours is None else self.epoch_hours * self.gpus * price
+
+    def as_dict(self, price: float | None = None) -> dict[str, Any]:
+        """JSON values."""
+        hours = self.epoch_hours
+        return {
+            "step_s": self.step,
+            "images_per_s": self.images_per_s,
+            "mfu": self.mfu,
+            "epoch_samples": self.epoch_samples,
+            "epoch_hours": hours,
+            "epoch_gpu_hours": None if hours is None else hours * self.gpus,
+            "epoch_cost": None if price is None else self.cost(price),
+            "kernels_s": self.kernels,
+            "traffic_s": self.traffic,
+            "exposed_s": self.exposed,
+            "bubble_s": self.bubble,
+            "calibrated": self.constants.calibrated,
+            "constants": asdict(self.constants),
+        }
+
+    @classmethod
+    def of(cls, prediction: Prediction, data: Data, constants: Constants | None = None) -> Time:
+        """The time of a step of the worst bucket. Buckets of one table have about the same area, so it is near the
+        mean."""
+        constants = constants or Constants()
+        train, shape, card = prediction.train, prediction.shape, prediction.machine.card
+        count = -(-prediction.share // shape.microbatch)
+        repeats = count / shape.count
+        tflops = card.fp32_tflops if train.precision == "fp32" else card.bf16_tflops
+        kernels: dict[str, float] = {}
+        for name, work in prediction.traced.work.items():
+            times = 1.0 if name == UPDATE else repeats
+            reached = {MATMUL: constants.matmul, ATTENTION: constants.attention, KERNELS: constants.matmul}
+            arithmetic = work.flops / (tflops * _TERA * reached.get(name, 1.0))
+            share = constants.depthwise if name == DEPTHWISE else constants.memory
+            moved = work.bytes / (card.memory_gbs * _GB * share)
+            kernels[name] = times * max(arithmetic, moved, work.calls * constants.start_s)
+        traffic = _traffic(prediction, repeats, constants)
+        busy = sum(kernels.values())
+        hidden = sum(s for name, s in traffic.items() if "gather" in name or "scatter" in name)
+        exposed = max(0.0, hidden - constants.overlap * busy) + sum(traffic.values()) - hidden
+        stages = prediction.layout.pp
+        tokens = shape.tokens(prediction.architecture)
+        samples = prediction.share * prediction.layout.data_world
+        return cls(
+            kernels,
+            traffic,
+            exposed,
+            busy * (stages - 1) / count if stages > 1 else 0.0,
+            samples,
+            float(training_flops(prediction.architecture, samples, tokens, samples * shape.rows)),
+            tflops * _TERA * prediction.machine.gpus,
+            prediction.machine.gpus,
+            data.samples,
+            constants,
+        )
+
+
+def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> dict[str, float]:
+    """Seconds of each collective: bytes over the slowest link that its group uses."""
+    machine, layout = prediction.machine, prediction.layout
+    seconds: dict[str, float] = {}
+    for (name, size), (payload, _) in prediction.traced.sent.items():
+        group = size or layout.dp_shard
+        if group < 2 and name not in ("send", "recv"):
+            continue
+        inside = group * (layout.tp if "all_reduce" not in name else 1) <= machine.per_node
+        rate = machine.card.link_gbs if inside else machine.network_gbs / max(1, machine.per_node)
+        share = (group - 1) / group if group > 1 else 1.0
+        passes = 2 * share if "reduce" in name and "scatter" not in name else share
+        times = 1.0 if "scatter" in name else repeats  # gradients are sent once a step
+        seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * constants.link)
+    return seconds
+
+
+def by_share(times: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Names and shares of the sum, the largest first."""
+    whole = sum(times.values()) or 1.0
+    return sorted(((name, value / whole) for name, value in times.items()), key=lambda pair: -pair[1])

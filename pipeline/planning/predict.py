@@ -1,0 +1,342 @@
+"""What a run needs of each GPU, and how fast it would be.
+
+What: `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says
+whether it fits, by how much, which microbatch would still fit, and why.
+`closed_form` computes the lasting part of the number from the counts of parameters, beside the traced one.
+Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers, and the allocator's
+rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.images import buckets
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import pipeline_parallel, tensor_parallel
+from pipeline.parallel.mesh import Layout, check_sizes
+from pipeline.planning.cards import GIB, Card
+from pipeline.planning.trace import Shape, Traced
+from pipeline.planning.tracker import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
+from pipeline.training.optimizers import in_backward
+
+CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
+"""Bytes of the CUDA context with cuBLAS and cuDNN, of NCCL's buffers, and the share of short-lived memory that the
+allocator loses; estimates."""
+COMPRESSION, CHANNELS, TEXT_WIDTH = 32, 32, 2304
+"""Of Sana's VAE and text encoder, where no snapshot says."""
+_RELEASED: dict[str, dict[str, Any]] = {
+    "Sana_600M": {
+        "num_layers": 28,
+        "num_attention_heads": 36,
+        "num_cross_attention_heads": 16,
+        "cross_attention_head_dim": 72,
+        "cross_attention_dim": 1152,
+    },
+    "Sana_1600M": {},
+    "SANA1.5_1.6B": {"qk_norm": "rms_norm_across_heads"},
+    "SANA1.5_4.8B": {"qk_norm": "rms_norm_across_heads", "num_layers": 60},
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a step reads.
+
+    Attributes:
+        buckets: (height, width) in pixels -> global batch.
+        samples: of an epoch; None if there is no snapshot.
+        rows: text rows of the longest padded caption.
+        mean_rows: text rows of a step on average; used for the time.
+    """
+
+    buckets: Mapping[tuple[int, int], int]
+    samples: int | None
+    rows: int
+    compression: int = COMPRESSION
+    channels: int = CHANNELS
+    text_width: int = TEXT_WIDTH
+
+    @classmethod
+    def of(cls, config: Config, snapshot: Any = None) -> Data:
+        """The buckets of a snapshot, else those of the configuration."""
+        if snapshot is not None:
+            latent, text = snapshot.latent_recipe, snapshot.text_recipe
+            batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
+            return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
+        arch = config.model.arch
+        channels, width = (arch.in_channels, arch.caption_channels) if arch else (CHANNELS, TEXT_WIDTH)
+        compression = COMPRESSION if channels == CHANNELS else 8
+        shapes = [s for _, table in buckets.resolutions(config.bucket, config.data, compression) for s in table]
+        sizes = dict(zip(shapes, buckets.batches(config.bucket, shapes, compression), strict=True))
+        return cls(sizes, None, config.text.max_length, compression, channels, width)
+
+    def shares(self, data_world: int) -> dict[tuple[int, int], int]:
+        """Samples of a step for one data-parallel process, by bucket."""
+        return {bucket: max(1, -(-batch // data_world)) for bucket, batch in self.buckets.items()}
+
+    def worst(self, data_world: int, microbatch: int) -> tuple[tuple[int, int], int]:
+        """The bucket whose forward pass has the most tokens, and its share."""
+        shares = self.shares(data_world)
+        bucket = max(shares, key=lambda b: (min(microbatch, shares[b]) * b[0] * b[1], shares[b]))
+        return bucket, shares[bucket]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpus: of all nodes together. memory: bytes of each. network_gbs: 10^9 bytes/s of a node to the others."""
+
+    card: Card
+    memory: int
+    gpus: int
+    nodes: int = 1
+    network_gbs: float = 50.0
+    assumed: bool = False
+
+    @property
+    def per_node(self) -> int:
+        return self.gpus // self.nodes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory of the fullest GPU.
+
+    Attributes:
+        kinds: bytes by kind at the peak, with `context` and `fragmentation`, which are estimates.
+        phase: of the step in which the peak is.
+        host: bytes in this process's host memory that are not on the GPU.
+        bucket: the worst one. shape: what a process computes for it. rank: the process.
+        closed: what the closed form says of the kinds that it covers.
+    """
+
+    train: TrainConfig
+    layout: Layout
+    architecture: SanaConfig
+    machine: Machine
+    kinds: dict[str, float]
+    phase: str
+    host: float
+    bucket: tuple[int, int]
+    shape: Shape
+    share: int
+    rank: int
+    traced: Traced
+    closed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(self.kinds.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.machine.memory
+
+    @property
+    def margin(self) -> float:
+        """Bytes that stay free; negative: that are missing."""
+        return self.machine.memory - self.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values; sizes in bytes."""
+        return {
+            "layout": dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), self.layout.sizes, strict=True)),
+            "bucket": list(self.bucket),
+            "microbatch": self.shape.microbatch,
+            "microbatches": self.share / self.shape.microbatch,
+            "kinds": {kind: round(size) for kind, size in self.kinds.items()},
+            "total": round(self.total),
+            "memory": self.machine.memory,
+            "fits": self.fits,
+            "margin": round(self.margin),
+            "peak_in": self.phase,
+            "host": round(self.host),
+            "rank": self.rank,
+            "closed_form": {kind: round(size) for kind, size in self.closed.items()},
+        }
+
+
+def architecture(config: Config, data: Data, resolve: Any = None) -> SanaConfig:
+    """The model's shape: `model.arch`, that of a released model by its name (without network), or that of the weights.
+
+    Args:
+        resolve: (config) -> shape, for weights that are not released ones.
+
+    Raises:
+        UserError: weights that cannot be read.
+    """
+    weights, side = config.model.weights, config.data.resolution // data.compression
+    if weights is None:
+        assert config.model.arch is not None
+        return SanaConfig.from_arch(config.model.arch, side)
+    if weights.id.startswith("Efficient-Large-Model/"):
+        for name, fields in _RELEASED.items():
+            if name in weights.id:
+                return SanaConfig(sample_size=side, **fields)
+    if resolve is None:
+        raise UserError(f"the shape of {weights.id} is unknown", expected=", ".join(_RELEASED), fix="give model.arch")
+    return resolve(config)
+
+
+def check(train: TrainConfig, shape: SanaConfig, data: Data, gpus: int) -> Layout:
+    """The layout of a launch, or the refusal that `train` would give.
+
+    Raises:
+        ConfigError: with the values that would work.
+    """
+    layout = check_sizes(train.parallel, gpus)
+    tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+    uneven = {f"{h}x{w}": batch for (h, w), batch in data.buckets.items() if batch % layout.data_world}
+    if uneven:
+        name, batch = next(iter(uneven.items()))
+        raise ConfigError(
+            f"bucket {name}: a global batch of {batch} cannot be divided into {layout.data_world} equal parts",
+            expected=f"bucket.batch a multiple of {layout.data_world}, such as "
+            f"{-(-batch // layout.data_world) * layout.data_world}",
+            fix="other numbers of GPUs that would do: " + ", ".join(map(str, _divisors(batch)[:12])),
+        )
+    named = {f"{h}x{w}": share for (h, w), share in data.shares(layout.data_world).items()}
+    pipeline_parallel.check(shape.num_layers, named, train.microbatch, train.parallel)
+    in_backward.check(train, max(data.buckets.values()), layout.data_world)
+    return layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def predict(
+    train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine, *, layout: Layout | None = None
+) -> Prediction:
+    """The peak of the fullest GPU in the worst bucket.
+
+    Raises:
+        ConfigError: sizes that do not fit, a technique that is not covered.
+    """
+    layout = layout or check(train, shape, data, machine.gpus)
+    train = train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
+    bucket, share = data.worst(layout.data_world, train.microbatch)
+    microbatch = min(train.microbatch, share)
+    count = -(-share // microbatch)
+    height, width = (side // data.compression for side in bucket)
+    traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
+    work = Shape(height, width, data.rows, microbatch, traced_count)
+    ranks = [0] if layout.pp == 1 else [0, layout.world - 1]
+    traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=True) for rank in ranks}
+    rank, traced = max(traces.items(), key=lambda item: item[1].total)
+    return Prediction(
+        train,
+        layout,
+        shape,
+        machine,
+        with_overheads(traced.peak, layout),
+        traced.phase,
+        traced.host,
+        bucket,
+        work,
+        share,
+        rank,
+        traced,
+        closed_form(shape, train, layout),
+    )
+
+
+def with_overheads(peak: Mapping[str, float], layout: Layout) -> dict[str, float]:
+    """The traced peak, and what no trace sees."""
+    brief = sum(size for kind, size in peak.items() if kind not in LASTING)
+    context = CONTEXT + (NCCL if layout.world > 1 else 0.0)
+    return {**{kind: peak.get(kind, 0.0) for kind in KINDS}, "context": context, "fragmentation": FRAGMENTATION * brief}
+
+
+# ---------------------------------------------------------------------------------------------------- closed form
+
+_STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
+
+
+def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[str, float]:
+    """Bytes per GPU of what lasts, from counts of parameters alone.
+
+    parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp. optimizer: by its bytes per parameter (half in
+    bf16_pure but for adamw8bit). gradients: as the parameters, all of them at the end of the backward pass; none if
+    the update is in the backward pass. ema: 4 bytes. buffers: the largest unit's gathered parameters in the dtype of
+    the computation.
+    """
+    counts = parameter_counts(shape)
+    pure = train.precision == "bf16_pure"
+    shard = counts.blocks * counts.block / layout.pp + counts.ends
+    shard = shard / (layout.dp_shard * layout.tp)
+    each = 2.0 if pure else 4.0
+    state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
+    compute = 4.0 if train.precision == "fp32" else 2.0
+    sizes = {
+        PARAMETERS: each * shard,
+        GRADIENTS: 0.0 if train.optim.in_backward else each * shard,
+        OPTIMIZER: state * shard,
+        EMA: 4.0 * shard if train.ema is not None and train.ema.device == "same" else 0.0,
+        BUFFERS: compute * counts.block / layout.tp if layout.dp_shard > 1 or compute == 2.0 else 0.0,
+    }
+    if train.parallel.offload == "all":
+        sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a block and of the model's ends, and the number of blocks."""
+
+    block: int
+    ends: int
+    blocks: int
+
+
+def parameter_counts(shape: SanaConfig) -> Counts:
+    """Of a model, from two small ones on the meta device."""
+    one, two = (
+        sum(p.numel() for p in SanaTransformer.on_meta(replace(shape, num_layers=n)).parameters()) for n in (1, 2)
+    )
+    return Counts(two - one, 2 * one - two, shape.num_layers)
+
+
+# ------------------------------------------------------------------------------------------------ larger microbatches
+
+
+def largest_microbatch(prediction: Prediction, data: Data) -> int:
+    """The largest microbatch whose peak fits, whatever the batch; 0: not even one sample fits.
+
+    A line through two traces gives a guess, which a third trace corrects: the peak is piecewise linear and convex in
+    the microbatch, so that a guess beyond the last piece is too large, never too small.
+    """
+    one = _at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
+    if one > prediction.machine.memory:
+        return 0
+    low, at_low = 1, one
+    high, at_high = prediction.shape.microbatch, prediction.total
+    if high == 1:
+        high, at_high = 8, _at(prediction, 8)
+    for _ in range(3):
+        slope = (at_high - at_low) / (high - low)
+        guess = max(1, low + math.floor((prediction.machine.memory - at_low) / max(slope, 1.0)))
+        if guess == high or guess > 4096:
+            break
+        at_guess = _at(prediction, guess)
+        if at_guess <= prediction.machine.memory:
+            low, at_low = guess, at_guess
+            high, at_high = (high, at_high) if high > guess else (guess + 1, at_guess + slope)
+        else:
+            high, at_high = guess, at_guess
+    return low if at_high > prediction.machine.memory else max(low, min(high, 4096))
+
+
+def _at(prediction: Prediction, microbatch: int) -> float:
+    shape = replace(prediction.shape, microbatch=microbatch)
+    traced = Traced.of(
+        prediction.architecture, prediction.train, prediction.layout, shape, rank=prediction.rank, on_gpu=True
+    )
+    return sum(with_overheads(traced.peak, prediction.layout).values())

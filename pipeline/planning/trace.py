@@ -1,0 +1,354 @@
+"""One training step of a configuration on fake tensors: the real model, strategy, step and optimizer, without memory.
+
+What: `trace` builds a process of the run as `pipeline.training.build` does, on a process group that sends nothing, does
+one optimizer step, and returns its memory peak by kind, its operations and its communication. `Traced.of` repeats that
+for two small numbers of blocks and extrapolates, which is exact, since blocks are alike.
+Why the CPU's tensors: torch without CUDA ends the process as soon as autograd touches a fake CUDA tensor. Where a GPU
+behaves differently, the trace does too (`on_gpu`): AdamW is fused, 8-bit AdamW is compiled, and offloaded tensors are
+in another memory.
+Price: about one second for each number of blocks. The CUDA context, libraries' workspaces and the allocator's rounding
+are not in the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pipeline.config import TrainConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.loader.loader import Batch
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import data_parallel, saved_tensors
+from pipeline.parallel.mesh import DIMS, Layout
+from pipeline.parallel.parallelize import parallelize
+from pipeline.parallel.shards import local
+from pipeline.planning import tracker as kinds
+from pipeline.planning.tracker import Tracker, Work
+from pipeline.training import optimizers
+from pipeline.training.build import numerics
+from pipeline.training.ema import EMA
+from pipeline.training.optimizers import in_backward
+from pipeline.training.step import TrainStep
+
+CPU = torch.device("cpu")
+CUSTOM = ("sana_pipe",)
+"""Name spaces of this package's custom operations."""
+_ONE_GROUP = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a process computes in a step.
+
+    Attributes:
+        height, width: of the latents.
+        rows: text rows of a sample, padding included.
+        microbatch: samples of a forward pass.
+        count: microbatches of a step.
+    """
+
+    height: int
+    width: int
+    rows: int
+    microbatch: int
+    count: int = 1
+
+    def tokens(self, architecture: SanaConfig) -> int:
+        """Image tokens of a sample."""
+        return self.height * self.width // architecture.patch_size**2
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of a step of one process.
+
+    Attributes:
+        peak: bytes of the device by kind, at the moment of the step that has the most. host: bytes in host memory.
+        phase: of that moment.
+        parameters: of this process's shard.
+        work: by class of kernels. sent: bytes and calls by (collective, size of the group).
+    """
+
+    peak: dict[str, float]
+    phase: str
+    host: float
+    parameters: float
+    work: dict[str, Work]
+    sent: dict[tuple[str, int], list[float]]
+
+    @property
+    def total(self) -> float:
+        return sum(self.peak.values())
+
+    @classmethod
+    def of(
+        cls, architecture: SanaConfig, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int, on_gpu: bool
+    ) -> Traced:
+        """A step of process `rank`, extrapolated from few blocks.
+
+        Raises:
+            ConfigError: a technique that the trace does not cover.
+        """
+        refuse(train)
+        small, large = block_numbers(architecture.num_layers, train, layout)
+        shapes = [replace(architecture, num_layers=number) for number in (small, large)]
+        first = trace(shapes[0], train, layout, shape, rank=rank, on_gpu=on_gpu)
+        if small == large:
+            return first
+        second = trace(shapes[1], train, layout, shape, rank=rank, on_gpu=on_gpu)
+        return _extrapolated(first, second, (architecture.num_layers - small) / (large - small))
+
+
+def refuse(train: TrainConfig) -> None:
+    """Refuse what the trace does not cover.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if train.compile != "none":
+        raise ConfigError(
+            f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
+            fix="plan with --set train.compile=none; compiled blocks need about as much or less",
+        )
+
+
+def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int, int]:
+    """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns."""
+    period = 1
+    if train.activation_checkpointing.startswith("every-"):
+        period = int(train.activation_checkpointing.removeprefix("every-"))
+    if layout.pp > 1:
+        period *= layout.pp * train.parallel.stages_per_rank
+    step = period if period > 1 else 2
+    small = max(period, 3, (train.parallel.prefetch_blocks or 1) + 2)
+    small += (blocks - small) % step if period > 1 else 0
+    return (small, small + step) if small + step < blocks else (blocks, blocks)
+
+
+def _extrapolated(a: Traced, b: Traced, factor: float) -> Traced:
+    def line(x: float, y: float) -> float:
+        return x + (y - x) * factor
+
+    work = {
+        name: Work(
+            *(round(line(getattr(a.work[name], f), getattr(b.work[name], f))) for f in ("flops", "bytes", "calls"))
+        )
+        for name in b.work
+        if name in a.work
+    }
+    sent = {key: [line(x, y) for x, y in zip(a.sent.get(key, [0, 0]), b.sent[key], strict=True)] for key in b.sent}
+    peak = {kind: max(0.0, line(a.peak[kind], b.peak[kind])) for kind in b.peak}
+    return Traced(peak, b.phase, line(a.host, b.host), line(a.parameters, b.parameters), work, sent)
+
+
+def trace(
+    architecture: SanaConfig, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int = 0, on_gpu: bool = True
+) -> Traced:
+    """One step of process `rank` of a run, with all of its blocks.
+
+    Args:
+        on_gpu: predict a GPU's memory; otherwise that of a run on the CPU, where host and device are one.
+
+    Raises:
+        UserError: this process belongs to a process group already.
+    """
+    # Packed captions without padding have the shapes of padded ones that fill all rows.
+    train = train.model_copy(update={"packed_attention": False})
+    sizes = [shape.microbatch] * shape.count
+    fused = on_gpu and train.parallel.offload == "none"
+    with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
+        tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
+        with tracker, _two_memories(tracker) if on_gpu else contextlib.nullcontext():
+            whole = _on_fake_tensors(architecture, train)
+            model = parallelize(whole, mesh, train)
+            del whole
+            parameters = list(model.module.parameters())
+            tracker.mark(kinds.PARAMETERS, parameters)
+            optimizer = optimizers.build(model.module, train.optim, CPU, seed=train.seed, recipe=train.recipe)
+            _as_on_gpu(optimizer, fused)
+            ema = EMA(model.module, train.ema) if train.ema is not None else None
+            if ema is not None:
+                away = train.ema.device == "cpu" if train.ema is not None else False
+                tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
+            step = _TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
+            if train.optim.in_backward:
+                in_backward.fuse(optimizer, model)
+            _watch(optimizer, tracker)
+            tracker.phase = "forward"
+            batches = [_batch(architecture, shape, size) for size in sizes]
+            for batch in batches:
+                tracker.mark(kinds.INPUTS, vars(batch).values())
+            step(batches, 1)
+            tracker.phase = "optimizer"
+            if ema is not None:
+                ema.update(train.ema.every if train.ema is not None else 1)
+            tracker.mark(kinds.OPTIMIZER, _states(optimizer))
+    host, phases = ((), ()) if not on_gpu or train.parallel.offload == "none" else _OFFLOADED
+    peak, on_host = tracker.peak(host, phases)
+    return Traced(
+        {kind: float(size) for kind, size in peak.kinds.items()},
+        peak.phase,
+        float(on_host),
+        float(sum(local(parameter).numel() for parameter in parameters)),
+        dict(tracker.work),
+        {key: [float(x) for x in value] for key, value in tracker.sent.items()},
+    )
+
+
+_OFFLOADED = (kinds.PARAMETERS, kinds.GRADIENTS, kinds.OPTIMIZER, kinds.EMA), ("optimizer",)
+
+
+class _TracedStep(TrainStep):
+    """A step whose verdict nobody reads: fake tensors have no values."""
+
+    def await_verdict(self) -> bool:
+        self._pending = None
+        return False
+
+
+class _Model(SanaTransformer):
+    """A model whose parameters are fake already: `.to` and `.to_empty` have nothing to do (torch cannot swap them)."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def stage(self, start: int, stop: int) -> Any:
+        stage = super().stage(start, stop)
+        stage.to_empty = lambda **kwargs: stage  # type: ignore[method-assign]
+        stage.to = lambda *args, **kwargs: stage  # type: ignore[method-assign]
+        return stage
+
+
+def _on_fake_tensors(architecture: SanaConfig, train: TrainConfig) -> _Model:
+    model = _Model.on_meta(architecture, numerics(train))
+    dtype = data_parallel.STORED.get(train.precision, torch.float32)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+    return model  # type: ignore[return-value]
+
+
+def _batch(architecture: SanaConfig, shape: Shape, samples: int) -> Batch:
+    latent = (samples, architecture.in_channels, shape.height, shape.width)
+    return Batch(
+        latents=torch.empty(latent, dtype=torch.bfloat16),
+        captions=torch.empty(samples, shape.rows, architecture.caption_channels, dtype=torch.bfloat16),
+        mask=torch.empty(samples, shape.rows, dtype=torch.bool),
+        noise=torch.empty(latent),
+        logit=torch.empty(samples),
+        sample_ids=tuple(range(samples)),
+        bucket=(shape.height, shape.width),
+    )
+
+
+def _as_on_gpu(optimizer: torch.optim.Optimizer, fused: bool) -> None:
+    """Let the update run as on a GPU, where it makes no copies."""
+    if not fused:
+        return
+    if type(optimizer) is torch.optim.AdamW:
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+    elif hasattr(optimizer, "_update_one"):  # 8-bit AdamW
+        optimizer._update_one = lambda *args: None
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for state in optimizer.state.values():
+        for value in state.values():
+            yield from value if isinstance(value, (list, tuple)) else [value]
+
+
+def _watch(optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+    """Mark gradients before and states after each update, and name the phase between."""
+    before: list[str] = []
+
+    def start(*_: Any) -> None:
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        tracker.mark(kinds.GRADIENTS, gradients)
+        before.append(tracker.phase)
+        tracker.phase = "optimizer"
+
+    def end(*_: Any) -> None:
+        tracker.mark(kinds.OPTIMIZER, _states(optimizer))
+        tracker.phase = before.pop()
+
+    optimizer.register_step_pre_hook(start)
+    optimizer.register_step_post_hook(end)
+
+
+@contextlib.contextmanager
+def _two_memories(tracker: Tracker) -> Iterator[None]:
+    """Saved tensors that are offloaded go to another memory, and come back as copies."""
+    to_host, back = saved_tensors._to_host, saved_tensors._StoredTensor.tensor
+
+    def leave(tensor: Tensor, pinned: bool) -> Tensor:
+        host = to_host(tensor, pinned=False)
+        tracker.mark(kinds.HOST, [host])
+        return host
+
+    def come_back(stored: Any) -> Tensor:
+        parts = stored.parts
+        if all(tracker.kind_of(part) == kinds.HOST for part in parts):
+            stored.parts = tuple(part.clone() for part in parts)
+        try:
+            return back(stored)
+        finally:
+            stored.parts = parts
+
+    with (
+        mock.patch.object(saved_tensors, "_to_host", leave),
+        mock.patch.object(saved_tensors._StoredTensor, "tensor", come_back),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Meshes compute with real tensors, and DTensor's sharding propagation in a mode of its own: it makes whole tensors
+    that are never allocated."""
+    concatenate = DeviceMesh._concatenate
+
+    def undisturbed(*args: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return concatenate(*args)
+
+    with (
+        mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
+        mock.patch.object(DeviceMesh, "_concatenate", staticmethod(undisturbed)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, layout: Layout) -> Iterator[Any]:
+    """A mesh of the run's sizes on a group whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError("this process already belongs to a process group", fix="plan in a process of its own")
+    with _ONE_GROUP:
+        dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
+        try:
+            yield init_device_mesh("cpu", layout.sizes, mesh_dim_names=DIMS)
+        finally:
+            dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # its entries name groups that are gone

@@ -1,0 +1,139 @@
+"""`sana-pipe plan`: whether a run fits, how fast it is and what it costs, before a GPU is rented.
+
+What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them; nothing is
+written but the configuration of `--write`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pipeline.amounts import amount, duration
+from pipeline.cache.root import Cache
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.planning import predict as predicting
+from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of
+from pipeline.planning.cost import Time, by_share
+from pipeline.planning.predict import Data, Machine, Prediction
+from pipeline.training.build import architecture_of_weights
+
+GIB = 2**30
+
+
+def run(
+    config: Config,
+    *,
+    gpus: int = 1,
+    gpu: str | None = None,
+    gpu_memory: str | None = None,
+    nodes: int = 1,
+    price: float | None = None,
+    snapshot: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Predict one configuration.
+
+    Returns:
+        0; 1 if it does not fit.
+
+    Raises:
+        UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
+    """
+    machine = machine_of(gpus, gpu, gpu_memory, nodes)
+    data = data_of(config, snapshot)
+    shape = predicting.architecture(config, data, architecture_of_weights)
+    prediction = predicting.predict(config.train, shape, data, machine)
+    largest = predicting.largest_microbatch(prediction, data)
+    time = Time.of(prediction, data)
+    if as_json:
+        report = {"prediction": prediction.as_dict(), "largest_microbatch": largest, "time": time.as_dict(price)}
+        click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": gpus, "nodes": nodes}))
+    else:
+        for line in (*memory_lines(prediction, largest), *time_lines(time, prediction, price)):
+            click.echo(line)
+    return 0 if prediction.fits else 1
+
+
+def machine_of(gpus: int, gpu: str | None, gpu_memory: str | None, nodes: int) -> Machine:
+    """The GPUs of the options.
+
+    Raises:
+        UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
+    """
+    if gpu is None and gpu_memory is None:
+        raise UserError("which GPU?", expected="--gpu " + "|".join(CARDS) + ", or --gpu-memory 24GiB")
+    if gpus % nodes:
+        raise UserError(
+            f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
+            expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
+        )
+    chosen = card(gpu or UNNAMED)
+    memory = chosen.memory if gpu_memory is None else memory_of(gpu_memory)
+    return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
+
+
+def data_of(config: Config, snapshot: str | None) -> Data:
+    """The buckets of a snapshot; without one, those of the configuration.
+
+    Raises:
+        CacheError: no such snapshot; lists the names.
+    """
+    return Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
+
+
+def memory_lines(prediction: Prediction, largest: int) -> list[str]:
+    """The prediction for people."""
+    p, shape = prediction, prediction.shape
+    height, width = p.bucket
+    count = -(-p.share // shape.microbatch)
+    lines = [
+        f"{p.machine.gpus} x {amount(p.machine.memory)} ({p.layout}), {p.train.precision}, {p.train.optim.name}, "
+        f"checkpointing {p.train.activation_checkpointing}",
+        f"worst bucket {height}x{width}: {p.share} samples a GPU and step, {count} x {shape.microbatch}, "
+        f"{shape.rows} text rows",
+        f"{'GiB per GPU':<24}{'traced':>9}{'closed form':>13}",
+    ]
+    for kind, size in p.kinds.items():
+        closed = f"{p.closed[kind] / GIB:13.2f}" if kind in p.closed else ""
+        if size or p.closed.get(kind):
+            note = "  (estimate)" if kind in ("context", "fragmentation") else ""
+            lines.append(f"  {kind:<22}{size / GIB:9.2f}{closed}{note}")
+    verdict = "fits" if p.fits else "DOES NOT FIT"
+    state = "free" if p.fits else "missing"
+    lines.append(f"  {'peak (' + p.phase + ')':<22}{p.total / GIB:9.2f}   {verdict}: {amount(abs(p.margin))} {state}")
+    if p.host:
+        lines.append(f"  in host memory, too   {p.host / GIB:9.2f}")
+    needed = f"; a step has {p.share} a GPU" if largest > p.share else ""
+    lines.append(f"largest microbatch that fits: {largest}{needed}" if largest else "not even a microbatch of 1 fits")
+    return lines
+
+
+def time_lines(time: Time, prediction: Prediction, price: float | None) -> list[str]:
+    """Speed and cost for people."""
+    kind = "calibrated on this device" if time.constants.calibrated else "an estimate, not calibrated"
+    machine = prediction.machine
+    name = f"a {machine.card.name}'s speed" + (" (assumed)" if machine.assumed else "")
+    lines = [
+        f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
+        "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
+    ]
+    if time.traffic:
+        sent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.traffic.items())
+        lines.append(f"  traffic: {sent}; not hidden {time.exposed:.3g} s")
+    if time.bubble:
+        lines.append(f"  idle in the pipeline: {time.bubble:.3g} s")
+    hours = time.epoch_hours
+    if hours is None:
+        images = 1e6 / time.images_per_s / 3600
+        cost = "" if price is None else f", cost {images * time.gpus * price:.4g}"
+        lines.append(f"  10^6 images: {duration(images * 3600)}, {images * time.gpus:.4g} GPU-hours{cost}")
+    else:
+        cost = "" if price is None else f", cost {time.cost(price):.4g}"
+        lines.append(
+            f"  an epoch of {time.epoch_samples} images: {duration(hours * 3600)}, "
+            f"{hours * time.gpus:.4g} GPU-hours{cost}"
+        )
+    return lines

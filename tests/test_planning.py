@@ -1,0 +1,243 @@
+"""The planner: its prediction equals a real step's peak, sabotage shows, every technique is covered or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.cli import main
+from pipeline.config import SHIPPED, TrainConfig, load
+from pipeline.errors import ConfigError, UserError
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel import activation_checkpoint
+from pipeline.parallel.mesh import Layout
+from pipeline.planning import cards, predict
+from pipeline.planning.predict import Data, Machine
+from pipeline.planning.trace import Shape, Traced, trace
+from tests.test_config_heads import SHAPES
+
+NARROW = SanaConfig(
+    num_layers=4,
+    num_attention_heads=8,
+    num_cross_attention_heads=4,
+    cross_attention_head_dim=64,
+    cross_attention_dim=256,
+    caption_channels=64,
+)
+SHAPE = Shape(12, 12, 32, 2)
+ALONE = Layout(1, 1, 1, 1)
+COMPUTE = {"residual": "fp32"}
+
+
+def traced(train: dict[str, Any], layout: Layout = ALONE, shape: Shape = SHAPE, **options: Any) -> Traced:
+    settings = TrainConfig.model_validate({**COMPUTE, **train})
+    return Traced.of(NARROW, settings, layout, shape, **{"rank": 0, "on_gpu": True, **options})
+
+
+def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int:
+    """Peak bytes of real CPU steps after the first: allocations and frees as torch's profiler records them, and what
+    lasts."""
+    from benchmarks.plan import real_batch
+    from pipeline.launch import detect
+    from pipeline.models.objective import FlowMatching
+    from pipeline.models.sana import SanaTransformer
+    from pipeline.parallel.mesh import open_mesh
+    from pipeline.parallel.parallelize import parallelize
+    from pipeline.training import optimizers
+    from pipeline.training.build import numerics
+    from pipeline.training.step import TrainStep
+
+    device = torch.device("cpu")
+    with open_mesh(detect(), train.parallel, device) as mesh:
+        model = parallelize(SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train)), mesh, train)
+        optimizer = optimizers.build(model.module, train.optim, device)
+        step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device)
+        batches = [real_batch(architecture, shape, 0)]
+        step(batches, 1)
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        lasting = sum(t.numel() * t.itemsize for t in (*model.module.parameters(), *states))
+        inputs = sum(t.nbytes for t in vars(batches[0]).values() if isinstance(t, torch.Tensor))
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(batches, 2)
+    current = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            most = max(most, current)
+    return lasting + inputs + most
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "fp32"},
+        {"activation_checkpointing": "none"},
+        pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": "none", "activation_compression": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"optim": {"name": "came", "betas": None, "eps": None}}, marks=pytest.mark.slow),
+    ],
+    ids=["fp32", "none", "selective", "int8", "came"],
+)
+def test_a_prediction_is_a_real_steps_peak(change: dict[str, Any]) -> None:
+    train = TrainConfig.model_validate({**COMPUTE, **change})
+    predicted = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).total
+    assert predicted == pytest.approx(real_peak(train, NARROW, SHAPE), rel=0.03)
+
+
+def test_checkpointing_that_is_claimed_but_not_applied_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32"})
+    honest = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).total
+    monkeypatch.setattr(activation_checkpoint, "checkpoint", lambda function, *args, **_: function(*args))
+    real = real_peak(train, NARROW, SHAPE)
+    assert honest < 0.97 * real
+
+
+def test_a_forgotten_buffer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32"})
+    from pipeline.training.step import TrainStep
+
+    before = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).total
+    prepare = TrainStep.prepare
+
+    def wasteful(self: TrainStep, batch: Any) -> Any:
+        self.forgotten = torch.ones(4 << 20)  # type: ignore[attr-defined]
+        return prepare(self, batch)
+
+    monkeypatch.setattr(TrainStep, "prepare", wasteful)
+    assert trace(NARROW, train, ALONE, SHAPE, on_gpu=False).total == pytest.approx(before + (16 << 20), rel=0.001)
+    assert real_peak(train, NARROW, SHAPE) > 1.03 * before
+
+
+def test_few_blocks_extrapolate_exactly() -> None:
+    train = TrainConfig.model_validate(COMPUTE)
+    deep = SanaConfig(**{**NARROW.__dict__, "num_layers": 9})
+    layout = Layout(1, 1, 4, 1)
+    whole = trace(deep, train, layout, SHAPE)
+    few = Traced.of(deep, train, layout, SHAPE, rank=0, on_gpu=True)
+    assert few.total == pytest.approx(whole.total, rel=0.002)
+    assert few.work["matmul"].flops == whole.work["matmul"].flops
+
+
+TECHNIQUES: dict[str, tuple[dict[str, Any], Layout, int]] = {
+    "hsdp": ({}, Layout(1, 2, 2, 1), 1),
+    "ddp": ({}, Layout(1, 4, 1, 1), 1),
+    "tp": ({}, Layout(1, 1, 2, 2), 1),
+    "pp": ({"parallel": {"pp_size": 2}}, Layout(2, 1, 2, 1), 2),
+    "offload": ({"parallel": {"offload": "all"}}, Layout(1, 1, 2, 1), 1),
+    "in_backward": ({"optim": {"clip": None, "in_backward": True}}, Layout(1, 1, 2, 1), 1),
+    "ema on the host": ({"ema": {"device": "cpu"}}, Layout(1, 1, 2, 1), 1),
+    "activations on the host": ({"activation_offload": True, "activation_checkpointing": "none"}, ALONE, 1),
+    "accumulation": ({}, Layout(1, 1, 2, 1), 2),
+}
+
+
+QUICK = ("tp", "pp", "offload")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TECHNIQUES])
+def test_every_technique_is_covered(name: str) -> None:
+    change, layout, count = TECHNIQUES[name]
+    result = traced(change, layout, Shape(12, 12, 32, 2, count))
+    assert result.total > 0
+    if name == "offload":
+        assert result.peak["parameters"] == result.peak["optimizer"] == 0 < result.host
+    if name.endswith("on the host"):
+        assert result.host > 0
+        assert result.peak["ema"] == 0
+    if name == "in_backward":
+        assert result.total < traced({}, layout).total
+    if name == "ddp":
+        assert result.peak["parameters"] == 4 * result.parameters
+
+
+def test_a_technique_that_is_not_covered_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"train\.compile"):
+        traced({"compile": "block", "compile_backend": "eager"})
+
+
+@pytest.mark.slow
+def test_the_closed_form_explains_what_lasts() -> None:
+    for optimizer in ("adamw", "came", "adamw8bit"):
+        train = TrainConfig.model_validate({**COMPUTE, "optim": {"name": optimizer, "betas": None, "eps": None}})
+        if optimizer == "adamw8bit":
+            pytest.importorskip("torchao")
+        result = trace(NARROW, train, Layout(1, 1, 2, 1), SHAPE)
+        closed = predict.closed_form(NARROW, train, Layout(1, 1, 2, 1))
+        for kind in ("parameters", "optimizer"):
+            assert result.peak[kind] == pytest.approx(closed[kind], rel=0.1), (optimizer, kind)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("sana*.yaml")), ids=lambda path: path.stem)
+def test_released_shapes_need_no_network(path: Any) -> None:
+    config = load(path)
+    shape = predict.architecture(config, Data.of(config))
+    known = SHAPES[path.stem]
+    assert SanaConfig(**{**shape.__dict__, "sample_size": known.sample_size}) == known
+
+
+@pytest.mark.slow
+def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
+    train = TrainConfig.model_validate({**COMPUTE, "microbatch": 2})
+    data = Data({(384, 384): 2}, None, 32)
+    memory = round(predict.with_overheads(traced({}, shape=Shape(12, 12, 32, 9)).peak, ALONE)["context"]) + (96 << 20)
+    prediction = predict.predict(train, NARROW, data, Machine(cards.card("h100"), memory, 1))
+    largest = predict.largest_microbatch(prediction, data)
+    assert largest > 2
+    assert predict._at(prediction, largest) <= memory < predict._at(prediction, largest + max(1, largest // 20))
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["plan", "--config", "tiny", "--gpu", "h100", "--json", "--price", "2"], capsys)
+    report = json.loads(out)
+    assert code == 0
+    assert report["prediction"]["fits"]
+    assert report["prediction"]["total"] == pytest.approx(sum(report["prediction"]["kinds"].values()), rel=1e-6)
+    assert report["time"]["calibrated"] is False
+    assert report["largest_microbatch"] > 8
+
+
+def test_a_run_that_does_not_fit_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--config", "tiny", "--gpu-memory", "100MiB"], capsys)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--gpu", "3091"], "3090"),
+        ([], "--gpu-memory"),
+        (["--gpu-memory", "much"], "24GiB"),
+        (["--gpu", "a40", "--gpus", "7"], "1, 2, 3, 4"),
+        (["--gpu", "a40", "--gpus", "4", "--nodes", "3"], "1, 2, 4"),
+        (
+            ["--gpu", "a40", "--gpus", "3", "--set", "train.parallel.tp_size=3", "--set", "train.parallel.dp_shard=1"],
+            "[1, 2",
+        ),
+    ],
+)
+def test_bad_input_names_the_valid_choices(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(["plan", "--config", "tiny", *words], capsys)
+    assert code == 2
+    assert named in error
+
+
+def test_no_snapshot_names_those_that_exist(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "tiny", "--gpu", "a40", "--snapshot", "round9", "--set", f"cache={tmp_path / 'none'}"]
+    code, _, _ = run(words, capsys)
+    assert code in (2, 3)
+
+
+def test_memory_sizes() -> None:
+    assert cards.memory_of("24GiB") == cards.memory_of("24") == 24 * 2**30
+    assert cards.memory_of("80GB") == 80 * 10**9
+    with pytest.raises(UserError):
+        cards.memory_of("0")
