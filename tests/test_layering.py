@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors kernels",
         "pipeline.kernels": "",
         "pipeline.snapshots": "config errors cache sources images loader",
-        "pipeline.loader": "config errors amounts cache sources",
+        "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts retrying launch cache",
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
