@@ -1,0 +1,225 @@
+"""Bytes that a block moves in a forward and a backward pass, kernels that it launches, and graphs that it needs.
+
+One block of Sana in bf16 with fp32 tokens between the blocks, forward and backward, in three forms: the earlier code
+(convolutions of (B, C, H, W), linear attention in float32 products), the present code, and the present code compiled.
+Narrower than Sana 1.6B (256 for 2240), with tokens in proportion to its weights as at 1024 px and a microbatch of 8.
+The real code runs on the CPU. Eager operations are seen by a TorchDispatchMode: inputs and outputs count, views and
+empty memory do not. Compiled code is counted by inductor: the bytes of its `num_bytes_accessed`, and each node of its
+schedule, fused or another kernel's call, as a launch. Operations of `pipeline.kernels` count their inputs and outputs;
+`with inside` adds what their Triton kernels move between themselves, although the twins run here. Launches of a step:
+both passes of 20 blocks and of the model's ends, without the optimizer's, which are the same in all forms.
+Not seen: what inductor would fuse otherwise on a GPU, copies that cuDNN makes of the earlier convolutions' tensors.
+Graphs: over 40 buckets and 3 text lengths, padded and packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import metrics
+from torch._inductor.ir import MultiOutput
+from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.memory import shape
+from benchmarks.report import finish, table
+from pipeline.kernels import linear_attention as attention
+from pipeline.models import sana_layers
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.parallel.compile import compile_blocks
+
+BLOCKS = 20
+LAUNCHES = {  # Triton kernels, and torch's around them
+    "linear_attention": 2,
+    "linear_attention_backward": 3,
+    "gated_convolution": 1,
+    "gated_convolution_backward": 5,
+}
+
+
+class Counter(TorchDispatchMode):
+    """Bytes of inputs and outputs, and number, of the operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        name = func._schema.name.partition("::")[2]
+        if not view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "sym_")):
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.bytes += sum(moved(x) for x in tensors)
+            self.launches += LAUNCHES.get(name, 1)
+        return result
+
+
+def moved(x: Tensor) -> int:
+    """Bytes of a tensor, an expanded dimension counted once."""
+    return x.itemsize * math.prod(n for n, s in zip(x.shape, x.stride(), strict=True) if s or n == 0)
+
+
+# ----------------------------------------------------------------------------------------------------- earlier code
+
+
+class EarlierConvolution(nn.Module):
+    """GLUMBConv as it was, on the parameters of the present one."""
+
+    def __init__(self, present: nn.Module):
+        super().__init__()
+        self.layers = present
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        first, depth, last = self.layers.conv_inverted, self.layers.conv_depth, self.layers.conv_point
+        x = F.conv2d(x.unflatten(1, (height, width)).permute(0, 3, 1, 2), first.weight, first.bias)
+        x = F.conv2d(F.silu(x), depth.weight, depth.bias, padding=1, groups=len(depth.bias))
+        value, gate = x.unflatten(1, (-1, 2)).unbind(2)
+        return F.conv2d(value * F.silu(gate), last.weight).flatten(2).transpose(1, 2)
+
+
+class EarlierAttention(torch.autograd.Function):
+    """The products that are the twin now, each an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.more = head_dim, eps
+        return attention.forward(query, key, value, head_dim, eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return *attention.backward(gradient, *ctx.saved_tensors, *ctx.more), None, None
+
+
+# ---------------------------------------------------------------------------------------------------------- counting
+
+
+def block_inputs(config: SanaConfig, samples: int, side: tuple[int, int], rows: int) -> list[Any]:
+    dim = config.inner_dim
+    hidden = torch.randn(samples, side[0] * side[1], dim, requires_grad=True)
+    captions = torch.randn(samples, rows, dim, dtype=torch.bfloat16, requires_grad=True)
+    bias = sana_layers.mask_bias(torch.ones(samples, rows, dtype=torch.bool), torch.bfloat16)
+    modulation = torch.randn(samples, 6, dim, dtype=torch.bfloat16, requires_grad=True)
+    return [hidden, captions, bias, modulation, *side]
+
+
+def model(config: SanaConfig) -> SanaTransformer:
+    return SanaTransformer.from_scratch(config, 0, dtype=torch.bfloat16, numerics=Numerics(fp32_residual=True))
+
+
+def passes(block: nn.Module, given: list[Any]) -> Counter:
+    """Both passes, the gradient given: no loss is counted."""
+    gradient = torch.randn(given[0].shape)
+    with Counter() as counter:
+        block(*given).backward(gradient)
+    return counter
+
+
+def earlier(config: SanaConfig, run: Callable[[SanaTransformer], Counter]) -> Counter:
+    made = model(config)
+    for block in made.blocks:
+        block.ff = EarlierConvolution(block.ff)
+    with mock.patch.object(sana_layers, "linear_attention", EarlierAttention.apply):
+        return run(made)
+
+
+def compiled(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
+    """Bytes and launches of the block's graphs, forward and backward, by inductor."""
+    torch._dynamo.reset()
+    metrics.reset()
+    torch._logging.set_logs(inductor_metrics=True)  # makes inductor count bytes
+    block = model(config).blocks[0]
+    compile_blocks([block], "inductor", 2)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        block(*given).backward(torch.randn(given[0].shape))
+    launches = 0
+    for node, _ in metrics.nodes_num_elem:
+        if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, MultiOutput):
+            continue  # memory alone
+        operation = getattr(node.node, "op_overload", None)
+        launches += LAUNCHES.get(operation._schema.name.partition("::")[2], 1) if operation else 1
+    return metrics.num_bytes_accessed, launches
+
+
+def inside(config: SanaConfig, samples: int, height: int, width: int) -> int:
+    """Bytes that the Triton kernels of one block move beyond inputs and outputs of their operations."""
+    tokens, channels, head = height * width, 2 * config.glu_channels, config.attention_head_dim
+    state = samples * config.num_attention_heads * math.ceil(tokens / 512) * (head + 1) * head * 4
+    parts = samples * math.ceil(height / 4) * 10 * channels * 4
+    wide, token = samples * tokens * channels * 2, samples * tokens * config.inner_dim * 2
+    # attention: the state and its gradient are written and read, keys and values read twice in the backward pass;
+    # convolution: the gradient of its result is written and read, its input read twice, the weight's gradient in parts
+    return 2 * 3 * state + 2 * token + 3 * wide + 2 * parts
+
+
+def graphs(packed: bool) -> int:
+    """Compiled for 40 buckets and 3 text lengths, two blocks, both passes."""
+    torch._dynamo.reset()
+    made, counter = SanaTransformer.from_scratch(shape(2, heads=2, cross=2), 0), CompileCounterWithBackend("aot_eager")
+    compile_blocks(made.blocks, counter, 200)  # type: ignore[arg-type]
+    for height, width in itertools.product((2, 3, 4, 5, 6, 8, 9, 11), (2, 4, 5, 7, 12)):
+        for rows in (5, 7, 16):
+            mask = torch.arange(rows)[None] < torch.tensor([[rows], [3]])
+            captions = torch.randn(2, rows, made.config.caption_channels)
+            latents, times = torch.randn(2, made.config.in_channels, height, width), torch.tensor([10.0, 900.0])
+            made(latents, captions[mask] if packed else captions, mask, times).sum().backward()
+    return counter.frame_count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a smaller block")
+    heads, side = (4, (16, 15)) if parser.parse_args().quick else (8, (24, 20))
+    config, samples, rows = shape(1, heads=heads, cross=2), 2, 140
+    given = block_inputs(config, samples, side, rows)
+    unit = samples * side[0] * side[1] * config.inner_dim * 2
+
+    latents, mask = torch.randn(samples, 32, *side, dtype=torch.bfloat16), torch.ones(samples, rows, dtype=torch.bool)
+    whole = latents, torch.randn(samples, rows, 2304, dtype=torch.bfloat16), mask, torch.tensor([10.0, 900.0])
+
+    def of_model(made: SanaTransformer) -> Counter:
+        with Counter() as counter:
+            made(*whole).sum().backward()
+        return counter
+
+    before = earlier(config, lambda made: passes(made.blocks[0], given))
+    ends = earlier(config, of_model).launches - before.launches
+    present, more = passes(model(config).blocks[0], given), inside(config, samples, *side)
+    bytes_compiled, launches_compiled = compiled(config, given)
+    forms = {  # bytes, those inside of operations, launches
+        "earlier": (before.bytes, 0, before.launches),
+        "present": (present.bytes, more, present.launches),
+        "present, compiled": (bytes_compiled, more, launches_compiled),
+    }
+    head = ["a block, forward and backward", "MB", "token matrices", "ratio", "with inside", "launches", "of a step"]
+    rows_of_table = []
+    for name, (total, between, launches) in forms.items():
+        ratios = total / before.bytes, (total + between) / before.bytes
+        rows_of_table.append([name, total / 1e6, total / unit, *ratios, launches, BLOCKS * launches + ends])
+    table(head, rows_of_table)
+    counts = {"padded": graphs(False), "packed": graphs(True)}
+    print(f"graphs for 40 buckets and 3 text lengths: {counts}")
+    finish(
+        {
+            "bytes_ratio": bytes_compiled / before.bytes,
+            "bytes_ratio_with_inside": (bytes_compiled + more) / before.bytes,
+            "launch_ratio": (BLOCKS * launches_compiled + ends) / (BLOCKS * before.launches + ends),
+            "graphs": max(counts.values()),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
