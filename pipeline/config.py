@@ -103,7 +103,13 @@ class VaeConfig(Weights):
     subfolder: str | None = "vae"
     """The model's folder inside the repository or folder; null: the top."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the encoder's computation; part of the recipe. DC-AE overflows in fp16."""
+    """Precision of the encoder's computation; part of the recipe. DC-AE overflows in fp16. With bf16, `tf32` or
+    `channels_last` `encode` prints how far some of your latents are from those in fp32."""
+    tf32: bool = False
+    """On a GPU, round the factors of fp32 products and convolutions to TF32; part of the recipe."""
+    channels_last: bool = False
+    """Keep the channels of a pixel side by side, which convolutions on a GPU prefer; part of the recipe, because sums
+    are then rounded in another order."""
     scaling_factor: Annotated[float, Field(gt=0)] | None = None
     """Latents are multiplied by this number; null: the factor in the VAE's configuration (0.41407 for Sana's DC-AE)."""
 
@@ -829,7 +835,17 @@ _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in Encode
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
     *("data.resolution", "data.buckets", "data.background", "data.min_side", "data.max_upscale", "data.max_crop_loss"),
-    *("vae.id", "vae.revision", "vae.dtype", "vae.scaling_factor", "text.id", "text.revision", "text.dtype"),
+    *(
+        "vae.id",
+        "vae.revision",
+        "vae.dtype",
+        "vae.tf32",
+        "vae.channels_last",
+        "vae.scaling_factor",
+        "text.id",
+        "text.revision",
+        "text.dtype",
+    ),
     *("text.recipe", "text.instruction", "text.max_length", "encode.storage"),
 )
 _PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")

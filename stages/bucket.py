@@ -417,6 +417,8 @@ def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.Te
     """Refuse settings of the encoders that differ from the cache's; another name of equal weights is a note."""
     pairs: list[tuple[str, Any, Any]] = [
         ("vae.dtype", config.vae.dtype, latent.dtype),
+        ("vae.tf32", config.vae.tf32, latent.tf32),
+        ("vae.channels_last", config.vae.channels_last, latent.channels_last),
         ("text.dtype", config.text.dtype, text.dtype),
         ("text.recipe", config.text.recipe, text.normalisation),
         ("text.max_length", config.text.max_length, text.max_length),

@@ -395,6 +395,28 @@ def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
     assert calls == [3] and "halved_batches" not in unit_records.provenance()
 
 
+def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
+    """Later batches are divided as the first one was, without a failure."""
+    calls: list[tuple[int, int]] = []
+
+    def encode(pictures: list[np.ndarray]) -> list[np.ndarray]:
+        calls.append((len(pictures), pictures[0].size))
+        if len(pictures) * pictures[0].size > 30:
+            raise MemoryError
+        return pictures
+
+    limits: unit_records.Limits = {}
+    for turn in range(2):
+        for size in (10, 4):
+            calls.clear()
+            made = unit_records._finite([np.full(size, i) for i in range(8)], encode, limits)
+            assert [int(a[0]) for a in made if a is not None] == list(range(8))
+            failed = {10: [8, 4], 4: [8]}[size] if turn == 0 else []
+            fits = {10: [2, 2, 2, 2], 4: [4, 4]}[size]
+            assert [count for count, _ in calls] == failed + fits, (turn, size)
+    assert unit_records.provenance()["halved_batches"] == 2 * (3 + 1)
+
+
 def test_every_unit_is_some_tasks_and_stays_it() -> None:
     todo = [(WorkPlan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
     shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]

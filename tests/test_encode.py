@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gc
 import random
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -677,6 +679,39 @@ def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
     cache.files.remove(victim.relative_to(cache.files.root).as_posix())
     assert len(cache.index(recipe)) == 12 - lost
+
+
+@pytest.mark.parametrize("setting", ["vae.dtype=bf16", "vae.channels_last=true", "vae.tf32=true"])
+def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_recipe(
+    start: Config,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+) -> None:
+    plain, other = make_config(tmp_path / "plain"), make_config(tmp_path / "other", setting)
+    stages.encode.run(plain, data=str(source))
+    assert "relative L2" not in capsys.readouterr().out
+    loads, load = [], encoders.LatentEncoder.load
+
+    def counted(config: Any, device: Any) -> encoders.LatentEncoder:
+        alive = [one for one in gc.get_objects() if type(one) is encoders.LatentEncoder]
+        assert not alive, "one encoder at a time"
+        loads.append(encoders.is_exact(config))
+        return load(config, device)
+
+    monkeypatch.setattr(encoders.LatentEncoder, "load", counted)
+    stages.encode.run(other, data=str(source))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "relative L2" in line)
+    percent = float(line.partition("fp32 by ")[2].partition(" %")[0])
+    assert (0.01 < percent < 5) if setting == "vae.dtype=bf16" else percent < 0.2
+    assert loads[:2] == [False, True] and not any(loads[2:])
+    names = [Cache(config.cache).recipes("latent")[0].name for config in (plain, other)]
+    assert names[0] != names[1]
+    stages.encode.run(other, data=str(source))
+    assert "relative L2" not in capsys.readouterr().out, "nothing new to encode"
 
 
 def test_out_of_memory_halves_the_batch_and_says_so(

@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -251,6 +251,31 @@ def test_each_half_holds_no_part_of_the_other(folder: Path) -> None:
     assert not any(t.is_meta for half in (encoder, decoder) for t in half.model.state_dict().values())
 
 
+def test_tf32_and_channels_last_reach_the_encoder_and_nothing_else(
+    folder: Path, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool, bool, bool]] = []
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    plain = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu").encode(images)
+    for tf32, last in ((False, False), (True, False), (False, True)):
+        encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), tf32=tf32, channels_last=last), "cpu")
+        inner = encoder.model.encode
+
+        def spy(x: torch.Tensor, inner: Any = inner, encoder: Any = encoder) -> Any:
+            kernels = [p for p in encoder.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
+            sides = all(t.is_contiguous(memory_format=torch.channels_last) for t in [x, *kernels])
+            both = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            seen.append((*both, torch.backends.cudnn.deterministic, sides))
+            return inner(x)
+
+        monkeypatch.setattr(encoder.model, "encode", spy)
+        got = encoder.encode(images)
+        a, b = (encoders.from_bits(bits).float() for bits in (got, plain))
+        assert float((a - b).norm() / b.norm()) < 1e-3
+    assert seen == [(False, False, True, False), (True, True, True, False), (False, False, True, True)]
+    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+
+
 def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray) -> None:
     from diffusers import AutoencoderDC
 
@@ -336,6 +361,8 @@ def test_recipe_fields(folder: Path) -> None:
         "dtype": "fp32",
         "scaling_factor": saved["scaling_factor"],
         "tiling": False,
+        "tf32": False,
+        "channels_last": False,
     }
     assert text == {
         "weights": text["weights"],

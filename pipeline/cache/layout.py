@@ -96,12 +96,8 @@ class Recipe:
 
     def difference(self, other: Recipe) -> list[str]:
         """Fields that differ, as `name: value here | value in other`."""
-        theirs = other.values()
-        return [
-            f"{key}: {value!r} | {theirs.get(key)!r}"
-            for key, value in self.values().items()
-            if value != theirs.get(key)
-        ]
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name, None)) for f in fields(self)]
+        return [f"{name}: {ours!r} | {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
 
     def same_values(self, other: Recipe) -> bool:
         """Whether both give the same values; the origin of the weights does not matter."""
@@ -113,8 +109,8 @@ class Recipe:
 
     def unlike(self, model: dict[str, Any]) -> list[str]:
         """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
-        values = self.values()
-        return [f"{key}: {values[key]!r} | {value!r}" for key, value in model.items() if values[key] != value]
+        pairs = [(key, getattr(self, key), value) for key, value in model.items()]
+        return [f"{key}: {ours!r} | {value!r}" for key, ours, value in pairs if ours != value]
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -146,6 +142,13 @@ class LatentRecipe(Recipe):
     crop: str = ""
     background: tuple[int, int, int] = (255, 255, 255)
     storage: str = "bf16"
+    tf32: bool = False
+    channels_last: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """Without the later fields that have their defaults: documents and ids of earlier versions stay the same."""
+        later = ("tf32", "channels_last")
+        return {key: value for key, value in super().values().items() if key not in later or value}
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:

@@ -39,6 +39,10 @@ WRITE_BEHIND = 2
 _NOT_FINITE = "the encoder's output is not finite"
 
 
+Limits = dict[tuple[int, ...], int]
+"""Members of a batch that fit into memory, by the shape of a member, as far as one has failed."""
+
+
 class ImageEncoder(Protocol):
     """uint8 (b, H, W, 3) to bf16 bits, uint16 (b, C, h, w)."""
 
@@ -78,6 +82,7 @@ def image_records(
     workers: int,
     only: Container[bytes] | None = None,
     max_bytes: int = decoding.MAX_BYTES,
+    limits: Limits | None = None,
 ) -> Iterator[Made]:
     """Encode an image unit, batch by batch.
 
@@ -85,7 +90,9 @@ def image_records(
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
         only: encode only the batches that hold one of these keys, in their planned composition.
+        limits: batch sizes that fit into memory, as far as earlier units have shown; updated.
     """
+    limits = {} if limits is None else limits
 
     batches = _batches(unit, rows, only)
     items: dict[str, list[str]] = defaultdict(list)
@@ -115,7 +122,9 @@ def image_records(
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, Reject)]
             records = []
             if good:
-                latents = _finite([picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)))
+                latents = _finite(
+                    [picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)), limits
+                )
                 for (row, _), latent in zip(good, latents, strict=True):
                     if latent is not None:
                         records.append(Record(row["key"], latent))
@@ -208,30 +217,40 @@ def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[
     return batches if only is None else [batch for batch in batches if any(row["key"] in only for row in batch)]
 
 
-def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any]) -> list[np.ndarray | None]:
+def _finite(
+    inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limits | None = None
+) -> list[np.ndarray | None]:
     """Encode a batch. Members with NaN or infinity become None, and the others are encoded again without them.
 
-    A batch that does not fit into memory is halved, down to single members. The unit's provenance counts the halvings
-    (`halved_batches`), because bf16 bytes differ slightly between batch sizes.
+    A batch that does not fit into memory is halved, down to single members, and so are all later ones of its size, at
+    once. The unit's provenance counts the halvings (`halved_batches`), because bf16 bytes differ slightly between batch
+    sizes.
+
+    Args:
+        limits: what earlier batches have shown; updated.
     """
-    try:
-        return list(encode(inputs))
-    except NonFiniteError as error:
-        bad = set(error.rows)
-        rest = [member for i, member in enumerate(inputs) if i not in bad]
-        good = iter(_finite(rest, encode) if rest else [])
-        return [None if i in bad else next(good) for i in range(len(inputs))]
-    except (torch.OutOfMemoryError, MemoryError):
-        if len(inputs) == 1:
-            raise UserError(
-                "the encoder runs out of memory with a single item",
-                fix="use a device with more memory, or a smaller data.resolution",
-            ) from None
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    limits = {} if limits is None else limits
+    shape = getattr(inputs[0], "shape", ())
+    if len(inputs) <= limits.get(shape, len(inputs)):
+        try:
+            return list(encode(inputs))
+        except NonFiniteError as error:
+            bad = set(error.rows)
+            rest = [member for i, member in enumerate(inputs) if i not in bad]
+            good = iter(_finite(rest, encode, limits) if rest else [])
+            return [None if i in bad else next(good) for i in range(len(inputs))]
+        except (torch.OutOfMemoryError, MemoryError):
+            if len(inputs) == 1:
+                raise UserError(
+                    "the encoder runs out of memory with a single item",
+                    fix="use a device with more memory, or a smaller data.resolution",
+                ) from None
+        limits[shape] = len(inputs) - 1
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     _halved.count += 1
     middle = (len(inputs) + 1) // 2
-    return _finite(inputs[:middle], encode) + _finite(inputs[middle:], encode)
+    return _finite(inputs[:middle], encode, limits) + _finite(inputs[middle:], encode, limits)
 
 
 class _Halved(threading.local):

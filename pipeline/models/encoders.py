@@ -10,6 +10,7 @@ Price: describing a model reads all of its weights to digest them.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,9 @@ __all__ = [
     "count_rows",
     "describe_text",
     "describe_vae",
+    "exact",
     "from_bits",
+    "is_exact",
     "origin",
     "text_width",
     "vae_shape",
@@ -72,7 +75,8 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
 
     Returns:
         weights (32 hex digits over the encoder's tensors and its architecture, not the decoder or the origin),
-        compression (pixels per latent side), channels, dtype, scaling_factor, tiling (always False).
+        compression (pixels per latent side), channels, dtype, tf32, channels_last, scaling_factor, tiling (always
+        False).
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -86,7 +90,19 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "scaling_factor": _scaling_factor(config, folder, settings),
         "tiling": False,
+        "tf32": config.tf32,
+        "channels_last": config.channels_last,
     }
+
+
+def is_exact(config: VaeConfig) -> bool:
+    """Whether the encoder computes as in the default recipe: in fp32, with channels apart."""
+    return config.dtype == "fp32" and not config.tf32 and not config.channels_last
+
+
+def exact(config: VaeConfig) -> VaeConfig:
+    """The same encoder as in the default recipe."""
+    return config.model_copy(update={"dtype": "fp32", "tf32": False, "channels_last": False})
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
@@ -135,9 +151,21 @@ def _encoder_tensor(name: str) -> str | None:
     return name if name.startswith("encoder.") else None
 
 
-def _exact_convolutions() -> contextlib.AbstractContextManager[None]:
-    """cuDNN without TF32 and with a fixed algorithm, so that fp32 means fp32 and a second run gives the same bits."""
-    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
+@contextlib.contextmanager
+def _arithmetic(config: VaeConfig) -> Iterator[None]:
+    """TF32 as configured, so that fp32 means fp32, and a fixed algorithm in cuDNN, so that a second run gives the same
+    bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=config.tf32):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _layout(config: VaeConfig) -> torch.memory_format:
+    return torch.channels_last if config.channels_last else torch.contiguous_format
 
 
 # ---------------------------------------------------------------- pictures
@@ -166,7 +194,8 @@ def _half_autoencoder(config: VaeConfig, keep: str, device: torch.device) -> tup
             found=" ".join(str(error).split())[:600],
             fix="fetch the folder again",
         ) from None
-    return model.to(device).eval().requires_grad_(False), settings, folder
+    model = model.to(device, memory_format=_layout(config))
+    return model.eval().requires_grad_(False), settings, folder
 
 
 class LatentEncoder:
@@ -179,7 +208,7 @@ class LatentEncoder:
     """
 
     def __init__(self, model: AutoencoderDC, config: VaeConfig, compression: int, channels: int, scaling_factor: float):
-        self.model, self.dtype = model, config.dtype
+        self.model, self.dtype, self._config = model, config.dtype, config
         self.compression, self.channels, self.scaling_factor = compression, channels, scaling_factor
         self.device = next(model.parameters()).device
         # x / 255 * 2 - 1 for each of the 256 values, computed on the CPU: a GPU multiplies by the reciprocal instead
@@ -227,8 +256,8 @@ class LatentEncoder:
             bottom = (height // self.compression, width // self.compression)
             return np.zeros((0, self.channels, *bottom), np.uint16)
         pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
-        x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous()
-        with _exact_convolutions():
+        x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous(memory_format=_layout(self._config))
+        with _arithmetic(self._config):
             latent = self.model.encode(x).latent
         return finite_bits(latent.float() * self.scaling_factor, "image encoder", self.dtype)
 
@@ -237,7 +266,7 @@ class LatentDecoder:
     """DC-AE's decoder: latents, as they are cached and sampled, to pictures."""
 
     def __init__(self, model: AutoencoderDC, config: VaeConfig, scaling_factor: float):
-        self.model, self.dtype, self.scaling_factor = model, config.dtype, scaling_factor
+        self.model, self.dtype, self.scaling_factor, self._config = model, config.dtype, scaling_factor, config
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -264,7 +293,7 @@ class LatentDecoder:
             NonFiniteError: with the batch rows.
         """
         z = (latents.to(self.device, torch.float32) / self.scaling_factor).to(DTYPES[self.dtype])
-        with _exact_convolutions():
+        with _arithmetic(self._config):
             x = self.model.decode(z).sample.float()
         bad = ~torch.isfinite(x).reshape(len(x), -1).all(dim=1)
         if bool(bad.any()):
