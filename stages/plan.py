@@ -173,7 +173,7 @@ def time_lines(time: Time, prediction: Prediction, price: float | None) -> list[
     """Speed and cost for people."""
     kind = "calibrated on this device" if time.constants.calibrated else "an estimate, not calibrated"
     machine = prediction.machine
-    name = f"a {machine.card.name}'s speed" + (" (assumed)" if machine.assumed else "")
+    name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
     lines = [
         f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
         "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
