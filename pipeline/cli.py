@@ -384,6 +384,7 @@ def train(
         "sana-pipe plan --gpu h100 --gpus 8 --price 2.5",
         "sana-pipe plan --gpus 4 --gpu-memory 24GiB --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
+        "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
     ]
 )
@@ -396,6 +397,8 @@ def train(
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
 )
+@click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
+@click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
 @_json
 def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
@@ -403,6 +406,8 @@ def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) ->
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
     fit.
     """
+    if options["write"] is not None and not options["search"]:
+        raise click.UsageError("--write is for --search")
     config = _load(config_path, overrides)
     from stages import plan as stage
 

@@ -7,14 +7,18 @@ written but the configuration of `--write`.
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
-from pipeline.config import Config
+from pipeline.config import Config, written
 from pipeline.errors import UserError
 from pipeline.planning import predict as predicting
+from pipeline.planning import search as searching
 from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
@@ -32,9 +36,14 @@ def run(
     nodes: int = 1,
     price: float | None = None,
     snapshot: str | None = None,
+    search: bool = False,
+    write: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """Predict one configuration.
+    """Predict one configuration, or search for the fastest that fits.
+
+    Args:
+        write: file for the configuration that was searched for.
 
     Returns:
         0; 1 if it does not fit.
@@ -45,6 +54,8 @@ def run(
     machine = machine_of(gpus, gpu, gpu_memory, nodes)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)
+    if search:
+        return _search(config, shape, data, machine, write, as_json)
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data)
@@ -55,6 +66,53 @@ def run(
         for line in (*memory_lines(prediction, largest), *time_lines(time, prediction, price)):
             click.echo(line)
     return 0 if prediction.fits else 1
+
+
+def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
+    candidates = searching.search(config.train, shape, data, machine)
+    best = candidates[0]
+    if write is not None:
+        fitted = written(config)
+        for option, value in best.changes.items():
+            *sections, name = option.split(".")
+            node = fitted
+            for section in sections:
+                node = node[section]
+            node[name] = value
+        if best.train.optim.name != config.train.optim.name:
+            fitted["train"]["optim"] |= {"betas": None, "eps": None}
+        Config.model_validate(fitted)
+        Path(write).write_text(yaml.safe_dump(fitted, sort_keys=False), encoding="utf-8")
+    if as_json:
+        rows = [
+            {"images_per_s": c.images_per_s, "total": round(c.total), "traced": c.prediction is not None, **c.changes}
+            for c in candidates
+        ]
+        click.echo(json.dumps({"candidates": rows, "gpu": machine.card.name, "gpus": machine.gpus}))
+        return 0
+    click.echo(f"{machine.gpus} x {amount(machine.memory)}, {machine.card.name}'s speed: the fastest that fit")
+    click.echo(f"{'images/s':>9} {'GiB':>6}  strategy (* traced whole, the others added up from parts)")
+    for candidate in candidates:
+        mark = "*" if candidate.prediction is not None else " "
+        click.echo(f"{candidate.images_per_s:9.3g} {candidate.total / GIB:6.1f} {mark}{_described(candidate)}")
+    if write is not None:
+        click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
+    return 0
+
+
+def _described(candidate: searching.Candidate) -> str:
+    train = candidate.train
+    parts = [
+        str(candidate.layout),
+        f"checkpointing {train.activation_checkpointing}",
+        f"microbatch {train.microbatch}",
+        train.optim.name,
+        *([f"compression {train.activation_compression}"] if train.activation_compression != "none" else []),
+        *(["activations offloaded"] if train.activation_offload else []),
+        *(["parameters offloaded"] if train.parallel.offload == "all" else []),
+        *(["update in backward"] if train.optim.in_backward else []),
+    ]
+    return ", ".join(parts)
 
 
 def machine_of(gpus: int, gpu: str | None, gpu_memory: str | None, nodes: int) -> Machine:
@@ -115,7 +173,7 @@ def time_lines(time: Time, prediction: Prediction, price: float | None) -> list[
     """Speed and cost for people."""
     kind = "calibrated on this device" if time.constants.calibrated else "an estimate, not calibrated"
     machine = prediction.machine
-    name = f"a {machine.card.name}'s speed" + (" (assumed)" if machine.assumed else "")
+    name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
     lines = [
         f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
         "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),

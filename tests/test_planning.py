@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.mesh import Layout
-from pipeline.planning import cards, predict
+from pipeline.planning import cards, predict, search
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, trace
 from tests.test_config_heads import SHAPES
@@ -241,3 +241,25 @@ def test_memory_sizes() -> None:
     assert cards.memory_of("80GB") == 80 * 10**9
     with pytest.raises(UserError):
         cards.memory_of("0")
+
+
+@pytest.mark.slow
+def test_train_accepts_what_the_search_writes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fitted.yaml"
+    words = ["plan", "--config", "tiny", "--gpu", "3090", "--gpus", "2", "--search", "--write", str(file), "--json"]
+    code, out, _ = run(words, capsys)
+    rows = json.loads(out)["candidates"]
+    assert code == 0
+    assert all(row["total"] <= cards.card("3090").memory for row in rows)
+    assert rows[0]["traced"]
+    config = load(file)
+    assert config.train.microbatch == rows[0]["train.microbatch"]
+    data = Data.of(config)
+    assert predict.check(config.train, predict.architecture(config, data), data, 2).world == 2
+
+
+def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
+    listed = list(search.layouts(8, SanaConfig(), 8))
+    assert {layout.world for layout in listed} == {8}
+    assert {layout.tp for layout in listed} == {1, 2}
+    assert len(set(listed)) == len(listed) > 8
