@@ -15,7 +15,7 @@ from torch import Tensor
 
 SPAN = 512
 TILE = 64
-SMALL_TILE = 32
+SMALL_TILE = 16
 """Tokens that a program has, and those that it takes at once; fewer where four products would exceed the registers."""
 
 
@@ -97,12 +97,13 @@ def _query_backward(gradient, query, state, of_query, of_state, tokens, dim, eps
     """Gradient of the queries, and one part of the state's."""
     start, first, part = _head(tokens, dim)
     pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
-    matrix, vector = _read_state(state + first, tl.num_programs(2), lane, dim)
     of_matrix, of_vector = tl.zeros((WIDE, WIDE), tl.float32), tl.zeros((WIDE,), tl.float32)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
         q = tl.maximum(_load(query + start, token, tokens, pitch, lane, dim), 0.0)
         g = _load(gradient + start, token, tokens, pitch, lane, dim)
+        # read for each tile: in registers throughout, its split parts would spill
+        matrix, vector = _read_state(state + first, tl.num_programs(2), lane, dim)
         scale = tl.sum(q * vector[None, :], axis=1) + eps
         g = g / scale[:, None]
         product = tl.dot(q, matrix, input_precision="tf32x3")
