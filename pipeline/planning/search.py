@@ -253,7 +253,7 @@ class _Pieces:
         whole = one.parameters / (layout.tp * layout.pp)
         sent: dict[tuple[str, int], list[float]] = {}
         if layout.dp_shard > 1:
-            gathers = 2 if train.parallel.reshards else 1
+            gathers = 2 if train.parallel.reshards(layout.dp_shard) else 1
             sent["allgather", layout.dp_shard] = [gathers * compute * whole, 1]
             sent["reduce_scatter", layout.dp_shard] = [4 * whole, 1]
         if layout.dp_replicate > 1:
