@@ -45,24 +45,26 @@ def interpreted(*options: str) -> dict[str, dict[str, float]]:
     return json.loads(done.stdout)
 
 
-def within_limits(found: dict[str, dict[str, float]]) -> bool:
-    wrong = {name: errors for name, errors in found.items() if not max(errors.values()) <= LIMITS[name[-4:]]}
+def within_limits(results: dict[str, dict[str, float]], **limits: float) -> bool:
+    limits = LIMITS | limits
+    wrong = {name: errors for name, errors in results.items() if not max(errors.values()) <= limits[name[-4:]]}
     assert wrong == {}
-    return bool(found)
+    return bool(results)
 
 
 @triton
 def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
-    found = interpreted()
-    assert within_limits(found)
-    assert len(found) == 12
+    results = interpreted()
+    assert within_limits(results)
+    assert len(results) == 12
 
 
 @triton
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_so_are_those_of_random_shapes() -> None:
-    assert within_limits(interpreted("--more"))
+    """In heads of one to three channels the query's gradient is a small difference of large numbers."""
+    assert within_limits(interpreted("--more"), fp32=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- assembler
@@ -100,8 +102,15 @@ def test_a_kernel_compiles_without_spills_and_within_shared_memory(kernel: tuple
 @pytest.mark.parametrize("kernel", KERNELS, ids=".".join)
 def test_on_every_gpu_in_every_dtype(kernel: tuple[str, str], gpu: int, dtype: str) -> None:
     assert fits(kernel, gpu, dtype)
-    sizes = ("height", "width") if kernel[0] == CONVOLUTION else ("tokens",)
-    assert fits(kernel, gpu, dtype, **dict.fromkeys(sizes, 1)), "a launch with a size of 1 compiles it as a constant"
+    if kernel[0] == CONVOLUTION:
+        assert fits(kernel, gpu, dtype, height=1, width=1), "a launch with a size of 1 compiles it as a constant"
+
+
+@triton
+@pytest.mark.parametrize("name", [name for module, name in KERNELS if module == ATTENTION])
+def test_one_kernel_serves_all_numbers_of_tokens(name: str) -> None:
+    kernel = getattr(importlib.import_module(f"pipeline.kernels.{ATTENTION}"), name)
+    assert [p.do_not_specialize for p in kernel.params if p.name == "tokens"] == [True]
 
 
 @triton

@@ -3,7 +3,8 @@
 A program has one head of one sample and at most SPAN tokens, and keeps the head's state, relu(K)^T V and the sum of
 relu(K), in float32. Programs of one head write their parts of the state, and the readers add them in a fixed order:
 no atomics, equal bits in equal runs. Loads and stores are in the tensors' dtype, sums in float32; the factors of the
-products are split into two tf32 parts (tf32x3), except where bf16 values are exact in tf32.
+products are split into two tf32 parts (tf32x3), except where bf16 values are exact in tf32. A kernel is compiled once
+for all numbers of tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _head(tokens, dim):
     return sample * tokens * heads * dim + head * dim, first * (dim + 1) * dim, (first + span) * (dim + 1) * dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _moments(key, value, state, tokens, dim, EXACT: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
              WIDE: tl.constexpr):  # fmt: skip
     """One part of the state."""
@@ -78,7 +79,7 @@ def _moments(key, value, state, tokens, dim, EXACT: tl.constexpr, SPAN: tl.const
     _write_state(state + part, matrix, vector, lane, dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(query, state, out, tokens, dim, eps, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
     start, first, _ = _head(tokens, dim)
     pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
@@ -91,7 +92,7 @@ def _forward(query, state, out, tokens, dim, eps, SPAN: tl.constexpr, TILE: tl.c
         _store(out + start, x, token, tokens, pitch, lane, dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _query_backward(gradient, query, state, of_query, of_state, tokens, dim, eps, SPAN: tl.constexpr,
                     TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradient of the queries, and one part of the state's."""
@@ -115,7 +116,7 @@ def _query_backward(gradient, query, state, of_query, of_state, tokens, dim, eps
     _write_state(of_state + part, of_matrix, of_vector, lane, dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _key_value_backward(key, value, of_state, of_key, of_value, tokens, dim, SPAN: tl.constexpr, TILE: tl.constexpr,
                         WIDE: tl.constexpr):  # fmt: skip
     start, first, _ = _head(tokens, dim)
