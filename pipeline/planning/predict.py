@@ -265,22 +265,23 @@ def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[s
 
     parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp. optimizer: by its bytes per parameter (half in
     bf16_pure but for adamw8bit). gradients: as the parameters, all of them at the end of the backward pass; none if
-    the update is in the backward pass. ema: 4 bytes. buffers: the largest unit's gathered parameters in the dtype of
-    the computation.
+    the update is in the backward pass. ema: 4 bytes. buffers: gathered parameters in the dtype of the computation, of
+    one block, or of all where `reshard_after_forward` is off.
     """
     counts = parameter_counts(shape)
     pure = train.precision == "bf16_pure"
-    shard = counts.blocks * counts.block / layout.pp + counts.ends
-    shard = shard / (layout.dp_shard * layout.tp)
+    whole = (counts.blocks * counts.block / layout.pp + counts.ends) / layout.tp
+    shard = whole / layout.dp_shard
     each = 2.0 if pure else 4.0
     state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
     compute = 4.0 if train.precision == "fp32" else 2.0
+    gathered = counts.block / layout.tp if train.parallel.reshards(layout.dp_shard) else whole
     sizes = {
         PARAMETERS: each * shard,
         GRADIENTS: 0.0 if train.optim.in_backward else each * shard,
         OPTIMIZER: state * shard,
         EMA: 4.0 * shard if train.ema is not None and train.ema.device == "same" else 0.0,
-        BUFFERS: compute * counts.block / layout.tp if layout.dp_shard > 1 or compute == 2.0 else 0.0,
+        BUFFERS: compute * gathered if layout.dp_shard > 1 or compute == 2.0 else 0.0,
     }
     if train.parallel.offload == "all":
         sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
