@@ -5,7 +5,7 @@ batches, two steps. Real peak: the highest resident set during the steps (VmHWM 
 resident before the model was built; the largest of the processes. One narrow step precedes, so that one-time
 allocations do not count, and MALLOC_MMAP_THRESHOLD_ makes malloc return every tensor to the system.
 `seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports; `seconds_search`: of the
-search over all strategies for it.
+search over all strategies of the shipped configuration for four cards of 24 GB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.config import TrainConfig
+from pipeline.config import TrainConfig, load
 from pipeline.launch import detect
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
@@ -33,6 +33,9 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes, open_mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
+from pipeline.planning.cards import card, memory_of
+from pipeline.planning.predict import Data, Machine, architecture
+from pipeline.planning.search import search
 from pipeline.planning.trace import Shape, Traced
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
@@ -168,6 +171,16 @@ def seconds_one() -> float:
     return time.process_time() - began
 
 
+def seconds_search() -> float:
+    """CPU seconds of `plan --search` for the shipped configuration on four cards of 24 GB."""
+    config = load("sana_1600m_1024")
+    data = Data.of(config)
+    machine = Machine(card("3090"), memory_of("24GiB"), 4)
+    began = time.process_time()
+    search(config.train, architecture(config, data), data, machine)
+    return time.process_time() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
@@ -178,7 +191,7 @@ def main() -> None:
         worker(options.only, options)
         return
     figures = compare(options)
-    finish({**figures, "seconds_one": seconds_one()})
+    finish({**figures, "seconds_one": seconds_one(), "seconds_search": seconds_search()})
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
 
     def late(*args: Any, **options: Any) -> Any:
         result = save(*args, **options)
-        if when == "written" and "00000004" in str(options["checkpoint_id"]):
+        if when == "written" and "00000004" in str(options["storage_writer"].path):
             taken_over(run)
         return result
 

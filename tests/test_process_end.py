@@ -85,7 +85,7 @@ from pipeline.processes import run_and_exit
 
 def late(text):
     time.sleep(0.2)
-    print(text)
+    sys.stdout.write(text + chr(10))  # at once; print writes the end of the line apart
 
 def main():
     atexit.register(print, "exit function")
