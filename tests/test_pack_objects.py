@@ -251,6 +251,7 @@ def test_damage_here_is_healed_and_damage_there_is_named(
     assert not list(audit.verify(here.cache))
 
 
+@pytest.mark.slow
 def test_packing_in_the_store_reads_ranges_and_gives_the_same(
     disk: Cache, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
