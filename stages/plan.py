@@ -69,6 +69,8 @@ def run(
 
 
 def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
+    if write is not None and Path(write).exists():  # before minutes of search
+        raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
     candidates = searching.search(config.train, shape, data, machine)
     best = candidates[0]
     if write is not None:
@@ -82,7 +84,11 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
         if best.train.optim.name != config.train.optim.name:
             fitted["train"]["optim"] |= {"betas": None, "eps": None}
         Config.model_validate(fitted)
-        Path(write).write_text(yaml.safe_dump(fitted, sort_keys=False), encoding="utf-8")
+        try:
+            with open(write, "x", encoding="utf-8") as file:
+                yaml.safe_dump(fitted, file, sort_keys=False)
+        except OSError as error:
+            raise UserError(f"{write} cannot be written: {error.strerror}", fix="--write another name") from None
     if as_json:
         rows = [
             {"images_per_s": c.images_per_s, "total": round(c.total), "traced": c.prediction is not None, **c.changes}
@@ -97,6 +103,11 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
         click.echo(f"{candidate.images_per_s:9.3g} {candidate.total / GIB:6.1f} {mark}{_described(candidate)}")
     if write is not None:
         click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
+    if best.train.optim.name != config.train.optim.name:
+        click.echo(
+            f"note: the first one trains with {best.train.optim.name} instead of {config.train.optim.name}, "
+            "which needs other values of train.optim.lr and train.optim.weight_decay"
+        )
     return 0
 
 

@@ -243,6 +243,14 @@ def test_memory_sizes() -> None:
         cards.memory_of("0")
 
 
+def test_a_file_that_exists_is_not_written_over(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("cache: mine\n")
+    words = ["plan", "--config", "tiny", "--gpu", "3090", "--search", "--write", str(tmp_path / "mine.yaml")]
+    code, _, text = run(words, capsys)
+    assert code == 2 and "mine.yaml" in text
+    assert (tmp_path / "mine.yaml").read_text() == "cache: mine\n"
+
+
 @pytest.mark.slow
 def test_train_accepts_what_the_search_writes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fitted.yaml"

@@ -16,6 +16,7 @@ Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427)
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -345,7 +346,7 @@ def _packed(mask: Tensor, tokens: int) -> Packed:
     return Packed(ends, images, mask.shape[1])
 
 
-class SanaEnds(nn.Module):
+class SanaEnds(nn.Module, ABC):
     """What precedes and follows the blocks. The whole model has all of these modules, a pipeline stage some of them."""
 
     config: SanaConfig
@@ -359,9 +360,9 @@ class SanaEnds(nn.Module):
     proj_out: nn.Linear
 
     @property
+    @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in order."""
-        raise NotImplementedError
 
     def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
         """Height and width in tokens of these latents.

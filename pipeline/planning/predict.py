@@ -308,6 +308,10 @@ def parameter_counts(shape: SanaConfig) -> Counts:
 # ------------------------------------------------------------------------------------------------ larger microbatches
 
 
+_LARGEST = 4096
+"""No larger microbatch is tried."""
+
+
 def largest_microbatch(prediction: Prediction, data: Data) -> int:
     """The largest microbatch whose peak fits, whatever the batch; 0: not even one sample fits.
 
@@ -323,8 +327,9 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
         high, at_high = 8, _at(prediction, 8)
     for _ in range(3):
         slope = (at_high - at_low) / (high - low)
-        guess = max(1, low + math.floor((prediction.machine.memory - at_low) / max(slope, 1.0)))
-        if guess == high or guess > 4096:
+        guess = low + math.floor((prediction.machine.memory - at_low) / max(slope, 1.0))
+        guess = min(max(1, guess), _LARGEST)
+        if guess == high:
             break
         at_guess = _at(prediction, guess)
         if at_guess <= prediction.machine.memory:
@@ -332,7 +337,7 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
             high, at_high = (high, at_high) if high > guess else (guess + 1, at_guess + slope)
         else:
             high, at_high = guess, at_guess
-    return low if at_high > prediction.machine.memory else max(low, min(high, 4096))
+    return low if at_high > prediction.machine.memory else max(low, min(high, _LARGEST))
 
 
 def _at(prediction: Prediction, microbatch: int) -> float:

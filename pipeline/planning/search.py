@@ -7,8 +7,8 @@ Why not a trace for each: there are thousands. Memory is a sum: what lasts follo
 (`closed_form`), and what a block and the ends need is traced once for each way of treating activations, at two
 microbatches, and is linear in the microbatch. The best candidates are then traced whole, and dropped if they do not fit
 after all.
-What is not varied: numbers that change the result of training beyond rounding, such as the batch. Another optimizer and
-pure bf16 do change it: optimizers only where asked for (`optimizers`), precision not at all.
+What is not varied: numbers that change the result of training beyond rounding, such as the batch and the precision.
+Another optimizer changes it, too: every candidate names it, and `optimizers=False` leaves the configured one.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def search(
     candidates.sort(key=lambda c: (-round(c.images_per_s, 3), c.total))
     best: list[Candidate] = []
     rest = candidates
-    for _ in range(2 * verified):
-        if not rest or len(best) == verified:
-            break
+    tried = 0
+    while rest and len(best) < verified and (tried < 2 * verified or not best):
         candidate, *rest = rest
+        tried += 1
         prediction = predicting.predict(candidate.train, shape, data, machine, layout=candidate.layout)
         if prediction.fits:
             step = Time.of(prediction, data, constants).step
@@ -205,7 +205,8 @@ class _Pieces:
         brief = _line(_brief(one), _brief(some), microbatch) / layout.tp
         in_flight = min(count, layout.pp)
         brief = brief * in_flight / layout.pp if layout.pp > 1 else brief
-        gathered = 2 * lasting[BUFFERS] + (4.0 * one.parameters / (layout.tp * layout.pp) if count > 1 else 0.0)
+        blocks = 2 if train.parallel.reshards(layout.dp_shard) else 1  # one is gathered ahead
+        gathered = blocks * lasting[BUFFERS] + (4.0 * one.parameters / (layout.tp * layout.pp) if count > 1 else 0.0)
         gradients = lasting[GRADIENTS] if train.activation_checkpointing != "none" else 0.5 * lasting[GRADIENTS]
         peak = {kind: lasting[kind] for kind in LASTING} | {GRADIENTS: gradients, "activations": brief}
         total = sum(predicting.with_overheads({**peak, BUFFERS: gathered}, layout).values())
