@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 
 import stages.bucket
@@ -714,11 +715,29 @@ def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_recipe(
     assert "relative L2" not in capsys.readouterr().out, "nothing new to encode"
 
 
+def test_a_gpu_without_memory_for_fp32_encodes_in_bf16_all_the_same(
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = encoders.LatentEncoder.load
+
+    def cramped(config: Any, device: Any) -> encoders.LatentEncoder:
+        if encoders.is_exact(config):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return load(config, device)
+
+    monkeypatch.setattr(encoders.LatentEncoder, "load", cramped)
+    done = stages.encode.run(make_config(tmp_path, "vae.dtype=bf16"), data=str(source))
+    assert done["images"] == 12 and done["left"] == 0
+    assert "not compared with fp32" in capsys.readouterr().out
+
+
 def test_out_of_memory_halves_the_batch_and_says_so(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    import torch
-
     from pipeline.loader.loader import bf16
 
     for seed in range(4):

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import numpy as np
 import pyarrow as pa
+import torch
 
 from pipeline import launch
 from pipeline.cache import codec, index, layout
@@ -165,8 +166,6 @@ def device(config: Config) -> Any:
     name = config.encode.device
     here = launch.detect()
     if name in ("auto", "cuda") and here.local_world > 1:
-        import torch
-
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         name = f"cuda:{here.local_rank % count}" if count else name
     return launch.resolve_device(name)
@@ -216,11 +215,15 @@ class _Numerics:
 
     def log(self, load: Callable[[VaeConfig], encoders.LatentEncoder]) -> None:
         assert self.pictures is not None
-        exact = load(encoders.exact(self._vae))
-        wanted = np.concatenate([exact.encode(picture[None]) for picture in self.pictures])
+        chosen = [self._vae.dtype, *(name for name in ("tf32", "channels_last") if getattr(self._vae, name))]
+        try:
+            exact = load(encoders.exact(self._vae))
+            wanted = np.concatenate([exact.encode(picture[None]) for picture in self.pictures])
+        except (torch.OutOfMemoryError, MemoryError):
+            click.echo(f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice")
+            return
         ours, theirs = (encoders.from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
         errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
-        chosen = [self._vae.dtype, *(name for name in ("tf32", "channels_last") if getattr(self._vae, name))]
         click.echo(
             f"vae in {', '.join(chosen)}: the latents of {len(errors)} pictures differ from those in fp32 by "
             f"{100 * float(errors.mean()):.2f} % (relative L2; the worst by {100 * float(errors.max()):.2f} %)"
