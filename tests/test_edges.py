@@ -376,9 +376,9 @@ def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- encoding
 
 
-def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
-    unit_records.provenance()
+def test_a_batch_that_does_not_fit_is_halved_and_counted() -> None:
     calls: list[int] = []
+    limits = unit_records.Limits()
 
     def encode(inputs: list[int]) -> list[np.ndarray]:
         calls.append(len(inputs))
@@ -386,13 +386,12 @@ def test_a_halved_batch_counts_for_its_own_unit_alone() -> None:
             raise MemoryError
         return [np.array([one]) for one in inputs]
 
-    assert [int(a[0]) for a in unit_records._finite(list(range(7)), encode) if a is not None] == list(range(7))
+    assert [int(a[0]) for a in unit_records._finite(list(range(7)), encode, limits) if a is not None] == list(range(7))
     assert calls == [7, 4, 2, 2, 3], "the first half is the larger one"
-    assert unit_records.provenance()["halved_batches"] == 2
-    assert "halved_batches" not in unit_records.provenance(), "counted once"
+    assert unit_records.provenance(limits.halved)["halved_batches"] == 2
     calls.clear()
-    unit_records._finite(list(range(3)), encode)
-    assert calls == [3] and "halved_batches" not in unit_records.provenance()
+    unit_records._finite(list(range(3)), encode, limits)
+    assert calls == [3] and limits.halved == 2
 
 
 def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
@@ -405,7 +404,7 @@ def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
             raise MemoryError
         return pictures
 
-    limits: unit_records.Limits = {}
+    limits = unit_records.Limits()
     for turn in range(2):
         for size in (10, 4):
             calls.clear()
@@ -414,7 +413,7 @@ def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
             failed = {10: [8, 4], 4: [8]}[size] if turn == 0 else []
             fits = {10: [2, 2, 2, 2], 4: [4, 4]}[size]
             assert [count for count, _ in calls] == failed + fits, (turn, size)
-    assert unit_records.provenance()["halved_batches"] == 2 * (3 + 1)
+    assert limits.halved == 2 * (3 + 1)
 
 
 def test_every_unit_is_some_tasks_and_stays_it() -> None:

@@ -771,6 +771,17 @@ def test_out_of_memory_halves_the_batch_and_says_so(
         assert all(float((a - b).norm() / b.norm()) < 1e-2 for a, b in zip(one, two, strict=True))
     assert not any("halved_batches" in c.provenance for c in index.commits(truth.files, recipe, 0))
 
+    monkeypatch.setattr(
+        encoders.LatentEncoder, "encode", lambda self, images: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA"))
+    )
+    with pytest.raises(UserError, match="with a single item"):
+        stages.encode.run(make_config(tmp_path / "none"), data=str(source))
+    monkeypatch.setattr(encoders.LatentEncoder, "encode", real)
+    after = make_config(tmp_path / "after")
+    stages.encode.run(after, data=str(source))
+    commits = index.commits(Cache(after.cache).files, recipe, 0)
+    assert commits and not any("halved_batches" in commit.provenance for commit in commits), "those of another run"
+
 
 def test_a_name_that_no_source_can_have_is_refused_before_anything_is_read(
     make_config: MakeConfig, photos: Path, tmp_path: Path

@@ -90,7 +90,7 @@ class Repairs:
         if not damaged:
             return "failed: the shard's head or table is damaged and cannot be made again as it was"
         if unreplaced:  # the others are in a later plan already
-            _replace(cache, recipe, plan, unit, commit, unreplaced, made)
+            _replace(cache, recipe, plan, unit, commit, unreplaced, made, self.encoder.limits)
         replaced[commit.shard] = damaged
         return "replaced"
 
@@ -141,6 +141,7 @@ def _replace(
     commit: index.Commit,
     keys: set[bytes],
     made: dict[bytes, unit_records.Record],
+    limits: unit_records.Limits,
 ) -> None:
     """Commit the remade records of these keys as a new plan."""
     rows = cache.unit_rows(plan, unit)
@@ -156,7 +157,9 @@ def _replace(
     added = cache.plan(recipe.name, number)
     how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", *layout.PROVENANCE)}
     records = [made[key] for key in in_order]
-    new_commit = unit_records.write_unit(cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how)
+    new_commit = unit_records.write_unit(
+        cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how, limits=limits
+    )
     if new_commit.records != len(in_order):
         raise IntegrityError(f"plan {number} of {recipe.name}: not every repaired record could be stored")
     index.merge(cache.files, recipe.name, number, [added_unit.unit])

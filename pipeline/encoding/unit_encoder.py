@@ -39,6 +39,7 @@ class UnitEncoder:
 
     Attributes:
         meter: counts what the encoders do; may be set to a new one between units.
+        limits: the batch sizes that fit; its `halved` counts those of the last unit.
     """
 
     def __init__(self, config: Config, cache: Cache, sources: Mapping[str, Source], *, check: bool = False):
@@ -49,7 +50,7 @@ class UnitEncoder:
         self._kind = ""
         self._costs: dict[str, _StorageCosts] = {}
         self._recipes: dict[str, layout.Recipe] = {}
-        self._limits: unit_records.Limits = {}
+        self.limits = unit_records.Limits()
         self._numerics = None if encoders.is_exact(config.vae) else _Numerics(config.vae)
 
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
@@ -61,10 +62,13 @@ class UnitEncoder:
             costs = self._costs[recipe.name] = _StorageCosts(recipe)
         batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
         assert batches is not None
+        self.limits.halved = 0
         provenance = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
             provenance["text_mode"] = self._encoder.mode
-        commit = unit_records.write_unit(self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured)
+        commit = unit_records.write_unit(
+            self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured, self.limits
+        )
         costs.log()
         if self._numerics is not None and self._numerics.pictures is not None:
             self._kind, self._encoder = "", None  # one encoder at a time
@@ -87,6 +91,7 @@ class UnitEncoder:
             self._text_encoder(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
         batches = self._batches(recipe, unit, rows, only)
         assert batches is not None
+        self.limits.halved = 0
         return batches
 
     def disk_space(self, sleep: Callable[[float], None] = time.sleep) -> DiskSpace:
@@ -99,7 +104,7 @@ class UnitEncoder:
         """The encoded batches of a unit; None if its pictures are of a source that is not here."""
         if isinstance(recipe, layout.TextRecipe):
             text_encoder = _Metered(self._text_encoder(recipe), self.meter)
-            return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only)
+            return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only, limits=self.limits)
         assert isinstance(recipe, layout.LatentRecipe)
         if set(rows.column("source").to_pylist()) - set(self.sources):
             return None
@@ -113,7 +118,7 @@ class UnitEncoder:
             workers=self.config.encode.workers,
             only=only,
             max_bytes=self.config.data.max_bytes,
-            limits=self._limits,
+            limits=self.limits,
         )
 
     def _recipe(self, name: str) -> layout.Recipe:

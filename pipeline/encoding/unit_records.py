@@ -13,12 +13,11 @@ its batch is smaller then: the other batches keep their composition.
 from __future__ import annotations
 
 import platform
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +38,17 @@ WRITE_BEHIND = 2
 _NOT_FINITE = "the encoder's output is not finite"
 
 
-Limits = dict[tuple[int, ...], int]
-"""Members of a batch that fit into memory, by the shape of a member, as far as one has failed."""
+@dataclass
+class Limits:
+    """What earlier batches have shown of the memory.
+
+    Attributes:
+        most: members of a batch that fit, by the shape of a member, as far as one has failed.
+        halved: batches that were halved since this was last set to 0.
+    """
+
+    most: dict[tuple[int, ...], int] = field(default_factory=dict)
+    halved: int = 0
 
 
 class ImageEncoder(Protocol):
@@ -90,10 +98,9 @@ def image_records(
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
         only: encode only the batches that hold one of these keys, in their planned composition.
-        limits: batch sizes that fit into memory, as far as earlier units have shown; updated.
+        limits: those of earlier units; updated.
     """
-    limits = {} if limits is None else limits
-
+    limits = limits or Limits()
     batches = _batches(unit, rows, only)
     items: dict[str, list[str]] = defaultdict(list)
     for batch in batches:
@@ -140,8 +147,10 @@ def caption_records(
     encoder: CaptionEncoder,
     *,
     only: Container[bytes] | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[Made]:
-    """Encode a text unit, batch by batch. `only` as in `image_records`."""
+    """Encode a text unit, batch by batch. `only` and `limits` as in `image_records`."""
+    limits = limits or Limits()
     for batch in _batches(unit, rows, only):
         if batch[0]["caption"] is None:
             null, valid = encoder.null()
@@ -149,7 +158,7 @@ def caption_records(
             continue
         normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
         records, rejects = [], []
-        for row, array in zip(batch, _finite(normalised, encoder.encode), strict=True):
+        for row, array in zip(batch, _finite(normalised, encoder.encode, limits), strict=True):
             if array is not None:
                 records.append(Record(row["key"], array, row["caption"]))
             else:
@@ -166,6 +175,7 @@ def write_unit(
     progress: Callable[[int, int], None],
     origin: dict[str, Any] | None = None,
     measured: codec.Measured | None = None,
+    limits: Limits | None = None,
 ) -> Commit:
     """Write the records of a unit into its shard and commit it.
 
@@ -174,6 +184,7 @@ def write_unit(
         progress: called with (records made, records rejected) after each batch.
         origin: added to the unit's provenance.
         measured: sums what the recipe's storage saves and costs.
+        limits: those with which `made` is encoded. Its number of halved batches goes into the provenance.
     """
     rejects: list[Reject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
@@ -192,12 +203,12 @@ def write_unit(
                 progress(len(records), len(bad))
             for written in waiting:
                 written.result()
-        return _commit(cache, recipe, plan, unit, writer, rejects, origin)
+        made_by = {**provenance(limits.halved if limits else 0), **(origin or {})}
+        return _commit(cache, recipe, plan, unit, writer, rejects, made_by)
 
 
-def provenance() -> dict[str, Any]:
+def provenance(halved: int = 0) -> dict[str, Any]:
     """Hardware, library versions and halved batches of a unit, on which its bf16 bytes depend."""
-    halved, _halved.count = _halved.count, 0
     return {
         **({"halved_batches": halved} if halved else {}),
         "python": platform.python_version(),
@@ -217,21 +228,15 @@ def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[
     return batches if only is None else [batch for batch in batches if any(row["key"] in only for row in batch)]
 
 
-def _finite(
-    inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limits | None = None
-) -> list[np.ndarray | None]:
+def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limits) -> list[np.ndarray | None]:
     """Encode a batch. Members with NaN or infinity become None, and the others are encoded again without them.
 
     A batch that does not fit into memory is halved, down to single members, and so are all later ones of its size, at
     once. The unit's provenance counts the halvings (`halved_batches`), because bf16 bytes differ slightly between batch
     sizes.
-
-    Args:
-        limits: what earlier batches have shown; updated.
     """
-    limits = {} if limits is None else limits
     shape = getattr(inputs[0], "shape", ())
-    if len(inputs) <= limits.get(shape, len(inputs)):
+    if len(inputs) <= limits.most.get(shape, len(inputs)):
         try:
             return list(encode(inputs))
         except NonFiniteError as error:
@@ -245,21 +250,12 @@ def _finite(
                     "the encoder runs out of memory with a single item",
                     fix="use a device with more memory, or a smaller data.resolution",
                 ) from None
-        limits[shape] = len(inputs) - 1
+        limits.most[shape] = len(inputs) - 1
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    _halved.count += 1
+    limits.halved += 1
     middle = (len(inputs) + 1) // 2
     return _finite(inputs[:middle], encode, limits) + _finite(inputs[middle:], encode, limits)
-
-
-class _Halved(threading.local):
-    """Halved batches of the current unit, by thread: the thread that encodes a unit also commits it."""
-
-    count = 0
-
-
-_halved = _Halved()
 
 
 def _ahead(
@@ -284,9 +280,8 @@ def _commit(
     unit: Unit,
     writer: shard.ShardWriter,
     rejects: list[Reject],
-    origin: dict[str, Any] | None = None,
+    made_by: dict[str, Any],
 ) -> Commit:
-    made_by = {**provenance(), **(origin or {})}
     if len(writer):
         commit = index.commit_of(cache.files, unit.unit, writer.finish(), rejects, made_by)
     else:
