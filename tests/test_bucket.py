@@ -1023,7 +1023,7 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["9223372036854775808", "1e999", str(10**400)])
-def test_numbers_beyond_all_bounds_are_told(root: Path, number: str) -> None:
+def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None:
     add(config(root), "one", pictures(4))
     try:
         stages.bucket.run(config(root, f"bucket.filter=bytes < {number}"))

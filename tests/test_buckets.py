@@ -101,7 +101,7 @@ def test_the_256_table_names_its_entries() -> None:
     assert sum(any(side % 32 for side in shape) for shape in theirs) == 24
 
 
-def test_own_lists() -> None:
+def test_lists_of_the_configuration() -> None:
     assert buckets.table(DataConfig(buckets=[(256, 256), (192, 320)]), 32) == [(256, 256), (192, 320)]
     with pytest.raises(ConfigError, match="200x256"):
         buckets.table(DataConfig(buckets=[(256, 256), (200, 256)]), 32)

@@ -121,7 +121,7 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(results: dict[str, Any
     assert results["resumed"]["weights"]["shifted"] > 1e-4
 
 
-def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
     output, _ = torchrun("pipeline.cli", "train", "--config", "tiny", "--set", "train.stepps=3").communicate(timeout=90)
     assert output.count("did you mean 'train.steps'?") == 1
 

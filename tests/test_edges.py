@@ -467,7 +467,7 @@ def test_an_item_is_left_out_by_the_first_filter_alone() -> None:
     }
 
 
-def test_a_column_that_others_have_is_none_for_a_sources_own_filter() -> None:
+def test_a_column_of_other_sources_is_none_for_the_filter_of_a_source() -> None:
     scans = {"one": with_meta({"c": "ab"}), "two": with_meta({"d": 1}), "three": with_meta({"c": None})}
     with pytest.raises(UserError, match="no item has"):
         selection.filtered(Joined(), scans, Filter("c is None or c > ''", "all"), {"two": Filter("c > ''", "own")})

@@ -794,7 +794,7 @@ def test_a_name_that_no_source_can_have_is_refused_before_anything_is_read(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_cache_that_is_a_file_is_told(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
+def test_a_cache_that_is_a_file_is_reported(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheError):
         stages.encode.run(make_config(tmp_path, f"cache={tmp_path / 'file'}"), data=str(photos))

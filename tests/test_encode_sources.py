@@ -156,7 +156,7 @@ def test_a_scan_of_an_earlier_version_is_read(
     assert len(cache.open_snapshot()) == COUNT
 
 
-def test_a_member_that_changed_since_the_scan_is_told_and_mended(
+def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

@@ -155,7 +155,7 @@ def test_null_is_the_empty_caption_with_all_its_rows(text: encoders.TextEncoder,
     assert torch.equal(first, encoders.from_bits(bits)[0])  # <bos> sees only itself
 
 
-def test_captions_are_told_apart(text: encoders.TextEncoder) -> None:
+def test_captions_are_distinguished(text: encoders.TextEncoder) -> None:
     """What a small Sana needs of a random Gemma-2: captions that differ give rows that differ by their own size."""
     means = torch.stack(
         [encoders.from_bits(rows).float()[1:].mean(0) for rows in text.encode(list(tiny_models.CAPTIONS))]

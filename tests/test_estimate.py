@@ -234,7 +234,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     assert len(decoded) == 4
 
 
-def test_a_disk_that_is_too_small_is_told_and_ends_with_6(
+def test_a_disk_that_is_too_small_is_reported_and_ends_with_6(
     source: Path,
     make_config: MakeConfig,
     tmp_path: Path,

@@ -475,7 +475,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
 
 
 @pytest.mark.slow
-def test_a_failing_decoder_is_told(trained: Trained, tmp_path: Path) -> None:
+def test_a_failing_decoder_is_reported(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"vae.id={tmp_path / 'gone'}")
     with pytest.raises(sample.DecodeError, match="exit code 2"):
         sample.run(config, "auto", None, tmp_path / "samples", 1)

@@ -208,7 +208,7 @@ def test_bombs_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> N
     assert probe(webp, 4_000_000) == (2000, 2000)
 
 
-def test_a_picture_hidden_in_an_ico_is_held_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_hidden_in_an_ico_obeys_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = encoded(Image.new("RGB", (400, 400)))
     ico = struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("decoded a pixel"))
@@ -253,7 +253,7 @@ def peak_memory() -> int:
         ("JPEG2000", "RGBA", {}),
     ],
 )
-def test_a_picture_takes_no_more_memory_than_is_said(
+def test_a_picture_takes_no_more_memory_than_is_stated(
     monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, options: dict[str, Any]
 ) -> None:
     side = 2000
@@ -840,7 +840,7 @@ def test_rule_names() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["-W", "error"], ["-W", "always"]])
-def test_quiet(tmp_path: Path, options: list[str]) -> None:
+def test_decoders_that_warn_print_nothing(tmp_path: Path, options: list[str]) -> None:
     """Decoders that warn (Python warnings, logging, libtiff's own writing) leave the terminal alone."""
     bad = bytearray(encoded(scene(160, 96), "TIFF", compression="tiff_lzw"))
     noisy = [bytes(bad[: len(bad) // 2]), encoded(scene(), "JPEG", exif=b"Exif\x00\x00MM\x00\x2a\xff\xff\xff\xff")]

@@ -304,7 +304,7 @@ def test_the_window_is_part_of_the_state(cache: Cache) -> None:
 # ---------------------------------------------------------------- buffers
 
 
-def test_a_batch_that_is_held_is_never_overwritten(cache: Cache, truth: list[list[str]]) -> None:
+def test_a_batch_in_use_is_never_overwritten(cache: Cache, truth: list[list[str]]) -> None:
     """Beyond the contract: whoever keeps every batch gets fresh buffers for the others, not other bytes."""
     reading = loader(cache, prefetch=3, threads=2)
     retained = [batches for batches, _ in reading]

@@ -215,7 +215,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert len(asked) > 3
 
 
-def test_no_such_bucket_and_no_such_scheme_are_told(s3_bucket: str, mirror: MirrorConfig) -> None:
+def test_no_such_bucket_and_no_such_scheme_are_reported(s3_bucket: str, mirror: MirrorConfig) -> None:
     for create in (False, True):
         with pytest.raises(CacheError, match="s3://nowhere/cache") as caught:
             Cache("s3://nowhere/cache", create=create, mirror=mirror)

@@ -123,7 +123,7 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     assert plain.most <= size
 
 
-def test_a_mirror_that_is_too_small_is_told(
+def test_a_mirror_that_is_too_small_is_reported(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = disk.open_snapshot()
@@ -149,7 +149,7 @@ def test_epochs_that_follow_and_resumed_runs_stay_sequential(
     assert [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)] == truth[:20]
 
 
-def test_coming_shards_are_fetched_while_a_batch_is_held(
+def test_coming_shards_are_fetched_while_a_batch_is_in_use(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Far beyond the steps that are read ahead, as far as half of the mirror goes and not further."""
@@ -213,7 +213,7 @@ def test_without_fetching_ahead_it_would_be_noticed(
     """Sabotage: shard prefetch that plans no step."""
     monkeypatch.setattr(shard_prefetch, "STEPS", 0)
     with pytest.raises(AssertionError, match="nothing was fetched ahead"):
-        test_coming_shards_are_fetched_while_a_batch_is_held(disk, place, tmp_path, monkeypatch)
+        test_coming_shards_are_fetched_while_a_batch_is_in_use(disk, place, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def command_lines() -> list[tuple[str, str]]:
     return list(dict.fromkeys(lines))
 
 
-def test_the_commands_are_found() -> None:
+def test_the_commands_of_the_documentation_are_read() -> None:
     assert {words_of(line)[0] for page, line in command_lines() if page == "README.md"} == {
         *("check", "encode", "bucket", "train", "sample", "export", "config")
     }

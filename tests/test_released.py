@@ -126,7 +126,7 @@ def test_every_name_that_the_libraries_gave_to_shards_of_a_variant(
     assert files[1].name in str(caught.value)
 
 
-def test_what_may_be_taken_in_place_of_half_a_set_is_said(tmp_path: Path) -> None:
+def test_half_a_set_of_files_names_what_may_be_taken_instead(tmp_path: Path) -> None:
     """A variant is named; the files without one are not named by any setting: the index has to go."""
     index = tmp_path / "model.safetensors.index.fp32.json"
     shards = {str(i): f"model.fp32-0000{i}-of-00002.safetensors" for i in (1, 2)}
@@ -323,7 +323,7 @@ def test_nvlabs_files_hold_the_same_model(norm: str | None, tmp_path: Path) -> N
         assert torch.equal(files.read(name, offsets, lengths), weights[name][box]), name
 
 
-def test_a_released_pth_says_its_own_shape(tmp_path: Path) -> None:
+def test_a_released_pth_states_its_shape(tmp_path: Path) -> None:
     """Without `config.json`: the registered width says the heads, `pos_embed` the resolution and its base."""
     shapes = of_nvlabs(1, 1152, False)
     state = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}

@@ -378,7 +378,7 @@ def test_a_file_that_never_comes_while_others_do_is_that_file_s_fault(ranged_ser
             bad.result()
 
 
-def test_missing_things_are_told(ranged_server: Server) -> None:
+def test_missing_things_are_reported(ranged_server: Server) -> None:
     with pytest.raises(UserError, match=r"gone.tar: does not exist"):
         list(opened(f"{ranged_server.url}/tars/gone.tar").items())
     with pytest.raises(UserError, match=r"holds no picture|cannot be listed"):
@@ -492,6 +492,6 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
         source.read("../set/t.parquet")
 
 
-def test_no_such_bucket_is_told(s3: str) -> None:
+def test_no_such_bucket_is_reported(s3: str) -> None:
     with pytest.raises(UserError, match="nowhere"):
         list(opened("s3://nowhere/set").items())

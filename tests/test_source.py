@@ -243,7 +243,7 @@ def test_bad_csv(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
-def test_empty_metadata_is_told(tmp_path: Path, name: str) -> None:
+def test_empty_metadata_is_reported(tmp_path: Path, name: str) -> None:
     put(tmp_path, a_dot_png=b"", a_dot_txt="x")
     write(tmp_path, name, "")
     items, rejects = listed(tmp_path)

@@ -218,7 +218,7 @@ def _appended(data: bytes) -> bytes:
     ("damage", "reason"),
     [(_cut, "cut|no whole tar|without an end"), (_header, "is damaged"), (_appended, "another tar behind its end")],
 )
-def test_a_damaged_tar_is_told_and_the_rest_is_used(
+def test_a_damaged_tar_is_reported_and_the_rest_is_used(
     tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
 ) -> None:
     path = make_tar(tmp_path / "x.tar", [(f"{n}.{k}", b"x" * 300) for n in range(3) for k in ("txt", "jpg")])
@@ -347,7 +347,7 @@ def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 2, "three"])
-def test_wids_index_that_counts_otherwise_is_told(tmp_path: Path, count: object) -> None:
+def test_a_wids_index_with_another_count_is_reported(tmp_path: Path, count: object) -> None:
     before = opened(nvlabs(tmp_path)).parts()
     (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar", "nsamples": count}]}))
     items, rejects = listed(opened(tmp_path))

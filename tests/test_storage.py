@@ -490,7 +490,7 @@ def test_two_tasks_make_the_same_bytes(
     assert shards[0] == shards[1] and len(shards[0]) > 8
 
 
-def test_ratio_and_error_are_told(
+def test_ratio_and_error_are_printed(
     photos: Path, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stages.encode.run(make_config(tmp_path, *_storage("mixed")), data=str(photos))

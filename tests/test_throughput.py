@@ -116,7 +116,7 @@ def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
         assert counts.row(0)["images_per_s"] > 8 / 0.4
 
 
-def test_a_full_gpu_is_told_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_reported_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     share = 0.91
     monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (0, 6 * 2**30, 7 * 2**30, share))

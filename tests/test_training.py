@@ -90,7 +90,7 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
         ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
     ],
 )
-def test_a_rate_that_will_not_do_is_said(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
+def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
     """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
     actual = optimizers.advice(OptimConfig(**options), 64, steps)
     assert len(actual) == len(says)
@@ -1013,7 +1013,7 @@ def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> 
     assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
 
 
-def test_reading_ahead_ends_while_the_error_is_still_held() -> None:
+def test_reading_ahead_ends_while_the_error_is_still_referenced() -> None:
     closed: list[bool] = []
 
     def steps() -> Iterator[int]:
