@@ -243,7 +243,7 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
     """Stopped at that moment of its second save, and woken up when the twin is at work; no beat has warned it."""
     monkeypatch.setattr(lock, "BEAT_S", NEVER)
     run = tmp_path / "run"
-    save, sync = dcp.save, checkpoint._sync_folder
+    save, sync = dcp.save, checkpoint.sync_path
 
     def late(*args: Any, **options: Any) -> Any:
         result = save(*args, **options)
@@ -261,7 +261,7 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
             taken_over(run)
 
     monkeypatch.setattr(dcp, "save", late)
-    monkeypatch.setattr(checkpoint, "_sync_folder", synced)
+    monkeypatch.setattr(checkpoint, "sync_path", synced)
     with pytest.raises(lock.RunTaken):
         train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
     left = {name for name in names(run) if not name.startswith("step-00000004.")}

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from pipeline.cache.local_files import make_folder
+from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError
 from pipeline.loader.loader import State
@@ -264,20 +264,12 @@ def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> N
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(work)
+        sync_path(work)
         lock.check()
         os.rename(work, final)
-        _sync_folder(final.parent)
+        sync_path(final.parent)
     except OSError as error:
         raise CheckpointError(f"{final}: could not be published: {error}", fix=_FIX) from None
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ------------------------------------------------------------------------------------------------------- finding
