@@ -29,7 +29,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-TARGETS := install demo test test-durations slow dist fault fault-long lowest newest mutants gpu lint types format bench check clean
+TARGETS := install demo test test-durations slow dist fault fault-long nightly lowest newest mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -67,6 +67,9 @@ fault: $(STAMP)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
+
+nightly: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m 'nightly and not gpu' --timeout 3600 $(PYTEST_ARGS)
 
 # What pyproject.toml declares must be true: the default tests with the lowest declared versions, and with the newest
 # that there are. For every night, since both install a second environment.

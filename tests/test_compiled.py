@@ -40,7 +40,9 @@ def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     return [tiny_run.gradients(model, settings, batches)[2] for batches in parts]
 
 
-@pytest.mark.parametrize("way", ["plain", "recomputed", "recomputed and sharded", "selective"])
+@pytest.mark.parametrize(
+    "way", ["plain", pytest.param("recomputed", marks=pytest.mark.slow), "recomputed and sharded", "selective"]
+)
 def test_gradients_are_those_without_compilation(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     result = {}

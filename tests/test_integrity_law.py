@@ -115,7 +115,7 @@ def flips(path: Path, count: int | None, favour: Iterable[int] = ()) -> Iterator
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
-@pytest.mark.parametrize("count", [SAMPLED, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [SAMPLED, pytest.param(None, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     tested = loader(Cache(copy), caption_drop=0.0, stop_step=None)
 
@@ -176,7 +176,7 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
-@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 def test_truncation_at_every_length(copy: Path, kind: str, step: int) -> None:
     truth = read(copy)
     for path in shards(copy, kind):
@@ -325,7 +325,7 @@ def test_whole_files(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- index and snapshot
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [40, pytest.param(None, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("of", ["segments", "tables"])
 def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
     """Segments, and the record tables that they name: what `bucket` reads."""
@@ -353,7 +353,7 @@ def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
     assert reading() == tally.truth
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [100, pytest.param(None, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("of", ["head", "samples", "names"])
 def test_bits_of_a_snapshot(copy: Path, of: str, count: int | None) -> None:
     opened = Cache(copy).open_snapshot()

@@ -322,7 +322,7 @@ def test_blocks_of_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch:
 def test_the_allocator_is_set_up_before_torch_is_imported() -> None:
     code = (
         "import os, sys; from pipeline import launch; set_up = launch.prefer_expandable_segments\n"
-        "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF'])\n"
+        "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF']); sys.exit()\n"
         "launch.prefer_expandable_segments = spy\n"
         "from pipeline.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
     )

@@ -190,7 +190,8 @@ def _heavy(modules: set[str]) -> list[str]:
 
 
 def test_training_imports_no_encoder() -> None:
-    assert _heavy(_loaded("import stages.train")) == []
+    loaded = _loaded("import stages.train, pipeline.models.sampler")
+    assert _heavy(loaded) == [] and "accelerate" not in loaded
 
 
 def test_the_check_sees_an_encoder_that_is_imported() -> None:
