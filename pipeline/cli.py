@@ -530,7 +530,7 @@ def verify(
     config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 
-    return stage.run(config, mend=repair, data=data, as_json=as_json)
+    return stage.run(config, repair=repair, data=data, as_json=as_json)
 
 
 @cli.command(examples=["sana-pipe gc", "sana-pipe gc --yes --older-than-hours 72"])

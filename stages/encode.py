@@ -227,7 +227,10 @@ def _run(
     scanned = _scan_and_publish(run, rehash, fragments)
     images = planning.image_work(scanned.table, source.name, latent, table, targets)
     texts = planning.caption_work(scanned.table, text)
-    counts = {"images": planning.counted(cache, latent, images), "captions": planning.counted(cache, text, texts)}
+    counts = {
+        "images": planning.count_missing(cache, latent, images),
+        "captions": planning.count_missing(cache, text, texts),
+    }
     new = any(missing for missing, _ in counts.values())
     made, idle = _encode(run, images, texts, new, _summary(run, scanned, counts))
     fragments.finish()
@@ -330,7 +333,7 @@ def _encode(
         if not idle:
             image_plans = planning.plan_images(cache, run.latent, images, config)
         pictures = _encode_pictures(run, image_plans, missing, make)
-        moved = images.slice(0, 0) if idle else planning.moved(cache, run.latent, images)
+        moved = images.slice(0, 0) if idle else planning.retryable_from_another_item(cache, run.latent, images)
         if len(moved):
             more = _encode_pictures(run, planning.plan_images(cache, run.latent, moved, config), missing, make)
             pictures = replace(pictures, records=pictures.records + more.records)
@@ -461,7 +464,7 @@ def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[R
     """Rejects of this source's work whose record no later unit has made."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
-    wanted = work.column("key").filter(planning.among(work, latest))
+    wanted = work.column("key").filter(planning.has_key(work, latest))
     return [latest[key.hex()] for key in wanted.to_pylist()]
 
 

@@ -15,17 +15,18 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, 
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.config import Config
-from pipeline.encoding import rebuild, repair
+from pipeline.encoding import rebuild
+from pipeline.encoding.repair import Repairs, repair_table
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
 
 
-def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
+def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
     """Verify, and repair if asked. Prints each finding as it appears, and its outcome as soon as that is known.
 
     Args:
-        mend: put documents right, encode damaged records again and restore their shards.
+        repair: put documents right, encode damaged records again and restore their shards.
         data: locations of the sources that have moved since the scan (`NAME=DIR`).
 
     Returns:
@@ -36,7 +37,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
     cache = Cache.of(config)
-    repairs = repair.Repairs(config, cache, dict(_pair(text) for text in data)) if mend else None
+    repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
         documents = report.add(audit.verify_documents(cache, report.count))
@@ -55,7 +56,7 @@ def run(config: Config, mend: bool = False, data: tuple[str, ...] = (), as_json:
     else:
         result = f"{len(left)} damaged" if left else "all is right"
         click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
-        for fix in sorted({finding.fix for finding in left if not (mend and finding.fix == layout.REPAIR)}):
+        for fix in sorted({finding.fix for finding in left if not (repair and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
     if error is not None:
         raise error
@@ -139,12 +140,12 @@ def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) ->
         elif cache.files.has_file(finding.path):
             report.outcome(finding.path, "restored")
         else:
-            maker = audit.maker(finding.path)
-            report.outcome(finding.path, f"moved to damaged/; to make again what it was for: {maker}")
+            command = audit.rebuild_command(finding.path)
+            report.outcome(finding.path, f"moved to damaged/; to make again what it was for: {command}")
 
 
 def _repair_contents(
-    repairs: repair.Repairs, findings: list[Finding], replaced: Replaced, report: _Report
+    repairs: Repairs, findings: list[Finding], replaced: Replaced, report: _Report
 ) -> UserError | None:
     """Repair tables and shards, one after the other.
 
@@ -182,7 +183,7 @@ def _is_record_table(path: str) -> bool:
     return path.startswith("tables/") and path.endswith(".arrow")
 
 
-def _repair_content(repairs: repair.Repairs, finding: Finding, replaced: Replaced) -> str | None:
+def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> str | None:
     """The outcome of a finding; None for snapshots, which come last."""
     if _is_record_table(finding.path):
         return _repair_table(repairs.cache, finding)
@@ -199,7 +200,7 @@ def _repair_table(cache: Cache, finding: Finding) -> str:
     for recipe in recipe_names(cache):
         try:
             for plan in cache.plans(recipe):
-                if repair.repair_table(cache, recipe, plan.number, digest):
+                if repair_table(cache, recipe, plan.number, digest):
                     return "restored"
         except (AwayError, NoSpaceError):
             raise

@@ -72,7 +72,7 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     for cls in (encoders.LatentEncoder, encoders.TextEncoder):
         real = cls.encode
         monkeypatch.setattr(cls, "encode", lambda self, batch, real=real: seen.append(len(batch)) or real(self, batch))
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert "restored" in capsys.readouterr().out
     assert len(seen) == 1, "only the damaged record's batch is encoded again"
     assert path.read_bytes() == whole
@@ -93,7 +93,7 @@ def test_a_caption_is_made_again_in_the_mode_that_made_it(
     monkeypatch.setattr(
         encoders.TextEncoder, "encode", lambda self, some: (modes.append(self.mode), real(self, some))[1]
     )
-    assert stages.verify.run(other, mend=True) == 0
+    assert stages.verify.run(other, repair=True) == 0
     assert modes == [mode]
     assert path.read_bytes() == whole
 
@@ -110,7 +110,7 @@ def test_where_the_bytes_differ_the_new_plan_names_the_mode_that_made_it(
     monkeypatch.setattr(
         encoders.TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)]
     )
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     recipe = cache.recipes("text")[0].name
     [commit] = index.commits(cache.files, recipe, 1)
     assert commit.provenance["text_mode"] == "exact"
@@ -123,12 +123,12 @@ def test_a_lost_shard_and_a_lost_table_are_made_again(filled: tuple[Config, Path
     whole = path.read_bytes()
     path.unlink()
     assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert path.read_bytes() == whole
     segment = cache.files.document(layout.Paths.segment(cache.recipes("latent")[0].name, 0))
     flip(cache.files.path(layout.Paths.table(segment["table"], "arrow")), 100)
     assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
 
 
 def test_other_bytes_go_into_a_new_plan(
@@ -143,8 +143,8 @@ def test_other_bytes_go_into_a_new_plan(
     monkeypatch.setattr(
         encoders.LatentEncoder, "encode", lambda self, images: real(self, images) ^ np.uint16(1)
     )  # the last bit: what another GPU may do
-    for mend in (True, False, True):  # the newest snapshot refers to the damaged record until there is another
-        assert stages.verify.run(config, mend=mend, as_json=True) == 4
+    for repair in (True, False, True):  # the newest snapshot refers to the damaged record until there is another
+        assert stages.verify.run(config, repair=repair, as_json=True) == 4
         finding = last_json(capsys)["findings"][-1]
         assert finding["path"].startswith("snapshots/") and finding["fix"] == "sana-pipe bucket"
     stages.bucket.run(config)
@@ -170,8 +170,8 @@ def test_a_repair_without_its_source_says_where_to_put_it(
     flip(path, row["offset"])
     moved = Path(shutil.move(own, tmp_path / "moved"))
     with pytest.raises(UserError, match="--data photos=DIR"):
-        stages.verify.run(config, mend=True)
-    assert stages.verify.run(config, mend=True, data=(f"photos={moved}",)) == 0
+        stages.verify.run(config, repair=True)
+    assert stages.verify.run(config, repair=True, data=(f"photos={moved}",)) == 0
 
 
 def test_every_kind_of_damage_is_found(small_cache: Path, tmp_path: Path, make_config: MakeConfig) -> None:
@@ -272,7 +272,7 @@ def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled
     unlisted = result[path.relative_to(cache.root).as_posix()]
     assert (unlisted.unit, unlisted.records) == (commit.unit, ())
     assert result[text.relative_to(cache.root).as_posix()].records == (other["key"].hex(),)
-    assert stages.verify.run(filled[0], mend=True) == 0
+    assert stages.verify.run(filled[0], repair=True) == 0
     assert stages.verify.run(filled[0]) == 0
 
 

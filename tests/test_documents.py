@@ -131,12 +131,12 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
         assert not list(contradictions(Cache.of(config))), "a copy is as good"
         assert stages.gc.run(config, older_than_hours=0) == 0
         assert [finding.path for finding in audit.verify_documents(Cache.of(config))] == [name]
-        assert stages.verify.run(config, mend=True) == 0
+        assert stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
         HARM[how](root / Paths.copy(name))
         printed = [finding.path for finding in audit.verify_documents(Cache.of(config))]
         assert printed == ([] if how == "lost" else [Paths.copy(name)]), "earlier versions made no copies"
-        assert stages.verify.run(config, mend=True) == 0
+        assert stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
 
 
@@ -154,7 +154,7 @@ def test_encode_and_bucket_put_right_what_they_meet(config: Config, photos: Path
     left = [finding.path for finding in audit.verify_documents(Cache.of(config))]
     assert all(path.startswith("copies/") for path in left), "damaged copies alone are not looked at"
     assert how != "lost" or content(root) == whole
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert content(root) == whole
 
 
@@ -199,7 +199,7 @@ def test_what_is_lost_with_its_copy_is_made_again(
         if name != Paths.FORMAT:
             assert stages.status.run(config) in (0, 1, 4)
             assert stages.verify.run(config) == 4 or (how == "lost" and name.startswith("sources/"))
-            stages.verify.run(config, mend=True)
+            stages.verify.run(config, repair=True)
         stages.encode.run(config, data=str(photos))
         stages.bucket.run(config)
         assert stages.verify.run(config) == 0, name
@@ -220,7 +220,7 @@ def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, enc
     for pattern in ("plans/*/*.json", "segments/*/*.json"):
         lose(root, pattern)
     assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     stages.encode.run(config, data=str(photos))
     assert not encoded
     stages.bucket.run(config)
@@ -241,7 +241,7 @@ def test_a_table_that_is_lost_is_made_again(
     result = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
     scan = of.startswith("sources")
     assert result[table] == (ENCODE if scan else layout.REPAIR)
-    assert stages.verify.run(config, mend=True) == (4 if scan else 0)
+    assert stages.verify.run(config, repair=True) == (4 if scan else 0)
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     assert stages.verify.run(config) == 0 and not encoded
@@ -274,7 +274,7 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     stages.encode.run(config, data=str(photos))
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*.json")
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     before = len(encoded)
     tried.clear()
     stages.encode.run(config, data=str(photos))
@@ -302,7 +302,7 @@ def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config:
         assert folder in [finding.path for finding in audit.verify_documents(cache)]
         with pytest.raises(IntegrityError):
             cache.files.numbers(folder)
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert (cache.last_scan("photos") or {})["root"] == "elsewhere" and cache.snapshot_of("latest") == newest
 
 
@@ -370,7 +370,7 @@ def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.
             return made
 
         monkeypatch.setattr(cls, "load", load)
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert len(alive) == 2
 
 

@@ -360,7 +360,7 @@ def test_units_of_the_same_keys_in_another_plan_have_other_names(tmp_path: Path)
 def test_a_record_that_failed_for_good_is_neither_new_nor_there(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
     commit_records(cache, 0, "aa", [1, 2, 3], adopted=False, **{"1": True, "2": False})
-    assert planning.counted(cache, LATENT, work([1, 2, 3, 4])) == (2, 1)
+    assert planning.count_missing(cache, LATENT, work([1, 2, 3, 4])) == (2, 1)
 
 
 def test_records_of_a_lost_shard_are_planned_again(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
     whole = damaged.read_bytes()
     damaged.chmod(0o644)
     damaged.write_bytes(whole[:1600] + bytes([whole[1600] ^ 1]) + whole[1601:])
-    assert stages.verify.run(config(str(tiny_repo)), mend=True, data=(f"{source.name}={source}",)) == 0
+    assert stages.verify.run(config(str(tiny_repo)), repair=True, data=(f"{source.name}={source}",)) == 0
     assert damaged.read_bytes() == whole
     other = config(str(tiny_models.build(tmp_path / "other", seed=1)))
     assert stages.encode.run(other, data=str(source))["images"] == 12

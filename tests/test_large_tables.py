@@ -75,12 +75,12 @@ def test_a_column_without_a_limit_is_not_cut(small: None) -> None:
 def test_rows_are_picked_in_pieces(small: None) -> None:
     table = scan_table().select(["item", "digest", "meta"])
     rows = np.random.default_rng(0).permutation(100)[:90]
-    result = arrow.taken(table, rows)
+    result = arrow.take_rows(table, rows)
     assert result.schema == table.schema
     assert result.equals(plain(table, rows))
     assert bounded(result.column("item"))
     one_long = pa.table({"item": ["x" * 5000, "y", "z" * 5000, "w"]})
-    assert arrow.taken(one_long, np.array([3, 2, 1, 0])).column("item").to_pylist() == [
+    assert arrow.take_rows(one_long, np.array([3, 2, 1, 0])).column("item").to_pylist() == [
         "w",
         "z" * 5000,
         "y",

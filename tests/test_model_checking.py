@@ -304,8 +304,8 @@ class Chain(RuleBasedStateMachine):
         """Repair, encode, bucket: the way back from everything."""
         import stages.verify
 
-        def verify(mend: bool) -> tuple[int, Any]:
-            return forked(lambda: stages.verify.run(self.config, mend=mend))
+        def verify(repair: bool) -> tuple[int, Any]:
+            return forked(lambda: stages.verify.run(self.config, repair=repair))
 
         was = self.damaged
         for _ in range(3):

@@ -374,7 +374,7 @@ def test_encode_bucket_load_verify_repair_over_s3(
     assert stages.verify.run(config, as_json=True) == IntegrityError.exit_code
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["path"] == name and len(finding["records"]) == 1
-    assert stages.verify.run(config, mend=True) == 0
+    assert stages.verify.run(config, repair=True) == 0
     assert content(here.files) == content(Files(small_cache))
 
     left = f"{name.rpartition('/')[0]}/left.tar"

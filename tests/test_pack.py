@@ -222,7 +222,7 @@ def test_the_commands(
     name = next(iter(opened.shard_files()))
     flip(small_cache_copy / name, 4000)
     assert stages.verify.run(config) == IntegrityError.exit_code
-    assert stages.verify.run(config, mend=True) == 0 and stages.verify.run(config) == 0
+    assert stages.verify.run(config, repair=True) == 0 and stages.verify.run(config) == 0
     with pytest.raises(UserError, match="is packed already"):
         stages.pack.run(config)
 

@@ -46,7 +46,7 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         if encode is not None:
             monkeypatch.setattr(UnitEncoder, "remake", encode)
         capsys.readouterr()
-        code = stages.verify.run(config, mend=encode is not None, as_json=True)
+        code = stages.verify.run(config, repair=encode is not None, as_json=True)
         result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
         return code, [(f["path"].partition("/")[0], f["fix"], f["outcome"]) for f in result["findings"]]
 
@@ -340,9 +340,9 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
     if out_of_memory:
         monkeypatch.setattr(encoders.LatentEncoder, "encode", exhausted)
         with pytest.raises(UserError):
-            stages.verify.run(config, mend=True, data=(f"photos={photos}",))
+            stages.verify.run(config, repair=True, data=(f"photos={photos}",))
     else:
-        assert stages.verify.run(config, mend=True, data=(f"photos={photos}",)) == 0
+        assert stages.verify.run(config, repair=True, data=(f"photos={photos}",)) == 0
     assert (sorted(loads), in_memory) == (["latent", "text"], [0, 0])
     right = [path for path, data in whole.items() if path.read_bytes() == data]
     assert {"text-" in str(path) for path in right} == ({True} if out_of_memory else {True, False})

@@ -418,7 +418,7 @@ def test_one_flipped_byte_is_repaired_to_the_byte(
     assert stages.verify.run(config, as_json=True) != 0
     (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
     assert finding["records"] == [row["key"].hex()]
-    assert stages.verify.run(config, mend=True, as_json=True) == 0
+    assert stages.verify.run(config, repair=True, as_json=True) == 0
     (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
     assert finding["outcome"] == "restored"
     assert path.read_bytes() == good
@@ -443,7 +443,7 @@ def test_a_repair_copies_lossy_records_as_they_stand(
     bad = bytearray(path.read_bytes())
     bad[audit.record_rows(cache, commit)[0]["offset"] + 30] ^= 4
     path.write_bytes(bad)
-    stages.verify.run(config, mend=True, as_json=True)
+    stages.verify.run(config, repair=True, as_json=True)
     summary = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert summary["findings"][0]["outcome"] == "replaced"
 

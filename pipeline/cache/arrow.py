@@ -1,7 +1,7 @@
 """Parquet and Arrow files, read in the calling thread alone, and text columns of any size.
 
 A column of plain text, or of lists of it, holds less than 2 GiB in one piece; Arrow raises an error if more is joined.
-`combined` joins tables, and `taken` picks rows, in several pieces where one would be too large.
+`combined` joins tables, and `take_rows` picks rows, in several pieces where one would be too large.
 
 Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; a thread that still
 reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in
@@ -47,7 +47,7 @@ def combined(table: pa.Table) -> pa.Table:
     return pa.concat_tables([piece.combine_chunks() for piece in pieces(table)])
 
 
-def taken(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:
+def take_rows(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:
     """Some rows of a table of flat columns, in their order.
 
     Args:
@@ -58,15 +58,15 @@ def taken(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) ->
     if _largest(table) <= LIMIT:
         return table.take(pa.array(rows)).cast(schema)
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in table.schema]
-    return pa.concat_tables(_taken(table.cast(pa.schema(wide)).combine_chunks(), rows, schema, ROWS))
+    return pa.concat_tables(_take_rows(table.cast(pa.schema(wide)).combine_chunks(), rows, schema, ROWS))
 
 
-def _taken(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:
+def _take_rows(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
         part = wide.take(pa.array(some))
         if len(some) > 1 and _largest(part) > LIMIT:
-            yield from _taken(wide, some, schema, -(-len(some) // 2))
+            yield from _take_rows(wide, some, schema, -(-len(some) // 2))
         else:
             yield part.cast(schema)
 

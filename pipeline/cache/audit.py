@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache as remembered
+from functools import cache as run_once
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -21,21 +21,21 @@ from pipeline.cache import copies, index, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import BACKUP, BUCKET, ENCODE, GC, Finding, Replaced, named_snapshots, recipe_names
 from pipeline.cache.layout import REPAIR, Paths, is_document
-from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
 
-Progress = Callable[[int], None]
+OnFileRead = Callable[[int], None]
 """Called with the size in bytes of each file that was read."""
 
 
-def verify(cache: Cache, progress: Progress = lambda size: None) -> Iterator[Finding]:
+def verify(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
     """Read everything and yield each finding as it appears: `verify_documents`, then `verify_contents`."""
-    yield from verify_documents(cache, progress)
-    yield from verify_contents(cache, progress)
+    yield from verify_documents(cache, on_file_read)
+    yield from verify_contents(cache, on_file_read)
 
 
-def verify_documents(cache: Cache, progress: Progress = lambda size: None) -> Iterator[Finding]:
+def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
     """Documents that are damaged, lost, or contradict the shards."""
     files, reported = cache.files, set[str]()
     for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
@@ -47,12 +47,12 @@ def verify_documents(cache: Cache, progress: Progress = lambda size: None) -> It
         elif pair.copy:
             reported.add(name)
             yield Finding(Paths.copy(name), pair.copy)
-        progress(size)
+        on_file_read(size)
     yield from (finding for finding in contradictions(cache) if finding.path not in reported)
 
 
 def verify_contents(
-    cache: Cache, progress: Progress = lambda size: None, replaced: Replaced | None = None
+    cache: Cache, on_file_read: OnFileRead = lambda size: None, replaced: Replaced | None = None
 ) -> Iterator[Finding]:
     """Tables, shards, records and snapshots that are damaged or missing. Unreadable documents are skipped.
 
@@ -61,18 +61,18 @@ def verify_contents(
     """
     replaced = {} if replaced is None else replaced
     named = named_snapshots(cache)
-    yield from _verify_tables(cache, progress)
-    yield from _verify_shards(cache, named, replaced, progress)
+    yield from _verify_tables(cache, on_file_read)
+    yield from _verify_shards(cache, named, replaced, on_file_read)
     joint_shards_read: set[str] = set()
     for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
         yield from verify_snapshot(cache, name, replaced, named)
-        yield from _verify_packed(cache, name, joint_shards_read, progress)
+        yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _verify_tables(cache: Cache, progress: Progress) -> Iterator[Finding]:
+def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
     files = cache.files
     referring = _referring_documents(cache)
     existing: set[str] = set()
@@ -84,7 +84,7 @@ def _verify_tables(cache: Cache, progress: Progress) -> Iterator[Finding]:
                 yield Finding(entry.name, "its bytes do not match its name", fix=fix)
         except (CacheError, OSError) as error:
             yield Finding(entry.name, _problem(error), fix=_fix_of_table(referring.get(entry.name)))
-        progress(entry.size)
+        on_file_read(entry.size)
     for table, document in sorted(referring.items()):
         # `_verify_scale` and `verify_snapshot` report missing tables of scales and snapshots.
         if table not in existing and not document.startswith(("snapshots/", "scales/")):
@@ -138,7 +138,7 @@ def _problem(error: CacheError | OSError) -> str:
 # ---------------------------------------------------------------- joint shards of packed snapshots
 
 
-def _verify_packed(cache: Cache, name: str, already_read: set[str], progress: Progress) -> Iterator[Finding]:
+def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
     """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; added to."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
@@ -151,12 +151,12 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], progress: Pr
         digest = PurePosixPath(path).stem
         try:
             intact = cache.files.digest(path) == digest
-            progress(size)
+            on_file_read(size)
             bad = () if intact else tuple(_bad_joint_records(snapshot, digest))
         except FileNotFoundError:
             yield Finding(path, "the joint shard is missing")
         except (CacheError, OSError) as error:
-            yield Finding(path, f"cannot be read: {error}")
+            yield Finding(path, _problem(error))
         else:
             if not intact:
                 problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
@@ -202,18 +202,20 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
 # ---------------------------------------------------------------- shards
 
 
-def _verify_shards(cache: Cache, named: Collection[str], replaced: Replaced, progress: Progress) -> Iterator[Finding]:
+def _verify_shards(
+    cache: Cache, named: Collection[str], replaced: Replaced, on_file_read: OnFileRead
+) -> Iterator[Finding]:
     snapshots = []
     for name in named:
         with suppress(CacheError):
             snapshots.append(Snapshot(cache.files, name))
     for recipe in recipe_names(cache):
         yield from _verify_scale(cache, recipe)
-        opened = remembered(partial(cache.index, recipe))
+        open_index = run_once(partial(cache.index, recipe))
         for plan, commit in _commits(cache, recipe):
-            verified = _Shard(cache, recipe, plan, commit, opened, snapshots)
+            verified = _Shard(cache, recipe, plan, commit, open_index, snapshots)
             try:
-                yield from verified.findings(replaced, progress)
+                yield from verified.findings(replaced, on_file_read)
             except (CacheError, OSError) as error:
                 problem = f"is damaged, and its damaged records cannot be listed: {_problem(error)}"
                 yield verified.finding(problem)
@@ -242,23 +244,23 @@ class _Shard:
     """The shard of a commit.
 
     Args:
-        opened: opens the index of its recipe; called only if there is damage.
+        open_index: of its recipe; called only if there is damage.
         snapshots: those that names point to. A record that one of them refers to must be right in this shard, even if
-            another shard holds it, too.
+            another shard holds it, too, because the snapshot reads this one.
     """
 
     cache: Cache
     recipe: str
     plan: int
     commit: index.Commit
-    opened: Callable[[], index.RecordIndex]
+    open_index: Callable[[], index.RecordIndex]
     snapshots: list[Snapshot]
 
     def finding(self, problem: str, records: tuple[str, ...] = ()) -> Finding:
         path = Paths.shard(self.recipe, str(self.commit.shard))
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
-    def findings(self, replaced: Replaced, progress: Progress) -> Iterator[Finding]:
+    def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
         """What is wrong with it. replaced: added to."""
         commit = self.commit
         if commit.shard is None:
@@ -266,7 +268,7 @@ class _Shard:
         path = Paths.shard(self.recipe, commit.shard)
         try:
             intact = self.cache.files.digest(path) == commit.shard
-            progress(commit.bytes)
+            on_file_read(commit.bytes)
         except FileNotFoundError:
             keys = self._keys()
             lost = self._to_repair(keys, replaced)
@@ -274,7 +276,7 @@ class _Shard:
                 yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
             return
         except (CacheError, OSError) as error:
-            yield self.finding(f"cannot be read: {error}")
+            yield self.finding(_problem(error))
             return
         if intact:
             return
@@ -294,33 +296,28 @@ class _Shard:
     def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
         """Those of some damaged keys (hex) that must be made again. Keys that another shard holds are added to
         `replaced`."""
-        unreplaced = unreplaced_keys(self.opened, self.commit, keys)
+        needed = unreplaced_keys(self.open_index, self.commit, keys)
         name = str(self.commit.shard)
-        elsewhere = replaced[name] = set(keys) - set(map(bytes.fromhex, unreplaced))
-        if not elsewhere:
-            return unreplaced
-        needed = set(map(bytes.fromhex, unreplaced))
-        for snapshot in self.snapshots:
+        elsewhere = replaced[name] = set(keys) - needed
+        for snapshot in self.snapshots if elsewhere else ():
             with suppress(CacheError):  # `verify_snapshot` reports it
                 for part in referred_keys(snapshot, {name: elsewhere}):
                     needed.update(index.binary(part).to_pylist())
         return tuple(key.hex() for key in keys if key in needed)
 
 
-def unreplaced_keys(
-    opened: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]
-) -> tuple[str, ...]:
-    """Those of some damaged keys of a commit (hex) that no other shard holds a good record for.
+def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> set[bytes]:
+    """Those of some damaged keys of a commit that no other shard has a good record for.
 
     Args:
-        opened: opens the index of the recipe.
+        open_index: of the recipe; not called without keys.
     """
     if not keys:
-        return ()
-    records = opened()
+        return set()
+    records = open_index()
     rows = records.find(index.as_keys(keys)).tolist()
     elsewhere = [row >= 0 and records.shards[records.columns["shard"][row]] != commit.shard for row in rows]
-    return tuple(key.hex() for key, other in zip(keys, elsewhere, strict=True) if not other)
+    return {key for key, other in zip(keys, elsewhere, strict=True) if not other}
 
 
 def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
@@ -394,14 +391,20 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
         yield Finding(name, error.what, fix=error.fix or REPAIR)
 
 
-def maker(name: str) -> str:
+def rebuild_command(name: str) -> str:
     """The command that makes the data of a lost document again."""
     return BUCKET if name.partition("/")[0] in ("snapshots", "names") else ENCODE
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:
-    """Which of some records (shard -> keys) a snapshot refers to: S16 arrays, chunk by chunk, a key once per reference;
-    last, its null record. A packed snapshot has none: it holds copies."""
+    """Which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
+
+    Args:
+        records: shard -> keys.
+
+    Yields:
+        Keys, S16 (n,), chunk by chunk, each once per reference; at the end the null record's.
+    """
     if snapshot.packed:
         return
     wanted = {
@@ -419,8 +422,3 @@ def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) 
                 yield keys[(shards == number) & np.isin(keys, index.as_keys(sorted(bad)))]
     null = snapshot.null.key
     yield index.as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])
-
-
-def unit_of(cache: Cache, recipe: str, plan_number: int, unit_id: str) -> tuple[WorkPlan, Unit]:
-    plan = cache.plan(recipe, plan_number)
-    return plan, next(unit for unit in plan.units if unit.unit == unit_id)

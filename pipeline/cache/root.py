@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import copies, index, layout
@@ -79,6 +80,11 @@ class Unit:
     start: int
     count: int
     batch: int
+
+    @classmethod
+    def of(cls, recipe: str, plan: int, keys: np.ndarray, start: int, batch: int) -> Unit:
+        """A unit of these keys, S16 (n,). Its id is the digest of the recipe, the plan's number and the keys."""
+        return cls(layout.digest_of_keys(("unit", recipe, str(plan)), keys).hex(), start, len(keys), batch)
 
 
 @dataclass(frozen=True)

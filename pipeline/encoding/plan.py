@@ -7,7 +7,7 @@ winner's plan and looks again. The plan fixes the records and batches of a unit,
 worker.
 Price: planning reads the keys of all earlier plans, and needs some 200 bytes of memory per item.
 
-A unit's id is the digest of its recipe and keys. A record counts as not assigned if it failed for a temporary cause
+A record counts as not assigned if it failed for a temporary cause
 (its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.
 """
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
-from pipeline.cache.arrow import taken
+from pipeline.cache.arrow import take_rows
 from pipeline.cache.index import as_keys, binary, committed, fixed
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
@@ -76,7 +76,7 @@ def image_work(
     keys = latent_keys(recipe, fixed(usable.column("digest"))[rows], sizes, which)
     first = np.sort(np.unique(keys, return_index=True)[1])
     sides = np.array(sizes, np.int32).reshape(-1, 2)[which[first]]
-    items = taken(usable.select(["item", "digest"]), rows[first])
+    items = take_rows(usable.select(["item", "digest"]), rows[first])
     counts = [min(CHUNK, len(first) - start) for start in range(0, len(first), CHUNK)]
     columns = [
         binary(keys[first]),
@@ -145,7 +145,7 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
     keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
     first = np.unique(keys, return_index=True)[1]
     null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
-    rest = taken(pa.table({"key": binary(keys), "caption": written}), first, CAPTIONS)
+    rest = take_rows(pa.table({"key": binary(keys), "caption": written}), first, CAPTIONS)
     return pa.concat_tables([null, rest])
 
 
@@ -202,15 +202,17 @@ def _plan(
         members: list[np.ndarray] = []
         start = 0
         for rows in cut(missing):
-            unit = layout.digest_of_keys(("unit", recipe.name, str(len(plans))), keys[rows]).hex()
-            units.append(Unit(unit, start, len(rows), batch))
+            units.append(Unit.of(recipe.name, len(plans), keys[rows], start, batch))
             members.append(rows)
             start += len(rows)
-        cache.add_plan(recipe.name, len(plans), units, taken(missing, np.concatenate(members)))
+        cache.add_plan(recipe.name, len(plans), units, take_rows(missing, np.concatenate(members)))
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
-    """Which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard."""
+    """Which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
+
+    A key that failed or was lost waits until the last plan that lists it is finished.
+    """
     wanted, index = work.column("key"), cache.index(recipe.name)
     assigned = [cache.table(plan.table).column("key") for plan in plans]
     planned = np.zeros(len(work), bool)
@@ -225,7 +227,6 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
     lost[~absent] = index.lost[index.columns["shard"][rows[~absent]]]
     retry = absent & pc.is_in(wanted, value_set=binary(again)).to_numpy()
     failed = np.flatnonzero(planned & (retry | lost))
-    # A key that a later plan lists again waits for that plan's unit.
     last = np.full(len(failed), -1)
     for plan, keys in zip(plans, assigned, strict=True):
         last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number
@@ -235,28 +236,28 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
     return missing
 
 
-def counted(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
+def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
     present = index.present(fixed(work.column("key")))
-    failed = among(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
+    failed = has_key(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
     return int((~present & ~failed).sum()), int(present.sum())
 
 
-def moved(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> pa.Table:
-    """The rows of an image work list whose record failed for a temporary cause at another item.
+def retryable_from_another_item(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> pa.Table:
+    """Rows of an image work list that failed for a temporary cause through another, equal item.
 
-    Equal pictures are encoded once, from the item that the plan names. If that item has changed since, an item of
-    the present scan still has the picture.
+    Equal pictures are encoded once, from the item that the plan names. If that item has changed since, the picture can
+    be encoded from the item of this row.
     """
     index = cache.index(recipe.name)
     failed = {reject.key: reject.item for reject in index.rejects if reject.retry}  # of several, the latest
-    rows = work.filter(pc.and_(among(work, failed), pa.array(~index.present(fixed(work.column("key"))))))
+    rows = work.filter(pc.and_(has_key(work, failed), pa.array(~index.present(fixed(work.column("key"))))))
     pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
     return rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
 
 
-def among(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
+def has_key(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
     """Which rows of a work list have one of these keys (hex)."""
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
 

@@ -11,7 +11,7 @@ wins), and earlier snapshots have to be made again with `sana-pipe bucket`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache as remembered
+from functools import cache as run_once
 from functools import partial
 
 from pipeline.cache import audit, index, layout, shard
@@ -63,20 +63,21 @@ class Repairs:
         """
         recipe = self.cache.recipe(finding.recipe)
         # Opened at the first damage, and again after a shard was replaced, which may have added a plan.
-        opened = self._indexes.pop(recipe.name, None) or remembered(partial(self.cache.index, recipe.name))
-        outcome = self._unit(recipe, finding, replaced, opened)
-        self._indexes = {recipe.name: opened} if outcome == "restored" else {}
+        open_index = self._indexes.pop(recipe.name, None) or run_once(partial(self.cache.index, recipe.name))
+        outcome = self._unit(recipe, finding, replaced, open_index)
+        self._indexes = {recipe.name: open_index} if outcome == "restored" else {}
         return outcome
 
     def _unit(
-        self, recipe: layout.Recipe, finding: Finding, replaced: Replaced, opened: Callable[[], index.RecordIndex]
+        self, recipe: layout.Recipe, finding: Finding, replaced: Replaced, open_index: Callable[[], index.RecordIndex]
     ) -> str:
         cache = self.cache
-        plan, unit = audit.unit_of(cache, recipe.name, finding.plan, finding.unit)
+        plan = cache.plan(recipe.name, finding.plan)
+        unit = next(unit for unit in plan.units if unit.unit == finding.unit)
         commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
         assert commit.shard is not None
         damaged = set(audit.bad_records(cache, recipe.name, commit))
-        unreplaced = set(map(bytes.fromhex, audit.unreplaced_keys(opened, commit, sorted(damaged))))
+        unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
         self._open_sources(plan, unit)
         made: dict[bytes, unit_records.Record] = {}
         for batch, rejects in self.encoder.remake(plan, unit, commit, damaged):
@@ -149,9 +150,7 @@ def _replace(
     in_order = table.column("key").to_pylist()
     while True:
         number = len(cache.files.numbers(Paths.plans(recipe.name)))
-        added_unit = Unit(
-            layout.digest("unit", recipe.name, str(number), *in_order).hex(), 0, len(in_order), unit.batch
-        )
+        added_unit = Unit.of(recipe.name, number, index.as_keys(in_order), 0, unit.batch)
         if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)

@@ -1,7 +1,7 @@
 """Lock of a run directory: one training at a time writes into it.
 
-What: `taken` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start). A
-thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
+What: `run_lock` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start).
+A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
 it is called before every publication and removal.
 Refused: a training that sees the lock being touched while it looks, which takes `BEAT_S` seconds.
 Not refused: the successor of a process of this host that has ended; a requeued SLURM job, if the scheduler says that it
@@ -129,7 +129,7 @@ class Lock:
 
 
 @contextmanager
-def taken(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
+def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
     """Own the run directory inside the block. Collective.
 
     Args:

@@ -36,7 +36,7 @@ from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import Run, architecture_of, build, with_residual
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.feeding import Feed
-from pipeline.training.lock import Lock, taken
+from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
@@ -78,7 +78,7 @@ def fit(
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
         memory_errors(train),
         catch_signals(launch.is_main, launcher) as stop,
-        taken(context.folder, log) as lock,
+        run_lock(context.folder, log) as lock,
     ):
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume))
         for line in notes:
