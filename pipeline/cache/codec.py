@@ -201,7 +201,7 @@ def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
     """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, rounded to bf16.
 
     A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise one large value later on would
-    take all the precision of its token.
+    take all the precision of its token. No scale is below 2^-100 or above 2^100.
     """
     total, count = np.zeros(0), 0
     for bits in arrays:
