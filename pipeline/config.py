@@ -620,7 +620,7 @@ class TrainConfig(_Section):
     """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
     the same values, fewer bytes."""
     length_window: NotNegative = 0
-    """Batches of a bucket, on average, that are sorted by caption length together (length bucketing); 0: none. Part of
+    """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
     prefetch: NotNegative | None = None
     """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""

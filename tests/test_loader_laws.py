@@ -26,7 +26,7 @@ from pipeline.cache import snapshot as snapshots
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import Reader
 from pipeline.errors import CacheError, IntegrityError, UserError
-from pipeline.loader import length_bucketing, randomness
+from pipeline.loader import length_grouping, randomness
 from pipeline.loader.loader import Loader, State, unpack
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
@@ -272,7 +272,7 @@ def test_windows_against_an_oracle() -> None:
         def rows(bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
             return (positions * 7 + bucket + visits * 3) % 11
 
-        ordered = length_bucketing.LengthBucketing(schedule, steps, rows, seed=1, phase=0)
+        ordered = length_grouping.LengthGrouping(schedule, steps, rows, seed=1, phase=0)
         total = schedule.steps_upto(3)
         bounds = [schedule.steps_upto(e) for e in range(4)]
         spans = [(s, min(s + steps, b)) for a, b in itertools.pairwise(bounds) for s in range(a, b, steps)]
@@ -509,7 +509,7 @@ def test_quarantine_replaces_the_same_samples_everywhere(
         ranks = [sequence(one) for one in loaders]
         result[world] = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
         lines[world] = [json.loads(line) for line in file.read_text().splitlines()]
-        assert sum(one.replaced for one in loaders) == len(lines[world])
+        assert sum(one.substituted for one in loaders) == len(lines[world])
     assert result[1] == result[2] == result[4]
     key = lambda line: (line["step"], line["sample"], line["record"], line["by"])  # noqa: E731
     assert sorted(lines[1], key=key) == sorted(lines[2], key=key) == sorted(lines[4], key=key)
@@ -532,8 +532,8 @@ def test_a_substitute_fits_into_the_text_length(cache: Cache) -> None:
     """Other ranks know nothing of it: the length of a step must not change."""
     planner = Planner(cache.open_snapshot(), seed=5, phase=1)
     plan = planner.step(0)
-    long = planner.substitutes(plan, 0)
-    short = planner.substitutes(dataclasses.replace(plan, length=4), 0)
+    long = list(planner.substitutes(plan, 0))
+    short = list(planner.substitutes(dataclasses.replace(plan, length=4), 0))
     assert 0 < len(short) < len(long)
     assert all(int(other.texts["rows"][0]) <= 4 for other in short)
     assert int(plan.samples["sample_id"][0]) not in [int(other.samples["sample_id"][0]) for other in long]

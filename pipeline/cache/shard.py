@@ -418,7 +418,7 @@ class Reader:
         end: np.ndarray,
         *,
         verify: bool = True,
-        report: Callable[[str, int, bytes], None] | None = None,
+        on_read: Callable[[str, int, bytes], None] | None = None,
     ) -> list[tuple[int, RecordError]]:
         """Read many records in the order of storage, neighbours in one call. Each is verified; a wrong record is read
         a second time, by itself.
@@ -429,7 +429,7 @@ class Reader:
             which: rows of the columns, (n,) int64: the records to read.
             into: C-contiguous uint16; record i goes to `into[begin[i] : end[i]]`.
             verify: False skips the checksums, to measure their cost.
-            report: called with the place (shard, offset, key) of each record before it is read.
+            on_read: called with the place (shard, offset, key) of each record before it is read.
 
         Returns:
             The records that stay wrong: (row, error), by row.
@@ -445,8 +445,8 @@ class Reader:
         bad: list[tuple[int, RecordError]] = []
         for first, last in pairwise(reads.runs):
             shard = shards[reads.shards[first]]
-            if report is not None:
-                report(shard, reads.starts[first], keys[reads.rows[first] * 16 :][:16])
+            if on_read is not None:
+                on_read(shard, reads.starts[first], keys[reads.rows[first] * 16 :][:16])
             complete = self._codec is None and self._read_run(shard, reads, first, last)
             if complete and not verify and lengths is None:
                 continue
@@ -457,8 +457,8 @@ class Reader:
                 right_size = complete and length in (None, reads.sizes[i])
                 if right_size and (not verify or self.matches(key, checksum, reads.views[i])):
                     continue
-                if report is not None:
-                    report(shard, offset, key)
+                if on_read is not None:
+                    on_read(shard, offset, key)
                 try:
                     attempts = 2 if self._codec is not None else 1  # a plain record has been read once already
                     self.read(shard, offset, key, checksum, into[begin[row] : end[row]], length, attempts)

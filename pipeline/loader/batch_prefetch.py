@@ -1,6 +1,6 @@
 """Batch prefetch: threads work on coming steps, the consumer gets the results in order.
 
-`BatchPrefetch.get` returns what `work(step, report)` returned for the next step, or raises at that step what it raised.
+`BatchPrefetch.get` returns what `work(step, on_read)` returned for the next step, or raises what it raised there.
 Not a pool of futures, for two reasons: how far to read ahead is a number of bytes, which is known only after a step is
 read; and a pool waits for its threads when the process ends, so a read of a dead file system would keep it alive.
 Price: a thread that hangs in the kernel cannot be stopped. It is abandoned and ends with the process.
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from pipeline.errors import AwayError, UserError
 
 T = TypeVar("T")
-ReportActivity = Callable[[Callable[[], str]], None]
+OnRead = Callable[[Callable[[], str]], None]
 """Called when a thread starts an operation; the argument returns its description for error messages."""
 _JOIN_S = 5.0
 
@@ -36,10 +36,10 @@ class BatchPrefetch(Generic[T]):
     """Runs `work` for the steps first, first + 1, ... in threads.
 
     Args:
-        work: (step, report) -> result; calls `report` before each operation that may block.
+        work: (step, on_read) -> result; calls `on_read` before each operation that may block.
         first, stop: the first step, and the one before which to stop (None: never).
         threads: number of threads.
-        steps: limit on the steps that are ready or in work beyond the next one (None: no limit).
+        steps: how many steps are read ahead at most (None: no limit).
         limit: no step is begun while the results that are ready have this many bytes; one step is always in work.
         size: bytes of a result.
         timeout_s: how long one operation of a thread may take while the consumer waits for its step.
@@ -50,7 +50,7 @@ class BatchPrefetch(Generic[T]):
 
     def __init__(
         self,
-        work: Callable[[int, ReportActivity], T],
+        work: Callable[[int, OnRead], T],
         first: int,
         stop: int | None,
         *,
@@ -139,7 +139,7 @@ class BatchPrefetch(Generic[T]):
                     return
                 step = self._next
                 self._next += 1
-                self._active[step] = (time.monotonic(), f"planning step {step}".__str__)
+                self._active[step] = (time.monotonic(), partial("planning step {}".format, step))
             result: Any
             try:
                 result = self._work(step, partial(self._report, step))

@@ -1,7 +1,7 @@
 """Read snapshots as batches: verified records, the same global batch on every topology.
 
-`Loader` yields, per optimizer step, this rank's microbatches and the state after them. The state belongs to the batches
-that it was yielded with, so prefetching never runs ahead of it.
+`Loader` yields, per optimizer step, this rank's microbatches and the state after them. The state counts
+yielded steps, not prefetched ones.
 
 Threads read records with preadv into their place in the batch and verify them there, in buffers of a pool: no worker
 processes, no shared memory. An error in a thread is raised at the batch that it belongs to.
@@ -24,10 +24,10 @@ from pipeline.cache.shard import Reader, RecordError
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import ConfigError
 from pipeline.loader import randomness
-from pipeline.loader.batch_prefetch import BatchPrefetch, ReportActivity
+from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead
 from pipeline.loader.buffer_pool import Allocator, BufferPool, aligned
 from pipeline.loader.planner import BatchPlan, Planner
-from pipeline.loader.quarantine import Quarantine, Replaced, Substitution
+from pipeline.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.loader.shard_prefetch import ShardPrefetch
 
 
@@ -35,8 +35,8 @@ from pipeline.loader.shard_prefetch import ShardPrefetch
 class Batch:
     """One microbatch of one rank, on the CPU. b samples.
 
-    The tensors share one loader buffer. The loader reuses it when all of them are garbage-collected; a pinned buffer is
-    reused one batch later still, because copies to the GPU may be in flight.
+    The tensors share one loader buffer. The loader reuses it when all of them are garbage-collected; a pinned buffer
+    one step later, because its copy to the GPU may still be running.
 
     Attributes:
         latents: (b, C, h, w) bf16, already multiplied by the recipe's scaling factor.
@@ -87,13 +87,13 @@ class Loaded:
 
     Attributes:
         size: bytes of its tensors.
-        replaced: records that could not be read, also of substitutes.
+        unreadable: records that could not be read, also of substitutes.
         substitutes: samples of the part that stand for others.
     """
 
     batches: list[Batch]
     size: int
-    replaced: list[Replaced]
+    unreadable: list[UnreadableRecord]
     substitutes: int = 0
 
 
@@ -167,7 +167,7 @@ class Loader:
     """Yields this rank's part of every step.
 
     Attributes:
-        replaced: how many samples were replaced in the batches handed out.
+        substituted: samples of the yielded batches that stand for others.
         null: (rows, D) uint16, bf16 bits of the null record. null_valid: rows that attention may see.
         readers: by kind of record.
 
@@ -181,7 +181,7 @@ class Loader:
         _check(snapshot, settings)
         self.snapshot, self.settings = snapshot, settings
         self.quarantine = None if settings.quarantine is None else Quarantine(settings.quarantine)
-        self.replaced = 0
+        self.substituted = 0
         limit = max_open_shards(snapshot)
         self.readers = {kind: snapshot.reader(kind, limit=limit) for kind in ("latent", "text")}
         self.null, self.null_valid = self._read_null(), snapshot.null.valid
@@ -196,20 +196,20 @@ class Loader:
         self.pool = BufferPool(self._largest_part(), pin=settings.pin)
         self._shard_prefetch: ShardPrefetch | None = None
 
-    def load(self, step: int, report: ReportActivity | None = None) -> Loaded:
+    def load(self, step: int, on_read: OnRead | None = None) -> Loaded:
         """Read this rank's microbatches of a step.
 
         Args:
-            report: called before each read.
+            on_read: called before each read.
         """
         if self._shard_prefetch is not None:
             self._shard_prefetch.reached(step)
         plan = self._part(step)
         substitution = Substitution(self.planner)
         while True:
-            batches, size, bad = self._read(plan, report)
+            batches, size, bad = self._read(plan, on_read)
             if not bad:
-                return Loaded(batches, size, substitution.replaced, len(substitution))
+                return Loaded(batches, size, substitution.unreadable, len(substitution))
             for i, error in bad.items():
                 if self.quarantine is None:
                     raise error
@@ -224,9 +224,9 @@ class Loader:
                 if len(recent) == 2:
                     recent.popleft()  # its copies to the GPU are done: the consumer asks for the next batch but one
                 loaded = self.load(step) if prefetch is None else prefetch.get()
-                if loaded.replaced and self.quarantine is not None:
-                    self.replaced += loaded.substitutes
-                    self.quarantine.write(loaded.replaced)
+                if loaded.unreadable and self.quarantine is not None:
+                    self.substituted += loaded.substitutes
+                    self.quarantine.write(loaded.unreadable)
                 if settings.pin:
                     recent.append(loaded.batches)
                 step += 1
@@ -293,7 +293,7 @@ class Loader:
             largest = max(largest, sum(aligned(share * size) for size in sizes))
         return largest
 
-    def _read(self, plan: BatchPlan, report: ReportActivity | None) -> tuple[list[Batch], int, dict[int, RecordError]]:
+    def _read(self, plan: BatchPlan, on_read: OnRead | None) -> tuple[list[Batch], int, dict[int, RecordError]]:
         """Read a plan: its microbatches, their bytes, and the samples with a record that stays wrong."""
         settings = self.settings
         ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
@@ -303,7 +303,7 @@ class Loader:
         arrays = self._allocate(plan, rows)
         np.less(np.arange(plan.length), rows[:, None], out=arrays.mask)
         arrays.logit[:] = draws.logit
-        bad = self._read_records(plan, arrays, np.flatnonzero(~dropped), report)
+        bad = self._read_records(plan, arrays, np.flatnonzero(~dropped), on_read)
         for i in np.flatnonzero(dropped).tolist():
             arrays.texts[arrays.begin[i] : arrays.end[i]] = self.null[: rows[i]]
         if settings.text == "padded":
@@ -336,7 +336,7 @@ class Loader:
         )
 
     def _read_records(
-        self, plan: BatchPlan, arrays: _Arrays, with_caption: np.ndarray, report: ReportActivity | None
+        self, plan: BatchPlan, arrays: _Arrays, with_caption: np.ndarray, on_read: OnRead | None
     ) -> dict[int, RecordError]:
         """Read latents and captions into their arrays; returns the first error of each sample that has one."""
         count = len(plan)
@@ -355,7 +355,7 @@ class Loader:
                 begin,
                 end,
                 verify=self.settings.verify,
-                report=_place_report(reader, report),
+                on_read=_with_place(reader, on_read),
             ):
                 bad.setdefault(i, error)
         return bad
@@ -407,10 +407,10 @@ def max_open_shards(snapshot: Snapshot) -> int:
     return 256 if room is None else max(4, min(256, room // (2 * max(shards.values()))))
 
 
-def _place_report(reader: Reader, report: ReportActivity | None) -> Callable[[str, int, bytes], None] | None:
-    if report is None:
+def _with_place(reader: Reader, on_read: OnRead | None) -> Callable[[str, int, bytes], None] | None:
+    if on_read is None:
         return None
-    return lambda *place: report(lambda: f"reading {reader.where(*place)}")
+    return lambda *place: on_read(lambda: f"reading {reader.where(*place)}")
 
 
 def bf16(bits: np.ndarray) -> torch.Tensor:

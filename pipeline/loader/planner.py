@@ -1,4 +1,4 @@
-"""Plan steps: the samples of a global batch, and the caption that each visit sees, as columns.
+"""Plan steps: the samples of a global batch, and the caption that each visit sees unless it is dropped, as columns.
 
 `Planner.step(t)` is the schedule's step, joined with the snapshot: where every record lies, how many rows its text has,
 and the length that text is padded to. It is the same on every rank and reads no tensor bytes.
@@ -8,13 +8,14 @@ columns of the whole global batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.cache.snapshot import Columns, Snapshot
 from pipeline.loader import randomness
-from pipeline.loader.length_bucketing import LengthBucketing
+from pipeline.loader.length_grouping import LengthGrouping
 from pipeline.loader.schedule import Schedule, permute
 from pipeline.sources.caption_rules import choose
 
@@ -67,7 +68,7 @@ class Planner:
     """Plans the steps of one order of a snapshot. Safe for several threads.
 
     Args:
-        seed, phase: key the order and the choice of captions.
+        seed, phase: key the order and the choice of captions (`train.seed`, `train.phase`).
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
         min_rows: text of every batch is padded to at least so many rows (for the null record).
     """
@@ -76,10 +77,10 @@ class Planner:
         self.snapshot, self.seed, self.phase, self.min_rows = snapshot, seed, phase, min_rows
         self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._multiple = snapshot.head.policies.pad_text_multiple
-        self._order: Schedule | LengthBucketing = self.schedule
+        self._order: Schedule | LengthGrouping = self.schedule
         if length_window > 1:
             steps = length_window * len(snapshot.buckets)
-            self._order = LengthBucketing(self.schedule, steps, self._rows, seed=seed, phase=phase)
+            self._order = LengthGrouping(self.schedule, steps, self._rows, seed=seed, phase=phase)
 
     def step(self, step: int) -> BatchPlan:
         """The whole global batch of a step."""
@@ -89,7 +90,7 @@ class Planner:
         length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.text_recipe.max_length)
         return BatchPlan(batch.step, batch.epoch, batch.bucket, batch.visits, samples, texts, length)
 
-    def substitutes(self, plan: BatchPlan, i: int) -> list[BatchPlan]:
+    def substitutes(self, plan: BatchPlan, i: int) -> Iterator[BatchPlan]:
         """Samples that may replace the i-th sample of a plan, best first: of the same bucket, with text that fits.
 
         They depend on the order, the step and the sample alone, so they are the same on every topology. Since their
@@ -98,12 +99,10 @@ class Planner:
         identity, visit = int(plan.samples["sample_id"][i]), plan.visits[i : i + 1]
         count = self.snapshot.buckets[plan.bucket].samples
         keys = ("quarantine", self.seed, self.phase, plan.step, identity)
-        plans = []
         for position in permute(np.arange(min(count, CANDIDATES)), count, *keys).tolist():
             samples, texts = self.columns(plan.bucket, np.array([position]), visit)
             if int(samples["sample_id"][0]) != identity and int(texts["rows"][0]) <= plan.length:
-                plans.append(replace(plan, visits=visit, samples=samples, texts=texts))
-        return plans
+                yield replace(plan, visits=visit, samples=samples, texts=texts)
 
     def columns(
         self, bucket: int, positions: np.ndarray, visits: np.ndarray

@@ -20,8 +20,8 @@ from pipeline.loader.planner import BatchPlan, Planner
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """A record of `sample` that could not be read, and the sample `by` that was tried in its place at one step."""
+class UnreadableRecord:
+    """A record of `sample` that could not be read at a step, and the sample `by` that was tried in its place."""
 
     shard: str
     record: str
@@ -42,9 +42,11 @@ class Quarantine:
         self.path = Path(path)
         self.write(())  # an unwritable file is an error now, not at the first bad record
 
-    def write(self, replaced: Sequence[Replaced]) -> None:
+    def write(self, unreadable: Sequence[UnreadableRecord]) -> None:
         """Append a line for each."""
-        entries = [{**asdict(entry), "sample": f"{entry.sample:016x}", "by": f"{entry.by:016x}"} for entry in replaced]
+        entries = [
+            {**asdict(entry), "sample": f"{entry.sample:016x}", "by": f"{entry.by:016x}"} for entry in unreadable
+        ]
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes
@@ -61,13 +63,13 @@ class Substitution:
     """The replacements in one rank's part of a step.
 
     Attributes:
-        replaced: records that could not be read, also of substitutes.
+        unreadable: records that could not be read, also of substitutes.
     """
 
     def __init__(self, planner: Planner):
         self._planner = planner
         self._candidates: dict[int, Iterator[BatchPlan]] = {}
-        self.replaced: list[Replaced] = []
+        self.unreadable: list[UnreadableRecord] = []
 
     def __len__(self) -> int:
         """Samples of the part that have a substitute."""
@@ -80,10 +82,10 @@ class Substitution:
             RecordError: the bucket has no further substitute.
         """
         if i not in self._candidates:
-            self._candidates[i] = iter(self._planner.substitutes(plan, i))
+            self._candidates[i] = self._planner.substitutes(plan, i)
         substitute = next(self._candidates[i], None)
         if substitute is None:
             raise error
         old, new = int(plan.samples["sample_id"][i]), int(substitute.samples["sample_id"][0])
-        self.replaced.append(Replaced(error.shard, error.key.hex(), old, plan.step, new, error.what))
+        self.unreadable.append(UnreadableRecord(error.shard, error.key.hex(), old, plan.step, new, error.what))
         return plan.put(i, substitute)

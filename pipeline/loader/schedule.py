@@ -27,9 +27,8 @@ Packed snapshots have a block order, so that storage is read in long runs. A buc
 shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and
 permutes the samples inside each window. A bucket's batches follow one another in that order. Within groups of a few
 batches, in which every bucket has its share, the order of buckets is permuted. So at any time each bucket has one
-window open, two where they meet. If buckets stayed open one after the other, fewer windows would be open; but for a
-long time all batches would be of a few buckets, and a batch on the edge of two windows would open both of them twice.
-The same laws hold exactly, and a step is still found in O(batch).
+window open, two where they meet. Finishing one bucket before the next would open fewer windows, but long stretches
+would train on few buckets. The same laws hold exactly, and a step is still found in O(batch).
 """
 
 from __future__ import annotations
@@ -183,7 +182,9 @@ GROUP = 64
 """About so many batches are permuted together in a block order."""
 
 
-def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
+def _interleaved(
+    slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
+) -> tuple[np.ndarray, np.ndarray]:
     """Weave several streams into one, evenly mixed. Each stream keeps its order.
 
     The slots are cut into groups of about `group`. A group has every stream's share, rounded by a keyed offset, in a
@@ -201,7 +202,7 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
     shift = np.array([_drawn(groups, "shift", *key, stream) for stream in range(len(counts))])
     lengths = np.array(counts, np.int64)
 
-    def upto(number: int) -> np.ndarray:
+    def slots_before(number: int) -> np.ndarray:
         return (number * lengths + shift) // groups
 
     streams, numbers = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
@@ -211,8 +212,8 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
         low, high = 0, groups
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if upto(middle).sum() <= slot else (low, middle)
-        before, after = upto(low), upto(low + 1)
+            low, high = (middle, high) if slots_before(middle).sum() <= slot else (low, middle)
+        before, after = slots_before(low), slots_before(low + 1)
         begin, size = int(before.sum()), int((after - before).sum())
         labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
         order = np.argsort(labels, kind="stable")
@@ -225,28 +226,28 @@ def _woven(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
     return streams, numbers
 
 
-class _Plain:
+class _UnweightedBucket:
     """A bucket without parts, under `carry` or `drop`."""
 
     def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None = None):
         self.count, self.batch, self.small, self.key, self.blocks = count, batch, small, key, blocks
 
-    def upto(self, epochs: int) -> int:
+    def batches_before(self, epochs: int) -> int:
         """Batches in the first `epochs` epochs."""
         return epochs * self.count // self.batch if self.small == "carry" else epochs * (self.count // self.batch)
 
     def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions and visits of a batch by its number in the epoch."""
         if self.small == "carry":
-            visits = np.arange(self.batch, dtype=np.int64) + (self.upto(epoch) + number) * self.batch
+            visits = np.arange(self.batch, dtype=np.int64) + (self.batches_before(epoch) + number) * self.batch
             epochs, places = visits // self.count, visits % self.count
         else:
             epochs = np.full(self.batch, epoch, np.int64)
             places = np.arange(self.batch, dtype=np.int64) + number * self.batch
-        return _passes("samples", self.key, self.count, epochs, places, self.blocks), epochs
+        return _permuted_positions("samples", self.key, self.count, epochs, places, self.blocks), epochs
 
 
-class _Mixed:
+class _WeightedBucket:
     """A bucket of weighted parts, or under `repeat`. parts: (samples, weight)."""
 
     def __init__(
@@ -276,7 +277,7 @@ class _Mixed:
         samples, weight = self.parts[part]
         return epochs * samples * weight.numerator // weight.denominator
 
-    def upto(self, epochs: int) -> int:
+    def batches_before(self, epochs: int) -> int:
         if self.small == "carry":
             return self.visits(epochs) // self.batch
         whole, rest = divmod(epochs, self.period)
@@ -285,7 +286,7 @@ class _Mixed:
     def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         if self.small != "carry":
             return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + number * self.batch)
-        at = (self.upto(epoch) + number) * self.batch
+        at = (self.batches_before(epoch) + number) * self.batch
         end, pieces = at + self.batch, []
         while at < end:
             epoch = self.epoch_of(at)
@@ -312,7 +313,7 @@ class _Mixed:
         else:
             counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
             counts.append(size - due)
-            stream, number = _woven(slots, counts, self.batch, "mix", *self.key, epoch)
+            stream, number = _interleaved(slots, counts, self.batch, "mix", *self.key, epoch)
             mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
         positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
         low = first = 0
@@ -322,21 +323,23 @@ class _Mixed:
             inside = (mixed >= low) & (mixed < high)
             if inside.any():
                 passes, places = np.divmod(mixed[inside] - low + start, samples)
-                positions[inside] = first + _passes("part", (*self.key, part), samples, passes, places, self.blocks)
+                positions[inside] = first + _permuted_positions(
+                    "part", (*self.key, part), samples, passes, places, self.blocks
+                )
                 visits[inside] = passes
             low, first = high, first + samples
         if self.small == "repeat":
             visits *= 2
             fillers = mixed >= due
             if fillers.any():
-                filled = self.batch * self.upto(epoch) - self.visits(epoch)
+                filled = self.batch * self.batches_before(epoch) - self.visits(epoch)
                 passes, places = np.divmod(mixed[fillers] - due + filled, self.count)
-                positions[fillers] = _passes("fill", self.key, self.count, passes, places, self.blocks)
+                positions[fillers] = _permuted_positions("fill", self.key, self.count, passes, places, self.blocks)
                 visits[fillers] = 2 * passes + 1
         return positions, visits
 
 
-def _passes(
+def _permuted_positions(
     what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
 ) -> np.ndarray:
     """The position at each place, by the permutation of its pass."""
@@ -370,10 +373,10 @@ class Schedule:
     Args:
         counts: samples per bucket.
         batches: global batch per bucket.
-        seed, phase: key of the order.
+        seed, phase: key of the order (`train.seed`, `train.phase`).
         small: `carry`, `drop` or `repeat` (see the module's docstring).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
-        first: buckets of which the first epoch of the phase shows one batch each at its beginning, in this order.
+        first: buckets that give one batch each at the start of epoch 0, in this order.
         blocks: per bucket of a packed snapshot; None: the plain order.
 
     Raises:
@@ -396,20 +399,20 @@ class Schedule:
             raise ValueError(f"small must be 'carry', 'drop' or 'repeat', found {small!r}")
         self.counts, self.batches = list(counts), list(batches)
         self.seed, self.phase, self.small = seed, phase, small
-        self._buckets: list[_Plain | _Mixed] = []
+        self._buckets: list[_UnweightedBucket | _WeightedBucket] = []
         for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
             bucket_parts, key = parts[bucket] if parts else None, (seed, phase, bucket)
-            layout = blocks[bucket] if blocks else None
+            bucket_blocks = blocks[bucket] if blocks else None
             if bucket_parts is None and small != "repeat":
-                self._buckets.append(_Plain(count, batch, small, key, layout))
+                self._buckets.append(_UnweightedBucket(count, batch, small, key, bucket_blocks))
                 continue
             bucket_parts = bucket_parts or [(count, Fraction(1))]
             if sum(n for n, _ in bucket_parts) != count or any(weight <= 0 for _, weight in bucket_parts):
                 raise ValueError(f"bucket {bucket} has {count} samples; its parts are {bucket_parts}")
-            self._buckets.append(_Mixed(bucket_parts, batch, small, key, layout))
+            self._buckets.append(_WeightedBucket(bucket_parts, batch, small, key, bucket_blocks))
         self._blocks = blocks is not None
-        self._first = [bucket for bucket in first if self._buckets[bucket].upto(1)]
-        if not any(bucket.upto(1 << 32) for bucket in self._buckets):
+        self._first = [bucket for bucket in first if self._buckets[bucket].batches_before(1)]
+        if not any(bucket.batches_before(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
 
     @classmethod
@@ -433,7 +436,7 @@ class Schedule:
 
     def steps_upto(self, epochs: int) -> int:
         """Optimizer steps in the first `epochs` epochs."""
-        return sum(bucket.upto(epochs) for bucket in self._buckets)
+        return sum(bucket.batches_before(epochs) for bucket in self._buckets)
 
     def steps_in(self, epoch: int) -> int:
         return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
@@ -451,24 +454,24 @@ class Schedule:
     def step(self, step: int) -> ScheduledBatch:
         """The global batch of a step."""
         epoch = self.epoch_of(step)
-        before = [bucket.upto(epoch) for bucket in self._buckets]
-        batches = [bucket.upto(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
+        before = [bucket.batches_before(epoch) for bucket in self._buckets]
+        batches = [bucket.batches_before(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
         place, shown = step - sum(before), self._first if epoch == 0 else []
         if place < len(shown):
             bucket, number = shown[place], 0
         else:
             for b in shown:
                 batches[b] -= 1
-            bucket, number = self._turn(epoch, place - len(shown), batches)
+            bucket, number = self._batch_at(epoch, place - len(shown), batches)
             number += bucket in shown
         positions, visits = self._buckets[bucket].members(epoch, number)
         return ScheduledBatch(step, epoch, bucket, positions, visits)
 
-    def _turn(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
+    def _batch_at(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
         """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""
         key = ("order", self.seed, self.phase, epoch)
         if self._blocks:
-            streams, numbers = _woven(np.array([place], np.int64), batches, GROUP, *key)
+            streams, numbers = _interleaved(np.array([place], np.int64), batches, GROUP, *key)
             return int(streams[0]), int(numbers[0])
         ends = np.cumsum(batches).tolist()
         slot = int(permute(np.array([place]), ends[-1], *key)[0])

@@ -194,14 +194,14 @@ class _Loop:
             stopping(self.stop.check),
             self._profiled(),
         ):
-            feed = Feed(microbatches, lambda: getattr(loader, "replaced", 0), self.context.config, self.context.log)
+            feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
             state: State | None = None
             for waited, batches, state in feed:
                 outcome = self._step(batches, state.step)
                 self.throughput.add(outcome, batches, waited)
                 last = state.step == steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
-                    self._log(outcome, batches, getattr(loader, "replaced", 0), feed.share)
+                    self._log(outcome, batches, getattr(loader, "substituted", 0), feed.share)
                 if last or state.step % self.train.save_every == 0:
                     self._save(state)
                 if last:

@@ -23,11 +23,11 @@ class Standing:
     """A loader of which every sample stands in for another from step `FAILS_AT` on."""
 
     def __init__(self, steps: Iterator[tuple[list[Batch], State]], here: bool):
-        self.steps, self.here, self.replaced = steps, here, 0
+        self.steps, self.here, self.substituted = steps, here, 0
 
     def __iter__(self) -> Iterator[tuple[list[Batch], State]]:
         for batches, state in self.steps:
-            self.replaced += sum(len(b.sample_ids) for b in batches) * (self.here and state.step > FAILS_AT)
+            self.substituted += sum(len(b.sample_ids) for b in batches) * (self.here and state.step > FAILS_AT)
             yield batches, state
 
 

@@ -1,4 +1,4 @@
-"""Length bucketing: batches whose captions are about equally long, in an order that stays random.
+"""Length grouping: batches whose captions are about equally long, in an order that stays random.
 
 A window is a few batches of every bucket. Its steps keep their buckets; the samples of each bucket in it are sorted by
 the rows of their captions and cut into the same number of batches, and a keyed permutation orders these batches.
@@ -32,7 +32,7 @@ class Order(Protocol):
     def steps_upto(self, epochs: int) -> int: ...
 
 
-class LengthBucketing:
+class LengthGrouping:
     """A training order with length windows, made from another order. Safe for several threads.
 
     Args:
