@@ -572,7 +572,9 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 
-def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(tmp_path: Path) -> None:
+def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     of = config(tmp_path / "cache")
     both = (("a", 1.0), ("b", 1.0))
     cache = add(of, "one", [dataclasses.replace(one, captions=both) for one in pictures(3)])
@@ -586,6 +588,8 @@ def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(tmp_path: 
     (lacks, one), (none, other) = sorted(snapshot.head.left_out.items())
     assert (len(snapshot), one, other) == (2, 1, 1)
     assert "one of several captions" in lacks and none.startswith("its caption is not encoded")
+    for line in (line for line in capsys.readouterr().out.splitlines() if "not encoded" in line):
+        assert ENCODE in line, "what would add the caption"
 
 
 def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(tmp_path: Path) -> None:

@@ -98,6 +98,26 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "OVERHEAD", 100)
+    source = tiny_cache.build(tmp_path / "cache", storage=storage).open_snapshot()
+    bytes_of_bucket = dict.fromkeys(range(len(source.buckets)), 0)
+    for row in range(len(source)):
+        sample = source.sample(row)
+        pixels = source.buckets[sample.bucket].height * source.buckets[sample.bucket].width
+        latent = sample.length or 2 * source.latent_recipe.channels * pixels // source.latent_recipe.compression**2
+        texts = [caption.length or 2 * 3 * caption.rows for caption in sample.captions]
+        bytes_of_bucket[sample.bucket] += latent + sum(texts) + 100 * (1 + 2 * len(texts))
+    for samples in (1.4, 2.6, 5.3):
+        target = round(samples * bytes_of_bucket[0] / source.buckets[0].samples)
+        expected = [
+            min(bucket.samples, max(1, round(target * bucket.samples / bytes_of_bucket[number])))
+            for number, bucket in enumerate(source.buckets)
+        ]
+        assert packing.block_sizes(source, target) == expected and expected[0] == round(samples)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
 def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) -> None:
     cache, source, packed = made(tmp_path / "cache", storage=storage)
     assert content(packed) == content(source)
