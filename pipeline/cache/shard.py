@@ -367,11 +367,6 @@ class Reader:
         self._lock = threading.Lock()
         files.readers.add(self)
 
-    @property
-    def plain(self) -> bool:
-        """Whether payloads are plain bf16 bits."""
-        return self._codec is None
-
     def read(
         self,
         shard: str,
