@@ -446,7 +446,15 @@ class OptimConfig(_Section):
     clip: Annotated[float, Field(gt=0)] | None = 0.1
     """Limit on the global norm of the gradient; null: none."""
     warmup_steps: NotNegative = 2000
-    """Steps over which the rate rises to its peak; then it is constant."""
+    """Steps over which the rate rises to its peak."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The rate after the warm-up. linear, cosine: it falls until `train.steps`. wsd: it is constant and falls over the
+    last `decay_steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps` follows the
+    new curve from there."""
+    decay_steps: Positive | None = None
+    """Steps of the fall of wsd; null: a tenth of `train.steps`."""
+    final_lr: Share = 0.0
+    """Share of the peak to which the rate falls."""
     in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
     model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
@@ -471,6 +479,14 @@ class OptimConfig(_Section):
             raise ValueError(f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults")
         if self.name == "came" and self.eps is not None:
             raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> OptimConfig:
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null")
+        if self.final_lr and self.schedule == "constant":
+            raise ValueError("final_lr needs a schedule that falls: linear, cosine or wsd")
         return self
 
 

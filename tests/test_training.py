@@ -55,22 +55,42 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_learning_rate_rises_linearly_then_stays() -> None:
     config = OptimConfig(lr=1e-3, warmup_steps=4)
-    rates = [optimizers.learning_rate(config, 64, step) for step in range(6)]
+    rates = [optimizers.learning_rate(config, 64, step, 6) for step in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-    assert optimizers.learning_rate(OptimConfig(lr=1e-3, warmup_steps=0), 64, 0) == 1e-3
+    assert optimizers.learning_rate(OptimConfig(lr=1e-3, warmup_steps=0), 64, 0, 6) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({"schedule": "linear"}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ({"schedule": "linear", "final_lr": 0.5}, [0.5, 1, 1, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625]),
+        ({"schedule": "cosine"}, [0.5, 1, *((1 + math.cos(math.pi * part / 8)) / 2 for part in range(8))]),
+        ({"schedule": "wsd", "decay_steps": 4}, [0.5, 1, 1, 1, 1, 1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ({"schedule": "wsd", "final_lr": 0.1}, [0.5, *[1] * 9]),
+        ({"schedule": "wsd", "decay_steps": 99}, [0.5, 1, *(1 - math.sqrt(part / 8) for part in range(8))]),
+    ],
+)
+def test_the_rate_falls_after_the_warm_up_as_its_schedule_says(options: dict[str, Any], shares: list[float]) -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=2, **options)
+    rates = [optimizers.learning_rate(config, 64, step, 10) for step in range(10)]
+    assert rates == pytest.approx([1e-3 * share for share in shares])
+    ends = options.get("final_lr", 0.0)
+    assert optimizers.learning_rate(config, 64, 10, 10) == pytest.approx(1e-3 * ends)
+    assert optimizers.learning_rate(config, 64, 12, 10) == pytest.approx(1e-3 * ends)
 
 
 def test_learning_rate_scales_with_the_root_of_the_batch() -> None:
     config = OptimConfig(lr=1e-4, scale_lr="sqrt", warmup_steps=0)
-    assert optimizers.learning_rate(config, 48, 0) == pytest.approx(
+    assert optimizers.learning_rate(config, 48, 0, 1) == pytest.approx(
         1e-4 * math.sqrt(48 / 256)
     )  # 4.33e-05 in NVlabs' logs
-    assert optimizers.learning_rate(config, 256, 0) == pytest.approx(1e-4)
+    assert optimizers.learning_rate(config, 256, 0, 1) == pytest.approx(1e-4)
 
 
 def test_nvlabs_warm_up_begins_with_a_rate_of_nothing() -> None:
     config = OptimConfig(lr=1e-3, warmup_steps=4)
-    rates = [optimizers.learning_rate(config, 64, step, "nvlabs") for step in range(6)]
+    rates = [optimizers.learning_rate(config, 64, step, 6, "nvlabs") for step in range(6)]
     assert rates == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
@@ -523,6 +543,18 @@ def test_the_run_warms_up_from_its_first_step_also_when_resumed(tmp_path: Path) 
     assert [row["lr"] for row in rows] == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
     model = tiny_run.model(settings(6))
     assert [row["loss"] for row in rows] == tiny_run.train_losses(model, settings(6), 6), "the optimizer gets that rate"
+
+
+def test_a_falling_rate_ends_with_the_run_and_goes_on_from_where_it_was_resumed(tmp_path: Path) -> None:
+    def settings(steps: int) -> Config:
+        return tiny_run.config(
+            tmp_path / "run", steps=steps, layers=1, optim={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"}
+        )
+
+    _fit(settings(2))
+    _fit(settings(5), resume="auto")
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3, 5e-4, 6e-4, 4e-4, 2e-4])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -232,7 +232,8 @@ class _Loop:
         return outcome
 
     def _learning_rate(self, step: int) -> float:
-        return optimizers.learning_rate(self.train.optim, self.context.task.batch, step - 1, self.train.recipe)
+        train = self.train
+        return optimizers.learning_rate(train.optim, self.context.task.batch, step - 1, train.steps, train.recipe)
 
     def _seed(self, step: int) -> None:
         seed = generator_seed(self.train, step, self.part)

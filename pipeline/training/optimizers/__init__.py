@@ -1,12 +1,12 @@
 """The optimizer that the configuration names, and its learning rate as a pure function of the step.
 
 What: `build` makes it with two groups (matrices decay; biases, norms and tables do not, except under `train.recipe:
-nvlabs`); `learning_rate` returns the rate of a step: linear warm-up, then constant.
+nvlabs`); `learning_rate` returns the rate of a step: linear warm-up, then constant or falling.
 Bytes of state per parameter: `adamw` 8 for fp32 parameters, 4 for bf16; `came` 4 and 2; `adamw8bit` 2. Torch's
 Adafactor is left out: it fails on DTensors, so it would work for one process in fp32 only.
 Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps for any number of
-processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
-Price: other schedules have to be written here.
+processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree. The schedules
+of diffusers and transformers are such objects, and the trainer imports neither.
 """
 
 from __future__ import annotations
@@ -40,21 +40,41 @@ def peak_learning_rate(config: OptimConfig, batch: int) -> float:
     return config.lr * (math.sqrt(batch / 256) if config.scale_lr == "sqrt" else 1.0)
 
 
-def learning_rate(config: OptimConfig, batch: int, step: int, recipe: str = "default") -> float:
-    """The rate of a step: peak * min(1, (step + 1) / warmup_steps).
+def learning_rate(config: OptimConfig, batch: int, step: int, steps: int, recipe: str = "default") -> float:
+    """The rate of a step: peak * min(1, (step + 1) / warmup_steps) * the share that the schedule leaves of the peak.
 
     Steps count from 0 here; the loop counts from 1 and passes `step - 1`. So the first step has 1/warmup_steps of the
     peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one step behind: its first step has rate 0.
+
+    Args:
+        steps: of the run. A rate that falls would reach its end at this step, which is the first after the run.
     """
     peak, done = peak_learning_rate(config, batch), step if recipe == "nvlabs" else step + 1
-    return peak * min(1.0, done / config.warmup_steps) if config.warmup_steps else peak
+    warm = min(1.0, done / config.warmup_steps) if config.warmup_steps else 1.0
+    return peak * warm * _share_of_peak(config, step, steps)
+
+
+def _share_of_peak(config: OptimConfig, step: int, steps: int) -> float:
+    """Linear, half a cosine, or 1 - sqrt (Haegele et al., arXiv 2405.18392) down to `final_lr`."""
+    begin = config.warmup_steps
+    if config.schedule == "wsd":
+        begin = max(begin, steps - (config.decay_steps or steps // 10))
+    if config.schedule == "constant" or step <= begin:
+        return 1.0
+    progress = min(1.0, (step - begin) / max(1, steps - begin))
+    left = {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "wsd": 1 - math.sqrt(progress),
+    }[config.schedule]
+    return config.final_lr + (1 - config.final_lr) * left
 
 
 def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
     """Notes before a run of so many steps on rates that will not have the expected effect."""
     peak, notes = peak_learning_rate(config, batch), []
     if 2 * config.warmup_steps > steps:
-        reached = learning_rate(config, batch, steps - 1)
+        reached = learning_rate(config, batch, steps - 1, steps)
         notes.append(
             f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
             f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
