@@ -180,9 +180,14 @@ def text_bytes(recipe: layout.TextRecipe, rows: int, caption: int) -> int:
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
 
-def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def member_bytes(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+    """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
     size = codec.payload_bytes(str(recipe.values()["storage"]), recipe.kind, shape)
-    return BLOCK + _padded(len(npy_header(shape)) + size) + _row(recipe.kind)
+    return BLOCK + _padded(len(npy_header(shape)) + size)
+
+
+def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+    return member_bytes(recipe, shape) + _row(recipe.kind)
 
 
 def _padded(size: int) -> int:

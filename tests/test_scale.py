@@ -1,0 +1,217 @@
+"""The model of large runs: the simulator counts what a real run counts, its snapshot lies as a real one lies, the page
+shows what the command prints."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from benchmarks.loader import build
+from pipeline.cache import layout, mirror, shard
+from pipeline.cache.mirror import Mirror
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import MirrorConfig
+from pipeline.loader import schedule
+from pipeline.loader.loader import Loader
+from pipeline.loader.planner import Planner
+from pipeline.planning import simulate
+from pipeline.planning.simulate import CountedSnapshot, Counts, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles
+from tests.support import tiny_cache
+from tests.support.loading import loader_settings
+from tests.test_pack import pack
+
+BUCKETS = {(256, 256): 240, (128, 256): 180}
+BLOCK, STEPS = 24, 40
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    cache = tiny_cache.build(tmp_path_factory.mktemp("scale") / "cache", BUCKETS, batch=12, per_shard=20)
+    pack(cache, BLOCK, window=3)
+    return cache
+
+
+def snapshot_ids(disk: Cache) -> dict[str, str]:
+    packed = disk.open_snapshot()
+    return {"packed": packed.id, "plain": str(packed.head.parent)}
+
+
+def limit_of(snapshot: Snapshot) -> int:
+    """A third of the data."""
+    return sum(snapshot.shard_files().values()) // 3
+
+
+def settings(world: int) -> Any:
+    return loader_settings(world=world, caption_drop=0.2, null_mask="caption")
+
+
+@pytest.fixture
+def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the real loaders of some ranks over an object store in memory, and counts at the driver and the kernel."""
+
+    def run(kind: str, world: int, ranks: range, rounds: int = STEPS) -> Counts:
+        place = f"/{uuid4().hex}"
+        MemoryFileSystem().put(f"{disk.root}/", f"{place}/", recursive=True)
+        source = Snapshot(disk.files, snapshot_ids(disk)[kind])
+        gib = limit_of(source) / 2**30
+        seen: Counter[str] = Counter()
+
+        def counted(where: Any, name: str, count: Any) -> None:
+            real = getattr(where, name)
+
+            def call(*args: Any, **options: Any) -> Any:
+                result = real(*args, **options)
+                count(result, *args)
+                return result
+
+            monkeypatch.setattr(where, name, call)
+
+        def request(result: Any, fs: Any, path: str, *more: Any) -> None:
+            seen["requests"] += "/shards/" in path and not inside
+
+        def get_file(fs: Any, path: str, *more: Any, real: Any = MemoryFileSystem.get_file, **options: Any) -> Any:
+            inside.append(path)  # this driver asks itself for `info`
+            result = real(fs, path, *more, **options)
+            inside.clear()
+            request(result, fs, path)
+            seen["fetches"] += "/shards/" in path
+            seen["fetched"] += MemoryFileSystem.store[path].size * ("/shards/" in path)
+            return result
+
+        def opened(handle: Any, where: Mirror, name: str, *more: Any) -> None:
+            if name.startswith("shards/"):
+                seen["opened"] += 1
+                seen["hashed"] += os.fstat(handle.descriptor).st_size
+            last = PurePosixPath(name)  # the kernel's clock is too coarse to tell which copy was opened last
+            clock[0] += 1000
+            os.utime(where.root / last.stem[:2] / last.name, ns=(clock[0], clock[0]))
+
+        def spans(size: int, *more: Any) -> None:
+            seen["spans"] += 1
+            seen["read"] += size
+
+        clock = [time.time_ns() + 10**12]
+        inside: list[str] = []
+        opened_once = Cache(f"memory:/{place}", mirror=MirrorConfig(path=str(tmp_path / "mirror"), gib=gib))
+        snapshot = Snapshot(opened_once.files, source.id)
+        snapshot.columns(np.arange(len(snapshot)))  # the index comes through the same mirror
+        snapshot.files.mirror.drop(next(iter(snapshot.head.tables())))  # type: ignore[attr-defined]
+        for path in (tmp_path / "mirror").glob("??/*"):
+            path.unlink()
+        loaders = []
+        counted(MemoryFileSystem, "info", request)
+        monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+        counted(Mirror, "open", opened)
+        counted(shard.os, "preadv", spans)
+        monkeypatch.setattr(mirror, "digest_of", lambda handle, real=mirror.digest_of: _without(seen, real, handle))
+        for rank in ranks:
+            loaders.append(Loader(snapshot, replace(settings(world), rank=rank)))
+        for step in range(rounds):
+            for loader in loaders:
+                seen["samples"] += sum(len(batch.sample_ids) for batch in loader.load(step).batches)
+        return Counts(steps=rounds, **seen)
+
+    return run
+
+
+def _without(seen: Counter[str], real: Any, handle: Any) -> str:
+    """The digest of a copy, whose reads are not reads of records."""
+    before = seen["spans"], seen["read"]
+    result = real(handle)
+    seen["spans"], seen["read"] = before
+    return result
+
+
+def simulated(disk: Cache, kind: str, world: int, ranks: range) -> Counts:
+    name = snapshot_ids(disk)[kind]
+    model = MirrorModel(limit_of(Snapshot(disk.files, name)))
+    snapshot = CountedSnapshot(ModelFiles(disk.root, model), name)
+    return replace(simulate.simulate(snapshot, settings(world), ranks, STEPS), waited=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "ranks"), [("plain", 1, range(1)), ("packed", 3, range(3)), ("packed", 4, range(1, 3))]
+)
+def test_the_simulator_counts_what_a_real_run_counts(
+    disk: Cache, real_run: Any, kind: str, world: int, ranks: range
+) -> None:
+    """Requests and bytes at the driver of an object store, checked bytes, and reads at the kernel."""
+    real = real_run(kind, world, ranks)
+    assert simulated(disk, kind, world, ranks) == real
+    assert real.fetches > 20 and real.spans > 100
+
+
+def test_another_model_counts_something_else(disk: Cache, real_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: the comparison notices a mirror that removes nothing, one that removes too early, a process that keeps
+    no shard open, one that reads each record by itself, and another order. The clock changes no count."""
+    real, limit = real_run("packed", 3, range(3)), MirrorModel.__init__
+
+    def mirror_of(share: float) -> Any:
+        return lambda self, size, *more: limit(self, int(size * share), *more)
+
+    def opens_again(self: simulate.CountingReader, name: str) -> Any:
+        return self._open_shard(layout.Paths.shard(self.folder, name))
+
+    for where, name, wrong, same in (
+        (simulate.Store, "fetch_s", lambda *_: 1.0, True),
+        (MirrorModel, "__init__", mirror_of(9.0), False),
+        (MirrorModel, "__init__", mirror_of(0.7), False),
+        (simulate.CountingReader, "_handle", opens_again, False),
+        (shard, "GAP", -1, False),
+        (schedule, "GROUP", 2, False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, wrong)
+            assert (simulated(disk, "packed", 3, range(3)) == real) is same, name
+
+
+def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rows of a real one's captions: the same shards, offsets, rows and sizes."""
+    latent, text = layout.LatentRecipe(weights="w", compression=8, channels=2), layout.TextRecipe(weights="w", width=3)
+    cache = build(tmp_path / "cache", 250, buckets=[(64, 64), (32, 128)], batch=12, latent=latent, text=text)
+    real = pack(cache, 24, window=3)
+    every = [np.arange(b.samples) + real.row(i, 0) for i, b in enumerate(real.buckets)]
+    rows = np.concatenate([real.columns(part).captions["rows"] for part in every]).astype(np.int64)
+    batches = {(b.height, b.width): b.batch for b in real.buckets}
+    content = Imagined(len(real), batches, latent, text, blocks=tuple(b.block or 0 for b in real.buckets), window=3)
+    monkeypatch.setattr(ImaginedSnapshot, "rows", lambda self, places: rows[places])
+    imagined = ImaginedSnapshot(content, MirrorModel(1 << 40))
+    assert [b.samples for b in imagined.buckets] == [b.samples for b in real.buckets]
+    assert imagined.shard_count == len(real.head.shards["latent"])
+    for part in every:
+        one, two = real.columns(part), imagined.columns(part)
+        for name in ("shard", "offset"):
+            assert (one.samples[name] == two.samples[name]).all(), name
+        for name in ("shard", "offset", "rows"):
+            assert (one.captions[name] == two.captions[name]).all(), name
+    for number, file in enumerate(real.head.shards["latent"]):
+        table = file.bytes - imagined.shard_bytes("packed", number)
+        assert 0 < table < 4096 + 24 * 256, "only the record table is left out"
+    steps = [Planner(s, seed=0, phase=0).step(7).samples["offset"] for s in (real, imagined)]
+    assert (steps[0] == steps[1]).all(), "and so the planner chooses the same"
+
+
+def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
+    content = Imagined(
+        3000, {(64, 64): 16, (32, 128): 16}, layout.LatentRecipe(weights="w"), layout.TextRecipe(weights="w")
+    )
+    whole = ImaginedSnapshot(content, MirrorModel(1 << 40))
+    parts = [whole.columns(np.arange(bucket * 1500, bucket * 1500 + 1500)) for bucket in (0, 1)]
+    for kind in ("samples", "captions"):
+        places = {
+            (int(s), int(o)) for part in parts for s, o in zip(*(getattr(part, kind)[c] for c in ("shard", "offset")))
+        }
+        assert len(places) == 3000
+        numbers = {number for number, _ in places}
+        assert all(whole.shard_bytes({"samples": "latent", "captions": "text"}[kind], number) > 0 for number in numbers)
+        assert numbers == set(range(len(numbers)))
