@@ -3,6 +3,7 @@ shows what the command prints."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -12,19 +13,22 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from benchmarks.loader import build
-from pipeline.cache import layout, mirror, shard
+from pipeline.cache import index, layout, mirror, shard
 from pipeline.cache.mirror import Mirror
-from pipeline.cache.root import Cache
+from pipeline.cache.root import Cache, Unit
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import MirrorConfig
-from pipeline.loader import schedule
+from pipeline.encoding import estimate
+from pipeline.loader import randomness, schedule
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
-from pipeline.planning import simulate
+from pipeline.planning import scale, simulate
+from pipeline.planning.predict import Data
 from pipeline.planning.simulate import CountedSnapshot, Counts, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
@@ -215,3 +219,134 @@ def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
         numbers = {number for number, _ in places}
         assert all(whole.shard_bytes({"samples": "latent", "captions": "text"}[kind], number) > 0 for number in numbers)
         assert numbers == set(range(len(numbers)))
+
+
+def test_requests_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the model multiplies: a unit's shard, record table and commit, written to a store and read back."""
+    seen: Counter[str] = Counter()
+    inside: list[str] = []
+
+    def counted(name: str, kind: str) -> None:
+        real = getattr(MemoryFileSystem, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            seen[kind] += not inside
+            inside.append(name)
+            try:
+                return real(*args, **options)
+            finally:
+                inside.pop()
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+
+    place = MirrorConfig(path=str(tmp_path), gib=1)
+    cache, recipe = Cache(f"memory://{uuid4().hex}", create=True, mirror=place), tiny_cache.recipes()[0]
+    cache.add_recipe(recipe)
+    keys = [layout.digest(str(i)) for i in range(4)]
+    units = [Unit(f"{i:032x}", 2 * i, 2, 2) for i in range(2)]
+    cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array(keys, pa.binary(16))}))
+    for name in ("put_file", "pipe_file", "cp_file"):
+        counted(name, "writes")
+    for name in ("info", "cat_file", "get_file", "ls"):
+        counted(name, "reads")
+    for number, unit in enumerate(units):
+        seen.clear()
+        with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
+            for key in keys[unit.start : unit.start + 2]:
+                writer.add(key, np.full((2, 8, 8), number, np.uint16))
+            made = writer.finish()
+        commit = index.commit_of(cache.files, unit.unit, made)
+        index.publish_commit(cache.files, recipe.name, 0, commit)
+        assert (seen["writes"], seen["reads"]) == (scale.UNIT_WRITES, scale.UNIT_READS)
+
+
+def test_bytes_are_those_of_the_estimate() -> None:
+    million, billion = scale.cache_of(10**6), scale.cache_of(10**9)
+    assert billion.total == pytest.approx(1000 * million.total)
+    latent, text = layout.LatentRecipe(weights="w"), layout.TextRecipe(weights="w")
+    mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
+    assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
+    shapes = Data.of(scale.configured(8)).buckets
+    mean = np.mean([estimate.latent_bytes(latent, *shape) for shape in shapes])
+    assert million.latents / 1e6 == pytest.approx(mean, rel=0.002)
+    assert scale.cache_of(10**6, "int8").total < scale.cache_of(10**6, "bf16-zstd").total < million.total
+
+
+@pytest.mark.slow
+def test_operations_of_the_encoders() -> None:
+    """Counted on the modules of diffusers and transformers at the released sizes, without memory."""
+    import torch
+    from diffusers import AutoencoderDC
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Gemma2Config, Gemma2Model
+
+    widths, multiscales = (128, 256, 512, 512, 1024, 1024), ((), (), (), (5,), (5,), (5,))
+    kinds = ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3
+    with torch.device("meta"), torch.no_grad():
+        vae = AutoencoderDC(
+            latent_channels=32,
+            encoder_block_types=kinds,
+            encoder_block_out_channels=widths,
+            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
+            encoder_qkv_multiscales=multiscales,
+            downsample_block_type="Conv",
+            decoder_block_out_channels=widths,
+        )
+        with FlopCounterMode(display=False) as counter:
+            vae.encoder(torch.empty(1, 3, 1024, 1024))
+        assert counter.get_total_flops() == pytest.approx(scale.VAE_FLOPS, rel=0.001)
+        gemma = Gemma2Model(
+            Gemma2Config(
+                vocab_size=256,
+                hidden_size=2304,
+                intermediate_size=9216,
+                num_hidden_layers=26,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                head_dim=256,
+            )
+        )
+        with FlopCounterMode(display=False) as counter:
+            gemma(input_ids=torch.zeros(1, 80, dtype=torch.long), attention_mask=torch.ones(1, 80, dtype=torch.long))
+        assert counter.get_total_flops() / 80 == pytest.approx(scale.TEXT_FLOPS, rel=0.001)
+
+
+# ---------------------------------------------------------------- the page
+
+PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+
+
+def shown() -> list[str]:
+    """Rows of the page's tables."""
+    return [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+
+
+def printed(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[str], dict[str, Any]]:
+    from benchmarks import scale as measurement
+
+    monkeypatch.setattr(randomness, "noise", randomness.noise)  # put back afterwards
+    monkeypatch.setattr("sys.argv", ["scale", *words])
+    measurement.main()
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("|")], json.loads(lines[-1])
+
+
+def test_the_page_has_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, figures = printed(["--quick"], monkeypatch, capsys)
+    assert [row for row in rows if row not in shown()] == [], "python -m benchmarks.scale --page docs/scale.md"
+    assert len(rows) > 12
+    assert figures["amplification_1e09_512_plain"] > 20 * figures["amplification_1e09_512_packed64x4"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_page_has_all_that_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, figures = printed([], monkeypatch, capsys)
+    assert rows == shown(), "python -m benchmarks.scale --page docs/scale.md"
+    assert figures["peak_mib"] < 4096

@@ -24,7 +24,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec, layout
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
-from pipeline.config import Config
+from pipeline.config import Config, EncodeConfig
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules as captions
@@ -248,7 +248,9 @@ def sizes(
     scale = len(work.captions) / len(picked) if picked else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, picked, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    image_units = sum(-(-len(items) // _unit_images(config, known[shape])) for shape, items in work.pictures.items())
+    image_units = sum(
+        -(-len(items) // unit_images(config.encode, known[shape])) for shape, items in work.pictures.items()
+    )
     text_units = -(-len(work.captions) // config.encode.unit_captions) + work.null
     # Twice a row: the unit's own table and the plan's; the scan and the plan hold keys, digests and the text itself.
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
@@ -262,8 +264,9 @@ def sizes(
     )
 
 
-def _unit_images(config: Config, record: int) -> int:
-    return max(1, min(config.encode.unit_images, (config.encode.unit_mib << 20) // record))
+def unit_images(encode: EncodeConfig, record: int) -> int:
+    """Pictures of a unit. record: bytes of one latent."""
+    return max(1, min(encode.unit_images, (encode.unit_mib << 20) // record))
 
 
 # ---------------------------------------------------------------- time

@@ -292,10 +292,8 @@ class ImaginedSnapshot(CountedSnapshot):
         self._text_member = np.array(
             [estimate.member_bytes(content.text, (n, width)) + written for n in range(content.text.max_length + 1)]
         )
-        self._units = list(content.blocks) or [
-            max(1, min(content.encode.unit_images, (content.encode.unit_mib << 20) // size))
-            for size in self._latent_member
-        ]
+        records = [estimate.latent_bytes(content.latent, b.height, b.width) for b in self.buckets]
+        self._units = list(content.blocks) or [estimate.unit_images(content.encode, record) for record in records]
         """Samples of a shard with latents, by bucket."""
         counts = [-(-b.samples // unit) for b, unit in zip(self.buckets, self._units, strict=True)]
         self._first_shard = np.cumsum([0, *counts])
