@@ -2,8 +2,9 @@
 
 The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `pipeline.planning.scale`, its
 constants stand at the top of that file and of `pipeline.planning.simulate`, each with its source. Reading is simulated
-with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch: all nodes
-read alike, so the sums for 64 nodes and a whole epoch are products. `--quick` prints some of the same rows.
+with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
+read about alike, as the plans of all ranks show, so the sums for 64 nodes and a whole epoch are products. `--quick`
+prints some of the same rows.
 
 Keys per case PAIRS_GPUS_KIND: amplification (bytes fetched per byte read), requests, fetched_gb, hashed_gb (per node
 and step), wait_s (per step). train_gpu_hours_PAIRS and encode_gpu_hours_PAIRS. peak_mib: memory of this process.
@@ -51,12 +52,15 @@ CASES = (
     Case(10**6, 8, None, 4, 100, 900),
     Case(10**6, 8, 64, 4, 400, 900),
     Case(10**8, 64, None, 4, 20, 0),
-    Case(10**8, 64, 64, 4, 100, 100),
+    Case(10**8, 64, 64, 4, 200, 300),
     PLAIN_ORDER,
     DEFAULT,
     SMALL_SHARDS,
     SMALL_WINDOW,
 )
+
+
+SEVERAL = tuple(case for case in CASES if case.mib is not None and case.gpus > scale.PER_NODE)
 
 
 class Table(NamedTuple):
@@ -226,6 +230,28 @@ def reading_table(cases: tuple[Case, ...]) -> Table:
     )
 
 
+def nodes_table(cases: tuple[Case, ...]) -> Table:
+    rows = []
+    for case in cases:
+        assert case.mib is not None
+        mean, most = scale.all_nodes(case.pairs, case.gpus, case.mib, case.window, case.steps, case.skip)
+        result = simulated(case)
+        counts = (result.each("fetches"), mean, most)
+        rows.append((*reading_row(case)[:3], str(result.nodes), *(f"{count:.2g}" for count in counts)))
+    return Table(
+        (
+            "pairs",
+            "GPUs",
+            "packed: shard, window",
+            "nodes",
+            "shards fetched by one node",
+            "by a mean node",
+            "by the most",
+        ),
+        rows,
+    )
+
+
 def limits_table() -> Table:
     """What stops at 10^9 pairs and 512 GPUs."""
     pairs, cache = PAIRS[-1], scale.cache_of(PAIRS[-1])
@@ -316,6 +342,7 @@ def tables(quick: bool) -> dict[str, Table]:
         "training": training_table(runs),
         "checkpoints": checkpoint_table(several),
         "reading, a node and step": reading_table((DEFAULT, PLAIN_ORDER) if quick else CASES),
+        "all nodes, a step": nodes_table((DEFAULT,) if quick else SEVERAL),
     }
     return result if quick else {**result, "what stops": limits_table()}
 

@@ -219,6 +219,27 @@ def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
         numbers = {number for number, _ in places}
         assert all(whole.shard_bytes({"samples": "latent", "captions": "text"}[kind], number) > 0 for number in numbers)
         assert numbers == set(range(len(numbers)))
+        order = [np.lexsort((getattr(part, kind)["offset"], getattr(part, kind)["shard"])) for part in parts]
+        assert all((np.abs(np.diff(rows)) == 1).mean() < 0.02 for rows in order), "neighbouring rows lie far apart"
+
+
+def test_waits_follow_from_the_store(disk: Cache) -> None:
+    """None with an instant store; with a slow one at least the fetches' time over the reading threads; fetching ahead
+    hides a part."""
+    name, threads, step_s = snapshot_ids(disk)["packed"], 2, 0.5
+    limit = 10 * limit_of(Snapshot(disk.files, name))
+
+    def run(request_s: float, prefetch: int | None) -> Counts:
+        store = simulate.Store(request_s=request_s, stream_gbs=1e9, node_gbs=1e9, hash_s_gb=0.0)
+        snapshot = CountedSnapshot(ModelFiles(disk.root, MirrorModel(limit, store)), name)
+        reading = replace(settings(1), prefetch=prefetch, threads=threads)
+        return simulate.simulate(snapshot, reading, range(1), 35, step_s=step_s)
+
+    assert run(0.0, None).waited == pytest.approx(0.0, abs=1e-6)
+    slow, alone = run(2.0, None), run(2.0, 0)
+    assert alone.fetches == len(Snapshot(disk.files, name).head.shards["text"])
+    assert alone.waited >= 2 * 2.0 * (alone.fetches - 1) / threads - 35 * step_s
+    assert 0 < slow.waited < alone.waited
 
 
 def test_requests_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from pipeline.cache import codec, layout
 from pipeline.cache.snapshot import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate
 from pipeline.loader.loader import LoaderSettings
+from pipeline.loader.planner import Planner
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.cards import card
 from pipeline.planning.cost import Constants, Time
@@ -263,6 +266,35 @@ class Reading:
         return self.counts.fetched / self.counts.read
 
 
+FIRST = 1000
+"""The step at which simulated runs begin: of the first epoch, after its largest batches."""
+
+
+def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
+    """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
+    batches = dict(Data.of(configured(gpus)).buckets)
+    latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale")
+    content = Imagined(pairs, batches, latent, text, window=window)
+    return content if mib is None else content.packed(mib)
+
+
+def all_nodes(pairs: int, gpus: int, mib: int, window: int, steps: int, skip: int) -> tuple[float, float]:
+    """Shards that each node reads for the first time, per step, of a packed snapshot, from the plans of all ranks:
+    the mean of all nodes, and the mean of the largest number of each step."""
+    snapshot, count = ImaginedSnapshot(imagined(pairs, gpus, mib, window), MirrorModel(1)), max(1, gpus // PER_NODE)
+    planner = Planner(snapshot, seed=0, phase=0)
+    known: list[set[int]] = [set() for _ in range(count)]
+    fresh = []
+    for step in range(FIRST, FIRST + skip + steps):
+        parts = np.array_split(planner.step(step).samples["shard"], count)
+        read = [set(part.tolist()) - before for part, before in zip(parts, known, strict=True)]
+        for before, new in zip(known, read, strict=True):
+            before |= new
+        fresh.append([len(new) for new in read])
+    counted = np.array(fresh[skip:])
+    return float(counted.mean()), float(counted.max(axis=1).mean())
+
+
 def reading(
     pairs: int,
     gpus: int,
@@ -274,7 +306,6 @@ def reading(
     skip: int = 100,
     sample: int = 1,
     store: Store | None = None,
-    batches: dict[tuple[int, int], int] | None = None,
 ) -> Reading:
     """Simulate some nodes of a launch over a snapshot of `pairs` pairs.
 
@@ -283,13 +314,7 @@ def reading(
         mib: of packed shards; None: a snapshot that is not packed.
         steps, skip: counted steps, and steps before them. sample: nodes that are simulated.
     """
-    config = configured(gpus)
-    batches = batches or dict(Data.of(config).buckets)
-    content = Imagined(
-        pairs, batches, layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale"), window=window
-    )
-    content = content if mib is None else content.packed(mib)
-    train = config.train
+    content, train = imagined(pairs, gpus, mib, window), configured(gpus).train
     settings = LoaderSettings(
         seed=0,
         phase=0,
@@ -302,7 +327,7 @@ def reading(
         prefetch=train.prefetch,
         threads=train.loader_threads,
         prefetch_mib=train.prefetch_mib,
-        start_step=1000,
+        start_step=FIRST,
     )
     total, chunks, simulated = Counts(), set[int](), 0
     for ranks in nodes(gpus, PER_NODE, sample):
@@ -317,7 +342,7 @@ def reading(
         total,
         max(1, gpus // PER_NODE),
         simulated,
-        pairs / next(iter(batches.values())),
+        pairs / next(iter(content.batches.values())),
         snapshot.shard_count,
         len(chunks),
         math.ceil(pairs / CHUNK_ROWS),
