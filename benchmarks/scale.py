@@ -196,16 +196,16 @@ def reading_row(case: Case) -> tuple[str, ...]:
         power(case.pairs),
         str(case.gpus),
         "no" if case.mib is None else f"{case.mib} MiB, {case.window}",
-        number(result.each("requests")),
-        size(result.each("fetched")),
+        number(result.requests),
+        size(result.each("needed_bytes")),
         size(result.each("read")),
         number(result.amplification),
         size(result.each("hashed")),
         number(result.each("spans")),
         f"{wait_s:.2g}" if wait_s >= 0.005 else "0",
-        size(result.each("fetched") / (step_s + wait_s), "B/s"),
-        number(result.epoch("requests")),
-        size(result.epoch("fetched")),
+        size(result.each("needed_bytes") / (step_s + wait_s), "B/s"),
+        number(result.requests * result.nodes * result.steps),
+        size(result.epoch("needed_bytes")),
     )
 
 
@@ -236,7 +236,7 @@ def nodes_table(cases: tuple[Case, ...]) -> Table:
         assert case.mib is not None
         mean, most = scale.all_nodes(case.pairs, case.gpus, case.mib, case.window, case.steps, case.skip)
         result = simulated(case)
-        counts = (result.each("fetches"), mean, most)
+        counts = (result.each("needed"), mean, most)
         rows.append((*reading_row(case)[:3], str(result.nodes), *(f"{count:.2g}" for count in counts)))
     return Table(
         (
@@ -257,7 +257,7 @@ def limits_table() -> Table:
     pairs, cache = PAIRS[-1], scale.cache_of(PAIRS[-1])
     plain, packed, hsdp = simulated(PLAIN_ORDER), simulated(DEFAULT), best(512)
     wide = scale.training(64, scale.layouts(64)[0])
-    opened = packed.each("opened") / packed.each("fetches")
+    opened = packed.each("opened") / packed.each("needed")
     chunk_bytes = packed.all_chunks * scale.CHUNK_BYTES
     epochs = cache.hours / (hsdp.hours(pairs) * hsdp.gpus)
     small, narrow = simulated(SMALL_SHARDS), simulated(SMALL_WINDOW)
@@ -374,8 +374,8 @@ def main() -> None:
         result = simulated(case)
         figures |= {
             f"amplification_{case.key}": result.amplification,
-            f"requests_{case.key}": result.each("requests"),
-            f"fetched_gb_{case.key}": result.each("fetched") / 1e9,
+            f"requests_{case.key}": result.requests,
+            f"fetched_gb_{case.key}": result.each("needed_bytes") / 1e9,
             f"hashed_gb_{case.key}": result.each("hashed") / 1e9,
             f"wait_s_{case.key}": result.each("waited"),
         }

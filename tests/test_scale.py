@@ -140,7 +140,9 @@ def simulated(disk: Cache, kind: str, world: int, ranks: range) -> Counts:
     name = snapshot_ids(disk)[kind]
     model = MirrorModel(limit_of(Snapshot(disk.files, name)))
     snapshot = CountedSnapshot(ModelFiles(disk.root, model), name)
-    return replace(simulate.simulate(snapshot, settings(world), ranks, STEPS), waited=0.0)
+    counts = simulate.simulate(snapshot, settings(world), ranks, STEPS)
+    assert (counts.needed, counts.needed_bytes) == (counts.fetches, counts.fetched), "nothing is fetched ahead"
+    return replace(counts, waited=0.0, needed=0, needed_bytes=0)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
 from pipeline.planning.simulate import (
     CAPTION_BYTES,
+    REQUESTS,
     Counts,
     Imagined,
     ImaginedSnapshot,
@@ -263,7 +264,12 @@ class Reading:
     @property
     def amplification(self) -> float:
         """Bytes fetched for each byte that is read."""
-        return self.counts.fetched / self.counts.read
+        return self.counts.needed_bytes / self.counts.read
+
+    @property
+    def requests(self) -> float:
+        """Per node and step."""
+        return REQUESTS * self.each("needed")
 
 
 FIRST = 1000

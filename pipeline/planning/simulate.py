@@ -37,6 +37,8 @@ from pipeline.snapshots import packing
 
 CAPTION_BYTES = 400
 """Of a caption as written. Assumption, that of `benchmarks.storage`."""
+REQUESTS = 2
+"""Requests of a fetch: one for the size, one for the bytes (a driver may cut a large transfer into several)."""
 _HEAD = 2 * BLOCK
 """Bytes of a shard before its first record: its head is a member of less than a block."""
 
@@ -67,7 +69,7 @@ class Store:
 
     def fetch_s(self, size: int, streams: int) -> float:
         """Seconds to fetch a shard: a request for its size, then one transfer, beside others of the same node."""
-        return 2 * self.request_s + size / 1e9 / min(self.stream_gbs, self.node_gbs / streams)
+        return REQUESTS * self.request_s + size / 1e9 / min(self.stream_gbs, self.node_gbs / streams)
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Counts:
     Attributes:
         requests: to the store: for each fetch one for the size and one for the bytes.
         fetches, fetched: shards fetched from the store, and their bytes.
+        needed, needed_bytes: those of them that a process began to read. A node with time to spare fetches for later
+            steps, too, so that a short run has more fetches.
         opened, hashed: openings of shards by all processes, and the bytes of the copies, which each opening checks.
         spans, read: reads from copies, and their bytes.
         waited: seconds in which training waited for data.
@@ -86,6 +90,8 @@ class Counts:
     requests: int = 0
     fetches: int = 0
     fetched: int = 0
+    needed: int = 0
+    needed_bytes: int = 0
     opened: int = 0
     hashed: int = 0
     spans: int = 0
@@ -117,6 +123,15 @@ class MirrorModel:
         self.counts, self.now = Counts(), 0.0
         self._copies: OrderedDict[str, tuple[int, float]] = OrderedDict()  # size, and the time from which it is there
         self._used = 0
+        self._unread: set[str] = set()
+
+    def read(self, name: str, size: int) -> None:
+        """`open` by a process that reads it, not only to fetch it."""
+        self.open(name, size)
+        if name in self._unread:
+            self._unread.remove(name)
+            self.counts.needed += 1
+            self.counts.needed_bytes += size
 
     def open(self, name: str, size: int) -> None:
         """Raises CacheError for a shard larger than the limit."""
@@ -131,7 +146,8 @@ class MirrorModel:
             self.now += self.store.fetch_s(size, self.streams)
             self._copies[name] = size, self.now
             self._used += size
-            self.counts.requests += 2
+            self._unread.add(name)
+            self.counts.requests += REQUESTS
             self.counts.fetches += 1
             self.counts.fetched += size
         self.now += size / 1e9 * self.store.hash_s_gb
@@ -158,7 +174,7 @@ class ModelFiles(Files):
     def open(self, name: str) -> Handle:
         if not name.startswith("shards/"):
             return super().open(name)
-        self.mirror.open(name, self.shard_sizes[name])
+        self.mirror.read(name, self.shard_sizes[name])
         return _NoFile()
 
 
