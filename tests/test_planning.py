@@ -15,6 +15,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import cards, predict, search
+from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, trace
 from tests.test_config_heads import SHAPES
@@ -271,3 +272,20 @@ def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
     assert {layout.world for layout in listed} == {8}
     assert {layout.tp for layout in listed} == {1, 2}
     assert len(set(listed)) == len(listed) > 8
+
+
+def test_replicas_on_several_nodes_sum_over_the_network() -> None:
+    """A group of 8 replicas, each of 8 GPUs of a node, crosses nodes although it is no larger than a node."""
+
+    def seconds(replicas: int, nodes: int) -> float:
+        layout = {"dp_replicate": replicas, "dp_shard": 8}
+        train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1, "parallel": layout})
+        data = Data({(384, 384): 8 * replicas}, None, 32, text_width=64)
+        machine = Machine(cards.card("h100"), cards.card("h100").memory, 8 * replicas, nodes, network_gbs=50.0)
+        prediction = predict.predict(train, NARROW, data, machine)
+        assert {size for name, size in prediction.traced.sent if "gather" in name or "scatter" in name} == {8}
+        return sum(s for name, s in Time.of(prediction, data).traffic.items() if name == "allreduce")
+
+    gradients = predict.closed_form(NARROW, TrainConfig.model_validate(COMPUTE), ALONE)["gradients"]
+    assert seconds(8, 8) == pytest.approx(2 * 7 / 8 * gradients / 8 / (50e9 / 8 * Constants().link), rel=0.02)
+    assert seconds(1, 1) < seconds(8, 8) / 1000

@@ -24,7 +24,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec, layout
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
-from pipeline.config import Config
+from pipeline.config import Config, EncodeConfig
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules as captions
@@ -180,9 +180,14 @@ def text_bytes(recipe: layout.TextRecipe, rows: int, caption: int) -> int:
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
 
-def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def member_bytes(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+    """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
     size = codec.payload_bytes(str(recipe.values()["storage"]), recipe.kind, shape)
-    return BLOCK + _padded(len(npy_header(shape)) + size) + _row(recipe.kind)
+    return BLOCK + _padded(len(npy_header(shape)) + size)
+
+
+def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+    return member_bytes(recipe, shape) + _row(recipe.kind)
 
 
 def _padded(size: int) -> int:
@@ -243,7 +248,9 @@ def sizes(
     scale = len(work.captions) / len(picked) if picked else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, picked, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    image_units = sum(-(-len(items) // _unit_images(config, known[shape])) for shape, items in work.pictures.items())
+    image_units = sum(
+        -(-len(items) // unit_images(config.encode, known[shape])) for shape, items in work.pictures.items()
+    )
     text_units = -(-len(work.captions) // config.encode.unit_captions) + work.null
     # Twice a row: the unit's own table and the plan's; the scan and the plan hold keys, digests and the text itself.
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
@@ -257,8 +264,9 @@ def sizes(
     )
 
 
-def _unit_images(config: Config, record: int) -> int:
-    return max(1, min(config.encode.unit_images, (config.encode.unit_mib << 20) // record))
+def unit_images(encode: EncodeConfig, record: int) -> int:
+    """Pictures of a unit. record: bytes of one latent."""
+    return max(1, min(encode.unit_images, (encode.unit_mib << 20) // record))
 
 
 # ---------------------------------------------------------------- time

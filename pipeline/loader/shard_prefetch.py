@@ -21,7 +21,8 @@ from pipeline.cache.snapshot import Snapshot
 
 STEPS = 1024
 """Limit on the steps that are planned ahead."""
-_THREADS = 2
+THREADS = 2
+"""Fetches of one process at the same time."""
 
 
 def advice(snapshot: Snapshot) -> str | None:
@@ -43,37 +44,91 @@ def advice(snapshot: Snapshot) -> str | None:
     )
 
 
-class ShardPrefetch:
-    """Opens the shards of steps first, first + 1, ... in threads.
+class FetchQueue:
+    """Which shard is fetched next: those of steps first, first + 1, ... in this order, as far ahead as half of the
+    mirror goes. It fetches nothing and has no threads, so that `pipeline.planning.scale` can ask it, too.
 
     Args:
-        files: the cache; `room` is the size of its mirror in bytes.
+        room: size of the mirror in bytes.
         sizes: bytes of every shard, by the file's name.
         needed: step -> names of the shards that it reads.
         first, stop: the first step, and the one before which to stop (None: never).
     """
 
     def __init__(
-        self, files: Files, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
+        self, room: int, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
     ):
-        assert files.room is not None
-        self._files, self._sizes, self._needed, self._stop = files, sizes, needed, stop
-        self._limit = files.room // 2
+        self._sizes, self._needed, self._stop = sizes, needed, stop
+        self._limit = room // 2
         self._next = self._reached = first
         self._ahead: dict[str, int] = {}  # shard -> the step it was fetched for, which was not reached yet
         self._mirrored: OrderedDict[str, int] = OrderedDict()  # shards that the mirror should hold, oldest first
         self._queue: list[tuple[str, int]] = []
+
+    def reached(self, step: int) -> None:
+        """The loader begins a step: shards fetched for it, and for earlier steps, no longer count as ahead."""
+        self._reached = max(self._reached, step)
+        self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted > self._reached}
+
+    def may_plan(self) -> bool:
+        """Whether the queue is empty and may be given the shards of another step."""
+        more = self._stop is None or self._next < self._stop
+        return not self._queue and more and self._next - self._reached < STEPS
+
+    def plan(self) -> None:
+        """Queue the shards of one more step, except those that the mirror should hold."""
+        step = self._next
+        self._next += 1
+        try:
+            names = self._needed(step)
+        except Exception:
+            return
+        for name in names:
+            if name in self._mirrored:
+                self._mirrored.move_to_end(name)
+            else:
+                self._queue.append((name, step))
+
+    def take(self) -> str | None:
+        """Remove and return the first shard of the queue; None: the queue is empty, or the shard has no room yet."""
+        if not self._queue or not self._fits(*self._queue[0]):
+            return None
+        name, step = self._queue.pop(0)
+        if step > self._reached:
+            self._ahead[name] = step
+        self._mirrored[name] = self._sizes[name]
+        while sum(self._mirrored.values()) > 2 * self._limit:
+            self._mirrored.popitem(last=False)
+        return name
+
+    def _fits(self, name: str, step: int) -> bool:
+        ahead = sum(self._sizes[other] for other in self._ahead)
+        return step <= self._reached or not self._ahead or ahead + self._sizes[name] <= self._limit
+
+
+class ShardPrefetch:
+    """Opens the shards of steps first, first + 1, ... in threads.
+
+    Args:
+        files: the cache; `room` is the size of its mirror in bytes.
+        sizes, needed, first, stop: as for `FetchQueue`.
+    """
+
+    def __init__(
+        self, files: Files, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
+    ):
+        assert files.room is not None
+        self._files, self._queue = files, FetchQueue(files.room, sizes, needed, first, stop)
         self._closed = False
         self._changed = threading.Condition()
-        self._threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(_THREADS)]
+        self._threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(THREADS)]
         for thread in self._threads:
             thread.start()
 
     def reached(self, step: int) -> None:
-        """The loader begins a step: shards fetched for it, and for earlier steps, no longer count as ahead."""
+        """The loader begins a step."""
         with self._changed:
-            self._reached = max(self._reached, step)
-            self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted > self._reached}
+            self._queue.reached(step)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -87,46 +142,15 @@ class ShardPrefetch:
             with self._changed:
                 if self._closed:
                     return
-                if not self._queue and self._may_plan():
-                    self._plan()  # one step, so that the loader never waits long for the lock
+                if self._queue.may_plan():
+                    self._queue.plan()  # one step, so that the loader never waits long for the lock
+                    self._changed.notify_all()
                     continue
-                if not self._queue or not self._fits(*self._queue[0]):
+                name = self._queue.take()
+                if name is None:
                     self._changed.wait()
                     continue
-                name = self._take()
             try:
                 self._files.open(name)
             except Exception:
                 continue
-
-    def _may_plan(self) -> bool:
-        return (self._stop is None or self._next < self._stop) and self._next - self._reached < STEPS
-
-    def _plan(self) -> None:
-        """Queue the shards of one more step, except those that the mirror should hold."""
-        step = self._next
-        self._next += 1
-        try:
-            names = self._needed(step)
-        except Exception:
-            return
-        for name in names:
-            if name in self._mirrored:
-                self._mirrored.move_to_end(name)
-            else:
-                self._queue.append((name, step))
-        self._changed.notify_all()
-
-    def _fits(self, name: str, step: int) -> bool:
-        ahead = sum(self._sizes[other] for other in self._ahead)
-        return step <= self._reached or not self._ahead or ahead + self._sizes[name] <= self._limit
-
-    def _take(self) -> str:
-        """Remove the first shard of the queue, which fits."""
-        name, step = self._queue.pop(0)
-        if step > self._reached:
-            self._ahead[name] = step
-        self._mirrored[name] = self._sizes[name]
-        while sum(self._mirrored.values()) > 2 * self._limit:
-            self._mirrored.popitem(last=False)
-        return name

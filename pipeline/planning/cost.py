@@ -4,7 +4,8 @@ What: `Time.of` gives each class of kernels the longer of its arithmetic and its
 adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch.
 It is an estimate until `--calibrate` has run real steps on the present device: `Constants.corrected` scales it to them.
 Assumptions (`Constants`): the share of a peak that kernels reach in practice, a start of 4 microseconds a kernel, and
-that all-gathers and reduce-scatters run beside arithmetic, while the sums of tensor parallelism do not.
+that all-gathers, reduce-scatters and the sums over replicas run beside arithmetic, while those of tensor parallelism do
+not (with both, no sum does).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline.models.sana_flops import training_flops
+from pipeline.parallel.mesh import Layout
 from pipeline.planning.predict import Data, Prediction
 from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
 
@@ -119,7 +121,8 @@ class Time:
             kernels[name] = times * max(arithmetic, moved, work.calls * constants.start_s)
         traffic = _traffic(prediction, repeats, constants)
         busy = sum(kernels.values())
-        hidden = sum(s for name, s in traffic.items() if "gather" in name or "scatter" in name)
+        beside = ("gather", "scatter") if prediction.layout.tp > 1 else ("gather", "reduce")
+        hidden = sum(s for name, s in traffic.items() if any(word in name for word in beside))
         exposed = max(0.0, hidden - constants.overlap * busy) + sum(traffic.values()) - hidden
         stages = prediction.layout.pp
         tokens = shape.tokens(prediction.architecture)
@@ -146,13 +149,20 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
         group = size or layout.dp_shard
         if group < 2 and name not in ("send", "recv"):
             continue
-        inside = group * (layout.tp if "all_reduce" not in name else 1) <= machine.per_node
+        inside = _span(name, group, layout) <= machine.per_node
         rate = machine.card.link_gbs if inside else machine.network_gbs / max(1, machine.per_node)
         share = (group - 1) / group if group > 1 else 1.0
         passes = 2 * share if "reduce" in name and "scatter" not in name else share
         times = 1.0 if "scatter" in name else repeats  # gradients are sent once a step
         seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * constants.link)
     return seconds
+
+
+def _span(name: str, group: int, layout: Layout) -> int:
+    """Consecutive processes from a group's first to its last; the mesh's order is pp, dp_replicate, dp_shard, tp."""
+    if "all" in name and "reduce" in name:
+        return group if layout.dp_replicate == 1 or group == layout.tp else group * layout.dp_shard * layout.tp
+    return group * layout.tp
 
 
 def by_share(times: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -243,13 +244,11 @@ class Tracker(TorchDispatchMode):
 
     def _count_sent(self, name: str, args: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        groups = [leaf for leaf in tree_leaves(args) if not isinstance(leaf, Tensor) and hasattr(leaf, "size")]
         size = 0
-        for group in groups:
-            try:
-                size = max(size, torch.distributed.ProcessGroup.unbox(group).size())
-            except (AttributeError, RuntimeError, TypeError):
-                continue
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.ScriptObject):
+                with suppress(RuntimeError):  # another class than a group, such as the operation of a reduction
+                    size = max(size, torch.distributed.ProcessGroup.unbox(leaf).size())
         largest = max((t.numel() * t.itemsize for t in tensors), default=0)
         if largest:
             entry = self.sent[name.strip("_"), size]

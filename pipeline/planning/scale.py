@@ -1,0 +1,355 @@
+"""Large runs before they start: storage, requests, hours, checkpoints and traffic for any number of pairs and GPUs.
+
+What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
+checkpoints of a launch, `reading` what its nodes ask of the object store, by `pipeline.planning.simulate`.
+Nothing here has formulas of its own for bytes, times or shards: bytes and encoding hours are those of
+`pipeline.encoding.estimate` on a few thousand typical items, training hours those of `pipeline.planning.cost`.
+Price: every figure inherits the assumptions of those, and the constants below.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.cache import codec, layout
+from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.config import Config, load
+from pipeline.encoding import estimate
+from pipeline.loader.loader import LoaderSettings
+from pipeline.loader.planner import Planner
+from pipeline.parallel.mesh import Layout
+from pipeline.planning.cards import card
+from pipeline.planning.cost import Constants, Time
+from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
+from pipeline.planning.simulate import (
+    CAPTION_BYTES,
+    REQUESTS,
+    Counts,
+    Imagined,
+    ImaginedSnapshot,
+    MirrorModel,
+    Store,
+    caption_rows,
+    nodes,
+    simulate,
+)
+
+CONFIGURATION = "sana_1600m_1024"
+CARD = "h100"
+PER_NODE = 8
+"""GPUs of a node. Assumption."""
+BATCH_PER_GPU, SMALLEST_BATCH = 8, 64
+"""Samples of a step for each GPU, and of the smallest global batch (the shipped one). Assumption."""
+NETWORK_GBS = 50.0
+"""10^9 bytes/s of a node to the other nodes (400 Gbit/s). Assumption."""
+MIRROR_GIB = 1024
+"""`mirror.gib`: local disk of a node. Assumption."""
+VAE_FLOPS = 5.1796e12
+"""Operations to encode a picture of 1024 x 1024 with DC-AE f32c32. Counted by torch on the module of diffusers
+(`tests/test_scale.py`)."""
+TEXT_FLOPS = 4.066e9
+"""Operations of Gemma-2-2b per position, at 80 positions. Counted as above."""
+INSTRUCTION, POSITIONS = 234, 300
+"""Positions of Sana's instruction and of a padded caption, which `text.mode: exact` computes for every caption.
+Assumption: the instruction's length depends on the tokenizer."""
+DECODE_S = 0.05
+"""Seconds of a core to decode and resize a picture of 12 megapixels. Measured by `benchmarks.decode`."""
+UNIT_WRITES, UNIT_READS = 5, 5
+"""Requests to the store for a unit's shard, record table and commit, each read back. Counted (`tests/test_scale.py`).
+Claims, plans and scans come on top."""
+CHUNK_BYTES = 28e6
+"""Of a chunk of a snapshot's index (2^18 rows), read whole when it is first touched. Measured: the file's size;
+`benchmarks.snapshot_scale` prints what a resumed run reads."""
+LINK_GBS, NODE_DISK_GBS, SHARED_DISK_GBS = 25.0, 2.0, 20.0
+"""10^9 bytes/s: from a GPU to its host, from a node to the shared file system, of that file system. Assumptions."""
+ITEM_BYTES = 1690.0
+"""Memory of `encode` with nothing to do, per item. Measured at 10^6 items in tars; `benchmarks.encode_scale` measures
+synthetic ones."""
+SHARD_OPEN_S, SHARD_OPEN_BYTES = (1.1 + 3.5) / 300_000, 294 * 2**20 / 300_000
+"""Seconds and memory of a process per shard of a snapshot, when it reads the head and looks at all shards on a disk.
+Measured once, with 300,000 shards; no benchmark does it again."""
+SAMPLE = 1024
+"""Typical items of each bucket from which bytes per pair follow."""
+
+
+def configured(gpus: int, **changes: Any) -> Config:
+    """The shipped configuration with the batch of a launch."""
+    batch = max(SMALLEST_BATCH, BATCH_PER_GPU * gpus)
+    return load(CONFIGURATION, [f"bucket.batch={batch}", *(f"{name}={value}" for name, value in changes.items())])
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """Of the latents and texts of so many pairs.
+
+    Attributes:
+        latents, text, index: bytes. shards, documents: objects (each document and its copy, until units are merged).
+        snapshot: bytes of a snapshot's index. writes, reads: requests of encoding.
+        hours: GPU-hours of encoding, latents and text; exact_hours: with `text.mode: exact`.
+    """
+
+    pairs: int
+    latents: float
+    text: float
+    index: float
+    shards: float
+    documents: float
+    snapshot: float
+    writes: float
+    reads: float
+    hours: float
+    exact_hours: float
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return self.latents + self.text + self.index
+
+
+def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
+    """The cache of `pairs` pictures at 1024 px, each with one caption, equally many in each bucket."""
+    config = configured(8)
+    latent, text = (
+        layout.LatentRecipe(weights="scale", storage=storage),
+        layout.TextRecipe(weights="scale", storage=storage),
+    )
+    shapes = list(Data.of(config).buckets)
+    rows = [int(n) for n in caption_rows()]
+    captions = [(str(rows[i * 1031 % len(rows)]), CAPTION_BYTES) for i in range(SAMPLE * len(shapes))]
+    work = estimate.Wanted(
+        items=len(captions), pictures={shape: [""] * SAMPLE for shape in shapes}, captions=captions, null=False
+    )
+    size = estimate.sizes(work, config, latent, text, lambda texts: [int(text) for text in texts])
+    scale = pairs / work.images
+    units = [estimate.unit_images(config.encode, estimate.latent_bytes(latent, *shape)) for shape in shapes]
+    made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / config.encode.unit_captions)
+    hours = [_encode_hours(work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
+    return CacheFigures(
+        pairs,
+        size.latents * scale,
+        size.text * scale,
+        size.index * scale,
+        made,
+        2 * made,
+        math.ceil(pairs / CHUNK_ROWS) * CHUNK_BYTES,
+        UNIT_WRITES * made,
+        UNIT_READS * made,
+        hours[0] * scale,
+        hours[1] * scale,
+    )
+
+
+def _speed(config: Config) -> estimate.Speed:
+    """Of the encoders on one GPU, from operations and the card's peak."""
+    chosen, reached = card(CARD), Constants().matmul
+    peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
+    image_s = VAE_FLOPS / (peak * 1e12 * reached)
+    token_s = TEXT_FLOPS / (chosen.bf16_tflops * 1e12 * reached)
+    return estimate.Speed({(1024, 1024): image_s}, DECODE_S, token_s, 0.0, 1, 1, CARD)
+
+
+def _encode_hours(work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None) -> float:
+    """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
+    tokens = size.tokens if positions is None else positions * len(work.captions)
+    hours = estimate.times(work, replace(size, tokens=tokens), _speed(config), config, 1)["device_hours"]
+    assert hours is not None
+    return float(hours)
+
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Training:
+    """A launch of the shipped configuration.
+
+    Attributes:
+        sent: bytes that a node sends to other nodes in a step.
+        checkpoint: bytes. copy: bytes of it in each process's host memory. blocked, written: seconds for which training
+            stops, and until the checkpoint is published (it is written and read back).
+    """
+
+    prediction: Prediction
+    time: Time
+    sent: float
+    checkpoint: float
+    copy: float
+    blocked: float
+    written: float
+
+    @property
+    def gpus(self) -> int:
+        return self.time.gpus
+
+    def hours(self, pairs: int) -> float:
+        """Of an epoch."""
+        return pairs / self.time.images_per_s / 3600
+
+
+def layouts(gpus: int) -> list[Layout]:
+    """One FSDP2 group over all GPUs, and on several nodes one for each node (HSDP)."""
+    groups = [Layout(1, 1, gpus, 1)]
+    return groups if gpus <= PER_NODE else [*groups, Layout(1, gpus // PER_NODE, PER_NODE, 1)]
+
+
+def training(gpus: int, layout: Layout) -> Training:
+    """Speed, traffic and checkpoints by `sana-pipe plan`'s prediction."""
+    count = max(1, gpus // PER_NODE)
+    config = configured(
+        gpus, **{"train.parallel.dp_replicate": layout.dp_replicate, "train.parallel.dp_shard": layout.dp_shard}
+    )
+    data, chosen = Data.of(config), card(CARD)
+    machine = Machine(chosen, chosen.memory, gpus, count, NETWORK_GBS)
+    shape = architecture(config, data)
+    prediction = predict(config.train, shape, data, machine)
+    time = Time.of(prediction, data)
+    inside = Time.of(replace(prediction, machine=replace(machine, network_gbs=math.inf)), data)
+    between_s = sum(time.traffic.values()) - sum(inside.traffic.values())
+    lasting = closed_form(shape, config.train, Layout(1, 1, 1, 1))
+    checkpoint = sum(lasting[kind] for kind in ("parameters", "optimizer", "ema"))
+    rate = min(SHARED_DISK_GBS, count * NODE_DISK_GBS) * 1e9
+    copy = checkpoint / layout.dp_shard
+    return Training(
+        prediction,
+        time,
+        between_s * NETWORK_GBS * 1e9 * time.constants.link,
+        checkpoint,
+        copy,
+        copy / (LINK_GBS * 1e9),
+        2 * checkpoint / rate,
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What training asks of the object store.
+
+    Attributes:
+        counts: of the simulated nodes together, per node and step by `each`.
+        nodes, simulated: of the run, and how many of them were simulated.
+        steps: of an epoch.
+        shards: of the snapshot.
+        chunks: of its index that these nodes touched, of so many.
+    """
+
+    pairs: int
+    gpus: int
+    packed: bool
+    counts: Counts
+    nodes: int
+    simulated: int
+    steps: float
+    shards: int
+    chunks: int
+    all_chunks: int
+
+    def each(self, name: str) -> float:
+        """A count per node and step."""
+        return getattr(self.counts, name) / self.counts.steps
+
+    def epoch(self, name: str) -> float:
+        """A count of all nodes in an epoch."""
+        return self.each(name) * self.nodes * self.steps
+
+    @property
+    def amplification(self) -> float:
+        """Bytes fetched for each byte that is read."""
+        return self.counts.needed_bytes / self.counts.read
+
+    @property
+    def requests(self) -> float:
+        """Per node and step."""
+        return REQUESTS * self.each("needed")
+
+
+FIRST = 1000
+"""The step at which simulated runs begin: of the first epoch, after its largest batches."""
+
+
+def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
+    """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
+    batches = dict(Data.of(configured(gpus)).buckets)
+    latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale")
+    content = Imagined(pairs, batches, latent, text, window=window)
+    return content if mib is None else content.packed(mib)
+
+
+def all_nodes(pairs: int, gpus: int, mib: int, window: int, steps: int, skip: int) -> tuple[float, float]:
+    """Shards that each node reads for the first time, per step, of a packed snapshot, from the plans of all ranks:
+    the mean of all nodes, and the mean of the largest number of each step."""
+    snapshot, count = ImaginedSnapshot(imagined(pairs, gpus, mib, window), MirrorModel(1)), max(1, gpus // PER_NODE)
+    planner = Planner(snapshot, seed=0, phase=0)
+    known: list[set[int]] = [set() for _ in range(count)]
+    fresh = []
+    for step in range(FIRST, FIRST + skip + steps):
+        parts = np.array_split(planner.step(step).samples["shard"], count)
+        read = [set(part.tolist()) - before for part, before in zip(parts, known, strict=True)]
+        for before, new in zip(known, read, strict=True):
+            before |= new
+        fresh.append([len(new) for new in read])
+    counted = np.array(fresh[skip:])
+    return float(counted.mean()), float(counted.max(axis=1).mean())
+
+
+def reading(
+    pairs: int,
+    gpus: int,
+    step_s: float,
+    *,
+    mib: int | None = 64,
+    window: int = 4,
+    steps: int = 200,
+    skip: int = 100,
+    sample: int = 1,
+    store: Store | None = None,
+) -> Reading:
+    """Simulate some nodes of a launch over a snapshot of `pairs` pairs.
+
+    Args:
+        step_s: seconds of an optimizer step.
+        mib: of packed shards; None: a snapshot that is not packed.
+        steps, skip: counted steps, and steps before them. sample: nodes that are simulated.
+    """
+    content, train = imagined(pairs, gpus, mib, window), configured(gpus).train
+    settings = LoaderSettings(
+        seed=0,
+        phase=0,
+        rank=0,
+        world=gpus,
+        microbatch=train.microbatch,
+        caption_drop=train.caption_drop,
+        null_mask=train.null_mask,
+        text=train.text,
+        prefetch=train.prefetch,
+        threads=train.loader_threads,
+        prefetch_mib=train.prefetch_mib,
+        start_step=FIRST,
+    )
+    total, chunks, simulated = Counts(), set[int](), 0
+    for ranks in nodes(gpus, PER_NODE, sample):
+        snapshot = ImaginedSnapshot(content, MirrorModel(MIRROR_GIB << 30, store))
+        total += simulate(snapshot, settings, ranks, steps, step_s=step_s, skip=skip)
+        chunks |= snapshot.chunks
+        simulated += 1
+    return Reading(
+        pairs,
+        gpus,
+        mib is not None,
+        total,
+        max(1, gpus // PER_NODE),
+        simulated,
+        pairs / next(iter(content.batches.values())),
+        snapshot.shard_count,
+        len(chunks),
+        math.ceil(pairs / CHUNK_ROWS),
+    )
