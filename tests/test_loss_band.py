@@ -1,0 +1,53 @@
+"""A loss that leaves its band is reported once; noise and slow changes are not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeline.training.loss_band import BEFORE, LossBand
+
+
+def noisy(count: int, mean: float, spread: float, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.gauss(mean, spread) for _ in range(count)]
+
+
+def test_noise_and_a_slow_fall_stay_inside() -> None:
+    band = LossBand()
+    assert [band.add(loss) for loss in noisy(2000, 0.3, 0.02)] == [None] * 2000
+    falling = LossBand()
+    assert not any(falling.add(1.0 - step / 4000 + noise) for step, noise in enumerate(noisy(2000, 0, 0.01)))
+
+
+@pytest.mark.parametrize("loss", [0.5, 0.1])
+def test_a_jump_is_reported_once_with_the_band(loss: float) -> None:
+    band = LossBand()
+    for value in noisy(200, 0.3, 0.01):
+        band.add(value)
+    reported = band.add(loss)
+    assert reported is not None
+    assert reported == pytest.approx((0.24, 0.36), abs=0.02)
+    assert band.add(loss) is None, "still outside"
+    assert not any(band.add(value) for value in noisy(400, loss, 0.01, 1)), "the new band"
+    assert band.add(0.3) is not None
+
+
+def test_the_first_rows_are_not_judged_and_a_constant_has_a_band() -> None:
+    band = LossBand()
+    assert [band.add(loss) for loss in (9.0, *[0.3] * (BEFORE - 1))] == [None] * BEFORE
+    constant = LossBand()
+    for _ in range(100):
+        constant.add(0.3)
+    assert constant.add(0.31) is None
+    assert constant.add(0.33) is not None
+
+
+def test_mean_and_variance_are_those_of_the_rows_while_they_are_few() -> None:
+    values, band = noisy(15, 2.0, 0.5), LossBand()
+    for value in values:
+        band.add(value)
+    mean = sum(values) / 15
+    assert band.mean == pytest.approx(mean)
+    assert band.variance == pytest.approx(sum((value - mean) ** 2 for value in values) / 15)
