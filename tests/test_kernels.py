@@ -71,9 +71,11 @@ def test_so_are_those_of_random_shapes() -> None:
 
 CONVOLUTION, ATTENTION = "gated_convolution_triton", "linear_attention_triton"
 KERNELS: dict[tuple[str, str], Callable[[Any, str], dict[str, Any]]] = {  # the constants that its launcher gives
-    **{(CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_forward", "_gate_backward", "_input_backward")},
+    **{
+        (CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_gate_forward", "_gate_backward", "_input_backward")
+    },
     (ATTENTION, "_moments"): lambda m, t: m.constants(32) | {"EXACT": "tf32" if t == "bf16" else "tf32x3"},
-    (ATTENTION, "_forward"): lambda m, t: m.constants(32),
+    (ATTENTION, "_query_forward"): lambda m, t: m.constants(32),
     (ATTENTION, "_query_backward"): lambda m, t: m.constants(32) | {"TILE": m.SMALL_TILE},
     (ATTENTION, "_key_value_backward"): lambda m, t: m.constants(32),
 }

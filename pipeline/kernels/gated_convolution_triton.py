@@ -75,7 +75,7 @@ def _convolve(left, middle, right, taps, bias, ROW: tl.constexpr):
 
 
 @triton.jit
-def _forward(u, weight, bias, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_forward(u, weight, bias, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     inside, kept = channel < channels, result < channels // 2
@@ -180,7 +180,7 @@ def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     batch, height, width, channels = u.shape
     out = torch.empty(batch, height, width, channels // 2, dtype=u.dtype, device=u.device)
     if out.numel():
-        _forward[_grid(u)](
+        _gate_forward[_grid(u)](
             u.contiguous(), weight.contiguous(), bias.contiguous(), out, height, width, channels, **CONSTANTS
         )
     return out
