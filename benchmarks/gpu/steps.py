@@ -222,7 +222,7 @@ def peer(sizes: Sizes, *, batch: int, checkpointing: bool, resident: bool = Fals
 
 CLASSES = (
     ("linear attention", r"^_moments$|^_query_forward$|^_query_backward$|^_key_value_backward$|linear_attention"),
-    ("gated convolution", r"^_gate_forward$|^_gate_backward$|^_input_backward$|gated_convolution"),
+    ("gated convolution", r"^_gate_forward$|^_gate_backward$|^_input_backward$|^_sum_parts$|gated_convolution"),
     ("optimizer", r"multi_tensor|fused_?adam|_foreach_|optimizer|Optimizer"),
     ("softmax attention", r"flash|fmha|attention"),
     ("matrix product", r"gemm|nvjet|cublas|cutlass|sm\d+_xmma|addmm|::mm|::bmm|::linear"),
