@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import backend, gated_convolution, linear_attention, packed_attention
@@ -178,6 +179,34 @@ def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
     gradient = operation(*given).detach().transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
     plain = [x.detach() if isinstance(x, Tensor) else x for x in given]
     torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As zero-bubble schedules have it: first the gradient of the input, then those of the parameters."""
+    passes: list[list[bool]] = []
+    plain = gated_convolution.backward
+
+    def spied(*given: Any) -> tuple[Tensor, ...]:
+        results = plain(*given)
+        passes.append([bool(result.numel()) for result in results])
+        return results
+
+    monkeypatch.setattr(gated_convolution, "backward", spied)
+    given = convolution_inputs(torch.float64)
+    first = torch.nn.Linear(6, 6, dtype=torch.float64)
+    out = gated_convolution.gated_convolution(first(given[0]), *given[1:])
+    parameters = [*first.parameters(), *given[1:]]
+    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
+    assert passes.pop() == [True, True, True]
+    of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
+    assert passes == [[True, False, False]]
+    stage_backward_weight(iter(parameters), groups)
+    assert passes == [[True, False, False], [False, True, True]]
+    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
+        torch.testing.assert_close(ours, exact)
+    given[1].requires_grad_(False)
+    gated_convolution.gated_convolution(given[0], given[1], given[2].detach()).sum().backward()
+    assert passes[-1] == [True, False, False], "frozen parameters"
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -203,21 +203,26 @@ def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def backward(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `u`, weight and bias."""
+def backward(
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `u`, weight and bias; empty where they are not wanted."""
     batch, height, width, channels = u.shape
+    out = torch.empty(u.shape if of_input else (0,), dtype=u.dtype, device=u.device)
+    of_weight = torch.empty(weight.shape if of_weights else (0,), dtype=weight.dtype, device=u.device)
+    of_bias = torch.empty(bias.shape if of_weights else (0,), dtype=bias.dtype, device=u.device)
     if not u.numel():
-        return torch.zeros_like(u), torch.zeros_like(weight), torch.zeros_like(bias)
+        return out, of_weight.zero_(), of_bias.zero_()
     u, weight = u.contiguous(), weight.contiguous()
-    inner, out = torch.empty_like(u), torch.empty_like(u)
-    grid = _grid(u)
+    inner, grid = torch.empty_like(u), _grid(u)
     parts = torch.empty(grid[1] * grid[2], 10, channels, dtype=torch.float32, device=u.device)
     sizes = height, width, channels
     _gate_backward[grid](gradient.contiguous(), u, weight, bias.contiguous(), inner, parts, *sizes, **CONSTANTS)
-    _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
-    of_weight, of_bias = torch.empty_like(weight), torch.empty(channels, dtype=bias.dtype, device=u.device)
-    whole = triton.cdiv(channels, SUM_CONSTANTS["SUM_BLOCK"]), 10
-    _sum_parts[whole](parts, of_weight, of_bias, len(parts), channels, **SUM_CONSTANTS)
+    if of_input:
+        _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
+    if of_weights:
+        whole = triton.cdiv(channels, SUM_CONSTANTS["SUM_BLOCK"]), 10
+        _sum_parts[whole](parts, of_weight, of_bias, len(parts), channels, **SUM_CONSTANTS)
     return out, of_weight, of_bias
 
 
