@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu import rows as kit
 from benchmarks.gpu import steps
@@ -158,6 +159,14 @@ def test_the_kernels_in_the_classes_exist() -> None:
     named = re.findall(r"\^(_\w+)\$", " ".join(pattern for _, pattern in steps.CLASSES[:2]))
     launched = set(re.findall(r"(_\w+)\[(?:grid|whole|_grid\(u\))\]", text))
     assert set(named) == launched
+
+
+def test_a_profile_counts_states_of_generators_that_are_read() -> None:
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    for preserved, count in ((True, 1), (False, 0)):
+        with steps._generator_reads() as reads:
+            checkpoint(layer, x, use_reentrant=False, preserve_rng_state=preserved)
+        assert len(reads) == count
 
 
 def test_operations_on_padding_count_only_where_padding_is_computed() -> None:

@@ -67,7 +67,10 @@ def headline(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def child(text: str, dry: bool) -> None:
-    """One row in this process; its figures are the last line."""
+    """One row in this process; its figures are the last line. The allocator is set as the command line sets it."""
+    from pipeline.launch import prefer_expandable_segments
+
+    prefer_expandable_segments()  # before torch is imported
     figures = kit.measure(kit.Row(**json.loads(text)), dry)
     sys.stdout.flush()
     print(json.dumps(figures), flush=True)
