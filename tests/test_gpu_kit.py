@@ -79,6 +79,17 @@ def test_after_a_row_that_fails_the_next_is_run(tmp_path: Path) -> None:
             raise AssertionError("a row's child outlived it")
 
 
+def test_a_plan_that_breaks_fails_the_row_which_keeps_its_measured_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(steps, "_prediction", broken)
+    [row] = kit.chosen(["step/default"])
+    result = kit.here(row, dry=True, seconds=60)
+    assert not result["ok"] and result["figures"]["images_per_s"] > 0
+    assert "no plan" in result["figures"]["not_predicted"]
+
+
 def test_rows_without_time_are_listed_and_are_no_failures() -> None:
     calls: list[float] = []
 

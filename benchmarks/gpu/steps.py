@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -164,8 +165,8 @@ def _prediction(train: str, sizes: Sizes, samples: int, name: str) -> Prediction
 
 
 def predicted(sizes: Sizes, train: TrainConfig, samples: int, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What `sana-pipe plan` says of this step, and its errors (predicted / measured - 1); null where it refuses, and
-    times of a card that it does not know are those of an H200."""
+    """What `sana-pipe plan` says of this step, and its errors (predicted / measured - 1); null where it refuses. Times of
+    a card that it does not know are those of an H200. A plan that breaks fails the row, which keeps its other figures."""
     name = torch.cuda.get_device_name(sizes.device).lower() if sizes.device.type == "cuda" else ""
     known = next((key for key in sorted(CARDS, key=len, reverse=True) if key.lower() in name), "h200")
     empty: dict[str, Any] = dict.fromkeys(("predicted_gib", "memory_error", "predicted_images_per_s", "time_error"))
@@ -173,6 +174,8 @@ def predicted(sizes: Sizes, train: TrainConfig, samples: int, measured: Mapping[
         prediction = _prediction(train.model_dump_json(), sizes, samples, known)
     except UserError as refusal:
         return {**empty, "not_predicted": str(refusal).splitlines()[0]}
+    except Exception:
+        return {**empty, "not_predicted": traceback.format_exc()[-2000:], "ok": False}
     gib, rate = prediction.traced.total / GIB, Time.of(prediction, data_of(sizes, samples)).images_per_s
     return {
         "predicted_gib": gib,
