@@ -165,8 +165,10 @@ def _prediction(train: str, sizes: Sizes, samples: int, name: str) -> Prediction
 
 
 def predicted(sizes: Sizes, train: TrainConfig, samples: int, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What `sana-pipe plan` says of this step, and its errors (predicted / measured - 1); null where it refuses. Times of
-    a card that it does not know are those of an H200. A plan that breaks fails the row, which keeps its other figures."""
+    """What `sana-pipe plan` says of this step, and its errors (predicted / measured - 1); null where it refuses.
+
+    Times of a card that it does not know are those of an H200. If it breaks, the row fails and keeps its other figures.
+    """
     name = torch.cuda.get_device_name(sizes.device).lower() if sizes.device.type == "cuda" else ""
     known = next((key for key in sorted(CARDS, key=len, reverse=True) if key.lower() in name), "h200")
     empty: dict[str, Any] = dict.fromkeys(("predicted_gib", "memory_error", "predicted_images_per_s", "time_error"))
