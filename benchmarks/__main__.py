@@ -1,4 +1,5 @@
-"""`python -m benchmarks [NAME ...]`: runs the named measurements, or all, each in a process, one after the other."""
+"""`python -m benchmarks [NAME ...]`: runs the named measurements, or all that need no GPU, each in a process, one after
+the other."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import benchmarks
 
 
 def main(wanted: list[str]) -> int:
-    names = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_"))
+    modules = [m for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_")]
+    names = sorted(m.name for m in modules)
     unknown = [name for name in wanted if name not in names]
     if unknown:
         print(f"no such measurement: {', '.join(unknown)}; there are: {', '.join(names)}", file=sys.stderr)
         return 2
-    for name in wanted or names:
+    for name in wanted or sorted(m.name for m in modules if not m.ispkg):
         print(f"== python -m benchmarks.{name}", flush=True)
         code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
         if code != 0:

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,15 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, with `+` if there are uncommitted changes."""
+    """The commit of this tree, with `+` if there are uncommitted changes; unknown without git."""
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
         return result.stdout.strip()
 
+    if shutil.which("git") is None:
+        return "unknown"
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
 
 

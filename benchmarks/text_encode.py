@@ -26,7 +26,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from pipeline.sources.caption_rules import INSTRUCTIONS, normalise
 
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 INSTRUCTION = INSTRUCTIONS["diffusers"]
+CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _SHORT = (
@@ -106,26 +107,30 @@ def tokenizer_for(captions: Sequence[str]) -> Any:
     raise SystemExit("no vocabulary gives the instruction 220-240 tokens with these captions")
 
 
-def build(folder: Path, tokenizer: Any) -> None:
-    """Save a random Gemma-2 of the measured shape, and the tokenizer."""
+SHAPE = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 4 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 2,
+    "head_dim": WIDTH // HEADS,
+    "query_pre_attn_scalar": WIDTH // HEADS,
+}
+
+
+def build(folder: Path, tokenizer: Any, shape: Mapping[str, int] = SHAPE, dtype: torch.dtype = torch.float32) -> None:
+    """Save a random Gemma-2 and the tokenizer. shape: of Gemma2Config, where it is not Gemma-2-2b's."""
     from transformers import Gemma2Config, Gemma2Model
 
     config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        head_dim=WIDTH // HEADS,
-        query_pre_attn_scalar=WIDTH // HEADS,
+        **{"vocab_size": len(tokenizer), **shape},
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
     torch.manual_seed(0)
     with no_progress_bars():
-        Gemma2Model(config).save_pretrained(folder / "text_encoder")
+        Gemma2Model(config).to(dtype).save_pretrained(folder / "text_encoder")
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
@@ -149,14 +154,14 @@ def single_words(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 @torch.no_grad()
-def reference_rows(pipe: Any, batches: Sequence[Sequence[str]]) -> list[torch.Tensor]:
+def reference_rows(pipe: Any, batches: Sequence[Sequence[str]], device: torch.device = CPU) -> list[torch.Tensor]:
     """What diffusers gives, padding removed."""
     made: list[torch.Tensor] = []
     for captions in batches:
         rows, mask, _, _ = pipe.encode_prompt(
             list(captions),
             do_classifier_free_guidance=False,
-            device=torch.device("cpu"),
+            device=device,
             complex_human_instruction=INSTRUCTION.split("\n"),
         )
         made.extend(one[kept.bool()] for one, kept in zip(rows, mask, strict=True))

@@ -133,15 +133,10 @@ def _encoders() -> tuple[int, int]:
     from diffusers import AutoencoderDC
     from transformers import Gemma2Config, Gemma2Model
 
-    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    from benchmarks.gpu.encoders import VAE
+
     with torch.device("meta"):
-        vae = AutoencoderDC(
-            encoder_block_types=blocks,
-            decoder_block_types=blocks,
-            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
-            downsample_block_type="conv",
-            upsample_block_type="interpolate",
-        )
+        vae = AutoencoderDC(**VAE)
         text = Gemma2Model(Gemma2Config())
     return 2 * sum(p.numel() for p in text.parameters()), 4 * sum(p.numel() for p in vae.parameters())
 

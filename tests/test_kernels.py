@@ -17,13 +17,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import backend, gated_convolution, linear_attention, packed_attention
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"fp32": 2e-6, "bf16": 2**-6}
-"""Relative L2. The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16 twice."""
+LIMITS = {"fp32": 1e-5, "bf16": 2**-6}
+"""Relative L2. In heads of few channels, or of one token, the query's gradient is a small difference of large numbers
+(3.3e-6 with some seeds). The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16
+twice."""
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -45,9 +48,8 @@ def interpreted(*options: str) -> dict[str, dict[str, float]]:
     return json.loads(done.stdout)
 
 
-def within_limits(results: dict[str, dict[str, float]], **limits: float) -> bool:
-    limits = LIMITS | limits
-    wrong = {name: errors for name, errors in results.items() if not max(errors.values()) <= limits[name[-4:]]}
+def within_limits(results: dict[str, dict[str, float]]) -> bool:
+    wrong = {name: errors for name, errors in results.items() if not max(errors.values()) <= LIMITS[name[-4:]]}
     assert wrong == {}
     return bool(results)
 
@@ -63,17 +65,19 @@ def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_so_are_those_of_random_shapes() -> None:
-    """In heads of one to three channels the query's gradient is a small difference of large numbers."""
-    assert within_limits(interpreted("--more"), fp32=1e-5)
+    assert within_limits(interpreted("--more"))
 
 
 # -------------------------------------------------------------------------------------------------------- assembler
 
 CONVOLUTION, ATTENTION = "gated_convolution_triton", "linear_attention_triton"
 KERNELS: dict[tuple[str, str], Callable[[Any, str], dict[str, Any]]] = {  # the constants that its launcher gives
-    **{(CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_forward", "_gate_backward", "_input_backward")},
+    **{
+        (CONVOLUTION, name): lambda m, t: m.CONSTANTS for name in ("_gate_forward", "_gate_backward", "_input_backward")
+    },
+    (CONVOLUTION, "_sum_parts"): lambda m, t: m.SUM_CONSTANTS,
     (ATTENTION, "_moments"): lambda m, t: m.constants(32) | {"EXACT": "tf32" if t == "bf16" else "tf32x3"},
-    (ATTENTION, "_forward"): lambda m, t: m.constants(32),
+    (ATTENTION, "_query_forward"): lambda m, t: m.constants(32),
     (ATTENTION, "_query_backward"): lambda m, t: m.constants(32) | {"TILE": m.SMALL_TILE},
     (ATTENTION, "_key_value_backward"): lambda m, t: m.constants(32),
 }
@@ -175,6 +179,34 @@ def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
     gradient = operation(*given).detach().transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
     plain = [x.detach() if isinstance(x, Tensor) else x for x in given]
     torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As zero-bubble schedules have it: first the gradient of the input, then those of the parameters."""
+    passes: list[list[bool]] = []
+    plain = gated_convolution.backward
+
+    def spied(*given: Any) -> tuple[Tensor, ...]:
+        results = plain(*given)
+        passes.append([bool(result.numel()) for result in results])
+        return results
+
+    monkeypatch.setattr(gated_convolution, "backward", spied)
+    given = convolution_inputs(torch.float64)
+    first = torch.nn.Linear(6, 6, dtype=torch.float64)
+    out = gated_convolution.gated_convolution(first(given[0]), *given[1:])
+    parameters = [*first.parameters(), *given[1:]]
+    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
+    assert passes.pop() == [True, True, True]
+    of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
+    assert passes == [[True, False, False]]
+    stage_backward_weight(iter(parameters), groups)
+    assert passes == [[True, False, False], [False, True, True]]
+    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
+        torch.testing.assert_close(ours, exact)
+    given[1].requires_grad_(False)
+    gated_convolution.gated_convolution(given[0], given[1], given[2].detach()).sum().backward()
+    assert passes[-1] == [True, False, False], "frozen parameters"
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

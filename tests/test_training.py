@@ -32,6 +32,7 @@ from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, wr
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
+from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
@@ -39,7 +40,7 @@ from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.profiling import Profiler
-from pipeline.training.step import NonFiniteError
+from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.task import Report
 from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
@@ -467,10 +468,34 @@ def test_clipping_is_one_product_for_all_gradients() -> None:
         parameter.grad = torch.randn_like(parameter)
     expected = [parameter.grad * torch.tensor(0.25) for parameter in model.parameters()]  # type: ignore[operator]
     with Launches() as launches:
-        ParallelModel(model).scale_gradients(torch.tensor(4.0 - 1e-6), 1.0)
+        factor = clip_factor(torch.tensor(4.0 - 1e-6), 1.0, 1.0)
+        assert factor is not None
+        ParallelModel(model).scale_gradients(factor)
     assert launches.names["aten._foreach_mul_.Tensor"] == 1 and launches.names["aten.mul_.Tensor"] == 0
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.1, None])
+def test_a_fused_optimizer_clips_in_its_kernel(clip: float | None) -> None:
+    """With sharded parameters, as on a GPU. Loss scales of fp16 pass through the same factor."""
+    losses, launched = {}, {}
+    for fused in (False, True):
+        settings = tiny_run.config(precision="bf16", optim={"clip": clip})
+        with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            optimizer = torch.optim.AdamW(parallel_model.module.parameters(), lr=1e-2, foreach=False, fused=fused)
+            step = TrainStep(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+            losses[fused] = [float(step([tiny_run.global_batch(0)], 1).loss)]
+            with Launches() as launches:
+                losses[fused] += [float(step([tiny_run.global_batch(n)], n + 1).loss) for n in (1, 2)]
+        launched[fused] = launches.names["aten._foreach_mul_.Tensor"]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-4)
+    assert launched == {False: 0 if clip is None else 2, True: 0}
+    norm, limit = torch.tensor(2.0), 0.5
+    assert clip_factor(norm, None, 1.0) is None
+    assert float(clip_factor(norm, None, 8.0)) == 1 / 8  # type: ignore[arg-type]
+    assert float(clip_factor(norm, limit, 8.0)) == pytest.approx(0.25 / 8)  # type: ignore[arg-type]
 
 
 def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.kernels.backend import kernels, without_autocast
+from pipeline.kernels.backend import executed, kernels, without_autocast
 
 
 def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -39,9 +39,11 @@ def _operation(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution_backward", mutates_args=())
-def _gradients(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     module = kernels("gated_convolution", gradient, u, weight, bias)
-    return (module.backward if module else backward)(gradient, u, weight, bias)
+    return (module.backward if module else backward)(gradient, u, weight, bias, of_input, of_weights)
 
 
 @_operation.register_fake
@@ -50,16 +52,23 @@ def _(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @_gradients.register_fake
-def _(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return u.new_empty(u.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+def _(
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = (u, of_input), (weight, of_weights), (bias, of_weights)
+    return tuple(x.new_empty(x.shape if given else 0) for x, given in wanted)  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(gradient, *ctx.saved_tensors)
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """A schedule that splits the backward pass (zero bubble) comes twice, for the input and for the parameters."""
+    needed = executed(ctx)
+    of_input, of_weights = needed[0], any(needed[1:])
+    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
+    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None))
 
 
 _operation.register_autograd(_backward, setup_context=_save)
@@ -86,8 +95,10 @@ def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return (value * F.silu(gate)).contiguous()
 
 
-def backward(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `u`, weight and bias, contiguous."""
+def backward(
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `u`, weight and bias, contiguous; empty where they are not wanted."""
     silu_backward = torch.ops.aten.silu_backward
     with without_autocast(u.device):
         active = F.silu(u)
@@ -99,10 +110,12 @@ def backward(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple
             weight.to(u.dtype),
             list(bias.shape),
             *([1, 1], [1, 1], [1, 1]),
-            *(False, [0, 0], weight.shape[0], [True, True, True]),
+            *(False, [0, 0], weight.shape[0], [of_input, of_weights, of_weights]),
         )
-        of_u = silu_backward(of_active.permute(0, 2, 3, 1), u)
-        return of_u.contiguous(), of_weight.to(weight.dtype).contiguous(), of_bias.to(bias.dtype)
+        of_u = silu_backward(of_active.permute(0, 2, 3, 1), u).contiguous() if of_input else u.new_empty(0)
+        if not of_weights:
+            return of_u, weight.new_empty(0), bias.new_empty(0)
+        return of_u, of_weight.to(weight.dtype).contiguous(), of_bias.to(bias.dtype)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

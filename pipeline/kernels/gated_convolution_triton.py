@@ -3,8 +3,8 @@
 A program has ROWS rows of one picture and a slice of channels, and walks along the columns with a window of three
 columns of ROWS + 2 rows in registers. Each value is read, and its SiLU computed, (ROWS + 2) / ROWS times; a program per
 tile would do both nine times. Arithmetic is float32 whatever the tensors are.
-Gradients of weight and bias: each program writes its part, the parts are summed in a fixed order, so equal runs give
-equal bits.
+Gradients of weight and bias: each program writes its part, and a last kernel adds the parts in a fixed order, so equal
+runs give equal bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 
 CONSTANTS = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
 """BLOCK: channels of a program, value and gate counted separately. `_column` is written for four rows."""
+
+SUM_CONSTANTS = {"SUM_BLOCK": 128, "num_warps": 1}
+"""Of the kernel that adds up the parts; its programs are few, so narrow."""
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def _convolve(left, middle, right, taps, bias, ROW: tl.constexpr):
 
 
 @triton.jit
-def _forward(u, weight, bias, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_forward(u, weight, bias, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     inside, kept = channel < channels, result < channels // 2
@@ -175,31 +178,52 @@ def _input_backward(inner, u, weight, out, height, width, channels, ROWS: tl.con
         middle = right
 
 
+@triton.jit(do_not_specialize=["count"])
+def _sum_parts(parts, of_weight, of_bias, count, channels, SUM_BLOCK: tl.constexpr):
+    """Gradients of weight and bias from the programs' parts (count, 10, channels), added in order."""
+    channel = tl.program_id(0) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
+    tap = tl.program_id(1)
+    inside = channel < channels
+    total = tl.zeros((SUM_BLOCK,), tl.float32)
+    for _ in range(count):
+        total += tl.load(parts + tap * channels + channel, mask=inside, other=0.0)
+        parts += 10 * channels
+    tl.store(of_weight + channel * 9 + tap, total.to(of_weight.dtype.element_ty), mask=inside & (tap < 9))
+    tl.store(of_bias + channel, total.to(of_bias.dtype.element_ty), mask=inside & (tap == 9))
+
+
 def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As `gated_convolution`, for tensors that Triton can reach."""
     batch, height, width, channels = u.shape
     out = torch.empty(batch, height, width, channels // 2, dtype=u.dtype, device=u.device)
     if out.numel():
-        _forward[_grid(u)](
+        _gate_forward[_grid(u)](
             u.contiguous(), weight.contiguous(), bias.contiguous(), out, height, width, channels, **CONSTANTS
         )
     return out
 
 
-def backward(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `u`, weight and bias."""
+def backward(
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `u`, weight and bias; empty where they are not wanted."""
     batch, height, width, channels = u.shape
+    out = torch.empty(u.shape if of_input else (0,), dtype=u.dtype, device=u.device)
+    of_weight = torch.empty(weight.shape if of_weights else (0,), dtype=weight.dtype, device=u.device)
+    of_bias = torch.empty(bias.shape if of_weights else (0,), dtype=bias.dtype, device=u.device)
     if not u.numel():
-        return torch.zeros_like(u), torch.zeros_like(weight), torch.zeros_like(bias)
+        return out, of_weight.zero_(), of_bias.zero_()
     u, weight = u.contiguous(), weight.contiguous()
-    inner, out = torch.empty_like(u), torch.empty_like(u)
-    grid = _grid(u)
+    inner, grid = torch.empty_like(u), _grid(u)
     parts = torch.empty(grid[1] * grid[2], 10, channels, dtype=torch.float32, device=u.device)
     sizes = height, width, channels
     _gate_backward[grid](gradient.contiguous(), u, weight, bias.contiguous(), inner, parts, *sizes, **CONSTANTS)
-    _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
-    sums = parts.sum(0)
-    return out, sums[:9].t().reshape(weight.shape).to(weight.dtype), sums[9].to(bias.dtype)
+    if of_input:
+        _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
+    if of_weights:
+        whole = triton.cdiv(channels, SUM_CONSTANTS["SUM_BLOCK"]), 10
+        _sum_parts[whole](parts, of_weight, of_bias, len(parts), channels, **SUM_CONSTANTS)
+    return out, of_weight, of_bias
 
 
 def _grid(u: Tensor) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ def _moments(key, value, state, tokens, dim, EXACT: tl.constexpr, SPAN: tl.const
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _forward(query, state, out, tokens, dim, eps, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+def _query_forward(query, state, out, tokens, dim, eps, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
     start, first, _ = _head(tokens, dim)
     pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
     matrix, vector = _read_state(state + first, tl.num_programs(2), lane, dim)
@@ -156,7 +156,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
     if out.numel():
         (grid, state), sizes, given = _launch(query, head_dim), (query.shape[1], head_dim), constants(head_dim)
         _moments[grid](key, value, state, *sizes, EXACT=_exact(key, value), **given)
-        _forward[grid](query, state, out, *sizes, eps, **given)
+        _query_forward[grid](query, state, out, *sizes, eps, **given)
     return out
 
 

@@ -81,6 +81,7 @@ class SanaTransformer(SanaEnds):
         """
         height, width = self.grid(latents, mask)
         hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
+        modulation = modulation.to(hidden.dtype)
         for block in self.transformer_blocks:
             hidden = block(hidden, context, bias, modulation, height, width)
         return self.head(hidden, embedded, height, width)

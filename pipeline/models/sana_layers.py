@@ -153,8 +153,9 @@ class GLUMBConv(nn.Module):
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """(B, height*width, D) -> (B, height*width, D)."""
-        x = self.conv_inverted(x).unflatten(1, (height, width))
-        return self.conv_point(self.conv_depth(x).flatten(1, 2))
+        batch, tokens, _ = x.shape
+        x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height, width)))
+        return self.conv_point(x.view(batch, tokens, -1))  # compiled, height * width is another number, and copied
 
 
 class SanaTransformerBlock(nn.Module):
@@ -202,7 +203,8 @@ class SanaTransformerBlock(nn.Module):
             hidden: (B, height*width, D) image tokens, row by row; the dtype of `captions`, or float32.
             captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
             mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or `Packed` for unpadded captions.
-            modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution.
+            modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution; in the
+                dtype of `hidden`, or cast here.
             height, width: of the token grid.
 
         Returns:

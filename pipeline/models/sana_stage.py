@@ -80,6 +80,7 @@ class SanaStage(SanaEnds):
             hidden, context, modulation, embedded = (_ContiguousGradient.apply(x) for x in inputs)
             conditions = inputs[1:]  # type: ignore[assignment]
             bias = mask_bias(mask, context.dtype)
+        modulation = modulation.to(hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden, context, bias, modulation, *grid)
         if self.is_last:

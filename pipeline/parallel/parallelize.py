@@ -122,16 +122,8 @@ class ParallelModel:
     def _sum_over_stages(self, squares: Tensor) -> Tensor:
         return squares
 
-    def scale_gradients(self, norm: Tensor, limit: float | None, divisor: float = 1.0) -> None:
-        """Divide the gradient by `divisor`, then clip it to length `limit`; one pass.
-
-        Args:
-            norm: of the gradient after the division, fp32 scalar. The factor is computed on the device.
-        """
-        if limit is None and divisor == 1:
-            return
-        factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
-        factor = factor / divisor
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradient by an fp32 scalar; one pass."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in map(local, self.gradients()):
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)

@@ -1,0 +1,160 @@
+"""Rows of the frozen encoders: DC-AE by arithmetic and layout, Gemma with the shared instruction, both in the loop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks import text_encode
+from benchmarks.gpu.sizes import Sizes
+from pipeline.config import TextConfig, VaeConfig
+from pipeline.models import tiny
+from pipeline.models.encoders import LatentEncoder, TextEncoder, from_bits
+from pipeline.models.hub import no_progress_bars
+
+VAE = {
+    "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "decoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
+    "downsample_block_type": "conv",
+    "upsample_block_type": "interpolate",
+    "scaling_factor": 0.41407,
+}
+"""What Sana's DC-AE has other than diffusers' defaults."""
+ARITHMETIC: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32_channels_last": {"channels_last": True},
+    "tf32": {"tf32": True},
+    "tf32_channels_last": {"tf32": True, "channels_last": True},
+    "bf16": {"dtype": "bf16"},
+    "bf16_channels_last": {"dtype": "bf16", "channels_last": True},
+}
+
+
+def save_vae(folder: Path, sizes: Sizes) -> None:
+    """A random DC-AE, in diffusers' layout."""
+    if sizes.dry:
+        tiny.make_vae(folder / "vae", [], steps=0, sizes=[(16, 16)])
+        return
+    from diffusers import AutoencoderDC
+
+    with torch.device(sizes.device):
+        torch.manual_seed(0)
+        AutoencoderDC(**VAE).save_pretrained(folder / "vae")
+
+
+def save_gemma(folder: Path, sizes: Sizes) -> list[str]:
+    """A random Gemma-2-2b and a tokenizer, as Sana's repositories have them. Returns the tokenizer's captions."""
+    short, long, _ = text_encode.read_captions(None)
+    captions = [*short, *long]
+    width = sizes.config.caption_channels
+    small = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "head_dim": 16}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16}
+    with torch.device(sizes.device):  # released sizes are the defaults of Gemma2Config
+        text_encode.build(
+            folder, text_encode.tokenizer_for(captions), small if sizes.dry else {"vocab_size": 256_000}, torch.bfloat16
+        )
+    return captions
+
+
+def pictures(sizes: Sizes, samples: int, seed: int = 0) -> np.ndarray:
+    """uint8 (b, H, W, 3), smooth with some noise."""
+    rng, side = np.random.default_rng(seed), sizes.side * sizes.compression
+    rough = [Image.fromarray(rng.integers(0, 255, (12, 12, 3), np.uint8)) for _ in range(samples)]
+    smooth = np.stack([np.asarray(one.resize((side, side), Image.Resampling.BICUBIC)) for one in rough])
+    return np.clip(smooth + rng.normal(0, 8, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def online(sizes: Sizes, samples: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Both encoders on the device, as diffusers' training scripts use them: DC-AE in bf16, `encode_prompt` with the
+    instruction. Returns a function that encodes a batch: latents (B, C, h, w), rows (B, 300, D), mask (B, 300)."""
+    from diffusers import AutoencoderDC, SanaPipeline
+    from transformers import AutoTokenizer, Gemma2Model
+
+    with tempfile.TemporaryDirectory() as place, no_progress_bars():
+        folder = Path(place)
+        save_vae(folder, sizes)
+        captions = save_gemma(folder, sizes)
+        vae = AutoencoderDC.from_pretrained(folder / "vae", torch_dtype=torch.bfloat16).to(sizes.device)
+        gemma = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=torch.bfloat16).to(sizes.device)
+        pipe = SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), gemma, None, None, None)
+    pixels = torch.from_numpy(pictures(sizes, samples)).permute(0, 3, 1, 2).contiguous()
+    prompts = [captions[i % len(captions)] for i in range(samples)]
+
+    @torch.no_grad()
+    def encode() -> tuple[Tensor, Tensor, Tensor]:
+        x = pixels.to(sizes.device).bfloat16() / 127.5 - 1
+        latents = torch.cat([vae.encode(part).latent for part in x.split(4)]) * vae.config.scaling_factor
+        rows, mask, _, _ = pipe.encode_prompt(
+            prompts,
+            do_classifier_free_guidance=False,
+            device=sizes.device,
+            max_sequence_length=sizes.rows,
+            complex_human_instruction=text_encode.INSTRUCTION.split("\n"),
+        )
+        return latents, rows, mask.bool()
+
+    return encode
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
+    """DC-AE encoding by arithmetic and layout: images/s, and the relative error (root mean square) against the exact
+    latents; null where it does not fit."""
+    images = pictures(sizes, sizes.count(batch))
+    figures: dict[str, Any] = {}
+    exact: Tensor | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        save_vae(Path(folder), sizes)
+        for name, fields in ARITHMETIC.items():
+            figures |= dict.fromkeys((f"{name}_images_per_s", f"{name}_error", f"{name}_peak_gib"))
+            try:
+                encoder = LatentEncoder.load(VaeConfig(id=folder, **fields), sizes.device)
+                latents = from_bits(encoder.encode(images)).float()
+                seconds = sizes.after_warming(lambda encoder=encoder: encoder.encode(images))  # type: ignore[misc]
+            except torch.OutOfMemoryError:
+                continue
+            finally:
+                encoder = None  # type: ignore[assignment]
+                sizes.free()
+            exact = latents if exact is None else exact
+            figures[f"{name}_images_per_s"] = len(images) / seconds
+            figures[f"{name}_error"] = float((latents - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+            figures[f"{name}_peak_gib"] = sizes.memory()["peak_gib"]
+    return figures
+
+
+def gemma(sizes: Sizes, *, captions: int, lengths: list[int]) -> dict[str, Any]:
+    """`TextEncoder` with the instruction computed once, against `encode_prompt`, on the same captions in the same
+    batch; the encoder first compares itself with the reference, as at the start of `encode`, and refuses if they
+    differ by more than bf16's rounding."""
+    from diffusers import SanaPipeline
+
+    figures: dict[str, Any] = {"max_rel_error": 0.0}
+    with tempfile.TemporaryDirectory() as folder, no_progress_bars():
+        made = save_gemma(Path(folder), sizes)
+        encoder = TextEncoder.load(TextConfig(id=folder), text_encode.INSTRUCTION, sizes.device)
+    pipe = SanaPipeline(encoder.tokenizer, encoder.model, None, None, None)
+    words = text_encode.single_words(encoder, made)
+    for length in lengths:
+        chosen = text_encode.of_length(encoder, words, length, sizes.count(captions))
+        encoder.encode(chosen)  # the comparison
+        rows = text_encode.reference_rows(pipe, [chosen], sizes.device)
+        ours = sizes.seconds(lambda chosen=chosen: encoder.encode(chosen), sizes.count(3, 1))  # type: ignore[misc]
+        theirs = sizes.seconds(
+            lambda chosen=chosen: text_encode.reference_rows(pipe, [chosen], sizes.device),  # type: ignore[misc]
+            sizes.count(3, 1),
+        )
+        error = text_encode.largest_error(encoder, chosen, rows)
+        figures["max_rel_error"] = max(figures["max_rel_error"], error)
+        figures |= {f"captions_per_s_{length}": len(chosen) / ours, f"speedup_{length}": theirs / ours}
+    return figures | sizes.memory()

@@ -1,0 +1,225 @@
+"""The kit for a machine with a GPU, on the CPU; and training Sana 1.6B on a GPU, against smaller cards and compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpu import rows as kit
+from benchmarks.gpu import steps
+from benchmarks.gpu.__main__ import headline
+from benchmarks.gpu.rows import Row
+from benchmarks.gpu.sizes import Sizes
+from pipeline.launch import Launch
+from pipeline.models.sana_flops import training_flops
+from pipeline.parallel import mesh
+from pipeline.parallel.parallelize import parallelize
+from tests.support.workers import tiny_run
+
+ROOT = Path(__file__).resolve().parent.parent
+NULL = {"mfu", "online_mfu", *kit.PREDICTED}
+"""Null on the CPU, whose peak is unknown, and where `plan` refuses."""
+
+
+def run_kit(*arguments: str, module: str = "benchmarks.gpu") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_run_of_every_row_yields_its_figures_with_the_carried_wheels_alone(tmp_path: Path) -> None:
+    """In an environment that lacks whatever a machine with a GPU lacks."""
+    out = tmp_path / "kit.jsonl"
+    done = run_kit("--dry", "--out", str(out), module="tests.support.only_wheels")
+    results = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [r for r in results if not r["ok"]] == []
+    assert done.returncode == 0, done.stderr
+    assert [r["row"] for r in results] == [row.name for row in kit.ROWS]
+    for row, result in zip(kit.ROWS, results, strict=True):
+        figures = result["figures"]
+        assert {name for name in row.yields if figures[name] is None} <= NULL, row.name
+        assert "predicted_gib" not in figures or (figures["predicted_gib"] is None) == ("not_predicted" in figures)
+        assert row.given.get("train", {}).get("compile") == "block" or "not_predicted" not in figures
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["rows"], last["failed"], last["left_out"]) == (len(kit.ROWS), 0, 0)
+    assert {name for name, value in last.items() if value is None} == {"mfu"}
+
+
+def test_after_a_row_that_fails_the_next_is_run(tmp_path: Path) -> None:
+    pid, own = tmp_path / "pid", "tests.support.kit_rows:"
+    rows = [
+        Row("breaks", own + "breaks", 60, ()),
+        Row("hangs", own + "hangs", 15, (), {"pid": str(pid)}),
+        Row("lacks", own + "yields", 60, ("a", "b"), {"a": 1}),
+        Row("bad", own + "yields", 60, ("ok",), {"ok": False}),
+        Row("good", own + "yields", 60, ("a",), {"a": 2.5}),
+    ]
+    results = {r["row"]: r for r in kit.run(rows, 10, dry=True)}
+    assert [results[row.name]["ok"] for row in rows] == [False, False, False, False, True]
+    assert "this row is broken" in results["breaks"]["error"]
+    assert "15 s" in results["hangs"]["error"]
+    assert "lacks does not yield b" in results["lacks"]["error"]
+    assert results["good"]["figures"] == {"a": 2.5}
+    if pid.exists():  # else it was ended while it imported
+        for _ in range(50):
+            state = Path(f"/proc/{pid.read_text()}/stat")
+            if not state.exists() or state.read_text().split()[2] == "Z":
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("a row's child outlived it")
+
+
+def test_a_plan_that_breaks_fails_the_row_which_keeps_its_measured_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(steps, "_prediction", broken)
+    [row] = kit.chosen(["step/default"])
+    result = kit.here(row, dry=True, seconds=60)
+    assert not result["ok"] and result["figures"]["images_per_s"] > 0
+    assert "no plan" in result["figures"]["not_predicted"]
+
+
+def test_rows_without_time_are_listed_and_are_no_failures() -> None:
+    calls: list[float] = []
+
+    def late(row: Row, dry: bool, seconds: float) -> dict[str, Any]:
+        calls.append(seconds)
+        time.sleep(0.2)
+        return {"ok": False, "error": "ended", "late": True}
+
+    rows = [Row("a", "m:f", 60, ()), Row("b", "m:f", 60, ())]
+    results = list(kit.run(rows, 0.1 / 60, dry=True, call=late))
+    assert [r["ok"] for r in results] == [None, None]
+    assert calls == pytest.approx([0.1], abs=0.05)
+    results = list(kit.run(rows[:1], 5, dry=True, call=late))
+    assert [r["ok"] for r in results] == [False], "its limit, not the end of the session"
+
+
+def test_the_exit_code_says_whether_a_row_failed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from benchmarks.gpu import __main__ as program
+
+    for ok, code in ((True, 0), (False, 1)):
+        rows = (Row("only", "tests.support.kit_rows:yields", 60, ("ok",), {"ok": ok}),)
+        monkeypatch.setattr(kit, "ROWS", rows)
+        monkeypatch.setattr(sys, "argv", ["kit", "--dry", "--rows", "only"])
+        assert program.main() == code
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == code
+    monkeypatch.setattr(sys, "argv", ["kit", "--rows", "other"])
+    assert program.main() == 2
+    assert "no such row: other" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_kit_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    from benchmarks.gpu import __main__ as program
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(sys, "argv", ["kit"])
+    assert program.main() == program.NO_GPU
+    assert "no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no wheels"):
+        program.install(tmp_path)
+
+
+def test_rows_have_names_of_their_own_and_groups_are_chosen_in_order_of_value() -> None:
+    names = [row.name for row in kit.ROWS]
+    assert len(set(names)) == len(names)
+    assert [row.name for row in kit.chosen(["encode", "device"])] == ["device", "encode/vae", "encode/gemma"]
+    assert headline({"step/full-32": {"images_per_s": 30.0}, "diffusers/full-32": {"images_per_s": 20.0}})[
+        "vs_diffusers"
+    ] == pytest.approx(1.5)
+    cards = {"24gb/came-8": {"fits": True}, "24gb/came-16": {"fits": False}, "48gb/came-48": {"fits": False}}
+    assert (headline(cards)["batch_24gb"], headline(cards)["batch_48gb"]) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_query_backward", "linear attention"),
+        ("_gate_forward", "gated convolution"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "softmax attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "softmax attention"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "matrix product"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix product"),
+        ("triton_poi_fused_add_mul_native_layer_norm_3", "compiled"),
+        ("void at::native::vectorized_layer_norm_kernel<float, float>", "norm"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("void at::native::reduce_kernel<512, 1, ReduceOp>", "reduction"),
+        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "elementwise"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_are_classed_by_name(name: str, kind: str) -> None:
+    assert steps.kernel_class(name) == kind
+
+
+def test_the_kernels_in_the_classes_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipeline/kernels").glob("*_triton.py"))
+    named = re.findall(r"\^(_\w+)\$", " ".join(pattern for _, pattern in steps.CLASSES[:2]))
+    launched = set(re.findall(r"(_\w+)\[(?:grid|whole|_grid\(u\))\]", text))
+    assert set(named) == launched
+
+
+def test_a_profile_counts_states_of_generators_that_are_read() -> None:
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    for preserved, count in ((True, 1), (False, 0)):
+        with steps._generator_reads() as reads:
+            checkpoint(layer, x, use_reentrant=False, preserve_rng_state=preserved)
+        assert len(reads) == count
+
+
+def test_operations_on_padding_count_only_where_padding_is_computed() -> None:
+    sizes = Sizes.of(dry=True)
+    mask = steps.batch_of(sizes, 4, packed=True).mask
+    assert int(mask.sum()) < mask.numel() == 4 * sizes.rows
+    for packed, rows in ((False, mask.numel()), (True, int(mask.sum()))):
+        assert steps.step_flops(sizes, 4, packed) == training_flops(sizes.config, 4, sizes.side**2, rows)
+
+
+def test_the_page_names_rows_that_exist_for_every_path() -> None:
+    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    known = {row.name for row in kit.ROWS} | {row.name.partition("/")[0] for row in kit.ROWS}
+    named = set(re.findall(r"`kit: ([^`]+)`", text))
+    assert named <= known, named - known
+    assert {name.partition("/")[0] for name in named} == {row.name.partition("/")[0] for row in kit.ROWS}
+    paths = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| path")]
+    assert len(paths) > 20
+    assert [line for line in paths if "`kit: " not in line and "| nothing" not in line] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["24gb/came-8", "48gb/came-32"])
+def test_full_fine_tuning_fits_a_smaller_card(name: str) -> None:
+    [row] = kit.chosen([name])
+    figures = kit.in_a_process(row, dry=False, seconds=row.seconds)["figures"]
+    assert figures["fits"]
+    assert figures["reserved_gib"] <= row.given["cap_gib"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
+    result = {}
+    for how in ("none", "block"):
+        settings = tiny_run.config(compile=how, precision="bf16", activation_checkpointing=recompute, device="cuda")
+        with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
+            parallel_model = parallelize(tiny_run.model(settings), devices, settings.train)
+            batch = tiny_run.global_batch(0)
+            inputs = (batch.latents, batch.captions, batch.mask, batch.logit.abs() * 500)
+            out = parallel_model.module(*(x.cuda() for x in inputs))
+            out.float().square().mean().backward()
+            whole = {n: p.grad.full_tensor() for n, p in parallel_model.module.named_parameters()}  # type: ignore[union-attr]
+            result[how] = {name: value.cpu() for name, value in whole.items()}
+    assert tiny_run.distance(result["block"], result["none"]) <= 2e-2  # both are bf16, rounded at other places
