@@ -386,11 +386,12 @@ def train(
         " --set train.optim.betas=null",
         "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
+        "sana-pipe plan --calibrate   # on the machine that trains; --gpu NAME then reads the result",
     ]
 )
 @_configured
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Of all nodes together.")
-@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...")
+@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...; or cpu.")
 @click.option("--gpu-memory", metavar="24GiB", help="Memory of each GPU. Default: that of --gpu.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--price", type=click.FloatRange(min=0), metavar="P", help="Price of a GPU hour, in any currency.")
@@ -399,6 +400,9 @@ def train(
 )
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
+@click.option(
+    "--calibrate", is_flag=True, help="Run some real steps on this device; later plans of it use their times."
+)
 @_json
 def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
@@ -408,6 +412,8 @@ def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) ->
     """
     if options["write"] is not None and not options["search"]:
         raise click.UsageError("--write is for --search")
+    if options["calibrate"] and (options["search"] or options["gpu_memory"] is not None):
+        raise click.UsageError("--calibrate measures this device alone: leave --search and --gpu-memory out")
     config = _load(config_path, overrides)
     from stages import plan as stage
 
