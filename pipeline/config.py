@@ -912,6 +912,7 @@ READS: dict[str, tuple[str, ...]] = {
         *(*_CACHE, "model", "train", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
     ),
+    "plan --encode": _ENCODE,
     "export": _EXPORT,
     "sample": _SAMPLE,
     "decode": ("vae", "encode.device"),

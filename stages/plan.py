@@ -1,12 +1,14 @@
 """`sana-pipe plan`: whether a run fits, how fast it is and what it costs, before a GPU is rented.
 
-What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them; nothing is
-written but the configuration of `--write`.
+What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them. `encode` does so
+for the encoding of a source. Nothing is written but the configuration of `--write` and the constants of `--calibrate`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ import yaml
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
 from pipeline.config import Config, ParallelConfig, written
+from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError
 from pipeline.launch import detect, resolve_device
 from pipeline.parallel.mesh import open_mesh
@@ -78,6 +81,69 @@ def run(
         for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):
             click.echo(line)
     return 0 if prediction.fits else 1
+
+
+def encode(
+    config: Config,
+    data: str,
+    *,
+    gpus: int = 1,
+    price: float | None = None,
+    probe: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Bytes and hours of encoding a source, by storage choice and text mode; nothing is written.
+
+    Args:
+        gpus: devices that share the work. probe: measure the encoders on this device.
+
+    Raises:
+        UserError: a source or a model that cannot be read.
+    """
+    with redirect_stdout(sys.stderr):
+        survey = surveying.survey(config, data)
+        sizes = {storage: asdict(size) | {"total": size.total} for storage, size in survey.by_storage().items()}
+        hours = survey.hours() if probe else None
+    work = survey.work
+    report = {
+        "source": survey.source.name,
+        "new": {"latents": work.images, "captions": work.texts},
+        "bytes": sizes,
+        "hours": hours,
+        "gpus": gpus,
+    }
+    if as_json:
+        click.echo(json.dumps(report))
+        return 0
+    click.echo(
+        f"source {survey.source.name!r}: {work.items} items, {work.usable} usable; to be encoded: {work.images} "
+        f"latents, {work.texts} captions"
+    )
+    click.echo(f"{'encode.storage':<16}{'latents':>12}{'text':>12}{'index':>12}{'all':>12}")
+    for storage, size in sizes.items():
+        columns = (amount(size[kind]) for kind in ("latents", "text", "index", "total"))
+        click.echo(f"{storage:<16}" + "".join(f"{text:>12}" for text in columns))
+    for line in _hours_lines(hours, gpus, price) if hours is not None else ["time: not probed"]:
+        click.echo(line)
+    return 0
+
+
+def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[str]:
+    """Time of encoding for people."""
+    lines = [
+        f"time, probed on {hours['device']} with {hours['probed_images']} pictures and {hours['probed_captions']} "
+        "captions"
+        + ("; decoding takes longer than encoding: more encode.workers would help" if hours["decode_bound"] else "")
+    ]
+    named = {"latents": "latents", "text": "text, shared instruction", "text_exact": "text.mode: exact"}
+    for kind, name in named.items():
+        value = hours[f"{kind}_hours"]
+        if value is None:
+            lines.append(f"  {name:<26}unknown: nothing of it could be encoded")
+            continue
+        cost = "" if price is None else f", cost {value * price:.4g}"
+        lines.append(f"  {name:<26}{value:.4g} device-hours, {duration(value / gpus * 3600)} on {gpus}{cost}")
+    return lines
 
 
 def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json: bool) -> int:
