@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -341,3 +342,31 @@ def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("auto: train.parallel: 2 dp_") == 1
     assert "step 3/3" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+
+
+def tables() -> list[tuple[list[str], list[str]]]:
+    """Commands of docs/planning.md and the lines that the page shows for them."""
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n([^`]*)```\n\n```\n([^`]*)```", text)
+    return [(re.sub(r"\\\n\s*", "", commands).splitlines(), shown.splitlines()) for commands, shown in blocks]
+
+
+def test_the_page_has_tables() -> None:
+    assert len(tables()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", range(3))
+def test_every_table_of_the_page_is_printed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands, shown = tables()[number]
+    printed: list[str] = []
+    for command in commands:
+        printed += plan(command.removeprefix("$ sana-pipe plan ").split(), capsys)[1].splitlines()
+    assert [line for line in shown if line and line not in printed] == []
