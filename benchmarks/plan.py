@@ -1,11 +1,12 @@
-"""The memory prediction of `sana-pipe plan` against real peaks, and the time that it takes.
+"""The predictions of `sana-pipe plan` against real peaks and real steps, and the time that they take.
 
 Several blocks of Sana 1.6B's width in real processes on the CPU: the trainer's step, optimizer and strategy on made-up
 batches, two steps. Real peak: the highest resident set during the steps (VmHWM of /proc, reset before) minus what was
 resident before the model was built; the largest of the processes. One narrow step precedes, so that one-time
 allocations do not count, and MALLOC_MMAP_THRESHOLD_ makes malloc return every tensor to the system.
-`seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports; `seconds_search`: of the
-search over all strategies of the shipped configuration for four cards of 24 GB.
+`time_error`: the largest error of the predicted CPU time of a step after a calibration, over configurations that were
+not calibrated. `seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports;
+`seconds_search`: of the search over all strategies of the shipped configuration for four cards of 24 GB.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +29,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.config import TrainConfig, load
+from pipeline.config import ParallelConfig, TrainConfig, load
 from pipeline.launch import detect
-from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes, open_mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.shards import local
+from pipeline.planning import cards
+from pipeline.planning.calibration import RealStep, calibrate
 from pipeline.planning.cards import card, memory_of
-from pipeline.planning.predict import Data, Machine, architecture
+from pipeline.planning.cost import Time
+from pipeline.planning.predict import Data, Machine, architecture, predict
 from pipeline.planning.search import search
 from pipeline.planning.trace import Shape, Traced
 from pipeline.processes import run_and_exit
-from pipeline.training import optimizers
-from pipeline.training.build import numerics
-from pipeline.training.ema import EMA
-from pipeline.training.optimizers import in_backward
-from pipeline.training.step import TrainStep
 
 CPU = torch.device("cpu")
 CAME = {"name": "came", "betas": None, "eps": None}
@@ -66,6 +64,34 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 of 4, bf16, CAME": (4, {"optim": CAME}),
     "FSDP2 of 4, fp32, not resharded": (4, {"precision": "fp32", "parallel": {"reshard_after_forward": False}}),
 }
+CONFIGURATIONS |= {
+    "large latents, fp32": (1, {"precision": "fp32", "activation_checkpointing": "none"}),
+    "large latents, bf16": (1, {"activation_checkpointing": "none"}),
+    "large latents, selective": (1, {"activation_checkpointing": "selective"}),
+    "large latents, int8": (1, {"activation_checkpointing": "none", "activation_compression": "int8"}),
+}
+NARROW = SanaConfig(
+    num_layers=2,
+    num_attention_heads=18,
+    num_cross_attention_heads=8,
+    cross_attention_head_dim=72,
+    cross_attention_dim=576,
+)
+_NONE = {"activation_checkpointing": "none"}
+TIMED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "fp32, recomputed": (16, 2, {"precision": "fp32"}),
+    "fp32, selective": (16, 2, {"precision": "fp32", "activation_checkpointing": "selective"}),
+    "fp32, microbatch 4": (16, 4, {"precision": "fp32", **_NONE}),
+    "fp32, 32x32": (32, 1, {"precision": "fp32", **_NONE}),
+    "fp32, EMA": (16, 2, {"precision": "fp32", **_NONE, "ema": {}}),
+    "fp32, update in backward": (16, 2, {"precision": "fp32", **_NONE, "optim": {"clip": None, "in_backward": True}}),
+    "bf16, recomputed": (16, 2, {}),
+    "bf16, selective": (16, 2, {"activation_checkpointing": "selective"}),
+    "bf16, microbatch 4": (16, 4, _NONE),
+    "bf16, 32x32": (32, 1, _NONE),
+}
+"""Side of the latents, microbatch, changes. Calibrated is 16x16 at microbatch 2 without recomputation."""
+ROUNDS = 5
 QUICK = ("bf16, recomputed", "fp32, nothing recomputed", "FSDP2 of 2, bf16")
 
 
@@ -73,42 +99,20 @@ def settings(change: dict[str, Any]) -> TrainConfig:
     return TrainConfig.model_validate({"microbatch": 2, "residual": "fp32", **change})
 
 
-def real_batch(architecture: SanaConfig, shape: Shape, number: int) -> Batch:
-    generator = torch.Generator().manual_seed(number)
-    samples, size = shape.microbatch, (shape.microbatch, architecture.in_channels, shape.height, shape.width)
-    return Batch(
-        latents=torch.randn(size, generator=generator).bfloat16(),
-        captions=torch.randn(samples, shape.rows, architecture.caption_channels, generator=generator).bfloat16(),
-        mask=torch.ones(samples, shape.rows, dtype=torch.bool),
-        noise=torch.randn(size, generator=generator),
-        logit=torch.randn(samples, generator=generator),
-        sample_ids=tuple(range(samples)),
-        bucket=(shape.height * 32, shape.width * 32),
-    )
-
-
 def real(architecture: SanaConfig, train: TrainConfig, shape: Shape, mesh: Any, steps: int) -> float:
     """Peak bytes of this process during real steps."""
     reset_peak()
     before = resident("VmRSS")
-    model = parallelize(SanaTransformer.on_meta(architecture, numerics(train)), mesh, train)
-    with torch.no_grad():
-        for parameter in model.module.parameters():
-            local(parameter).fill_(1e-3)
-    optimizer = optimizers.build(model.module, train.optim, CPU, recipe=train.recipe)
-    ema = EMA(model.module, train.ema) if train.ema is not None else None
-    if train.optim.in_backward:
-        in_backward.fuse(optimizer, model)
-    step = TrainStep(model, FlowMatching(train.flow), optimizer, train, CPU)
+    step = RealStep(architecture, train, shape, CPU, mesh)
     reset_peak()
-    for number in range(steps):
-        step([real_batch(architecture, shape, number)] * shape.count, number + 1)
-        if ema is not None:
-            ema.update(number + 1)
+    for _ in range(steps):
+        step()
     return float(resident("VmHWM") - before)
 
 
-def sizes(options: argparse.Namespace) -> tuple[SanaConfig, Shape]:
+def sizes(name: str, options: argparse.Namespace) -> tuple[SanaConfig, Shape]:
+    if name.startswith("large latents"):
+        return replace(NARROW, num_layers=4), Shape(48, 48, 128, 2)
     side, rows = (12, 64) if options.quick else (16, 128)
     return SanaConfig(num_layers=3, sample_size=side), Shape(side, side, rows, 2)
 
@@ -116,7 +120,7 @@ def sizes(options: argparse.Namespace) -> tuple[SanaConfig, Shape]:
 def worker(name: str, options: argparse.Namespace) -> None:
     """One process of a launch; the first one writes the largest peak."""
     train = settings(CONFIGURATIONS[name][1])
-    architecture, shape = sizes(options)
+    architecture, shape = sizes(name, options)
     narrow = SanaConfig(
         num_layers=2,
         num_attention_heads=4,
@@ -147,19 +151,68 @@ def measured(name: str, processes: int, quick: bool) -> float:
 
 def compare(options: argparse.Namespace) -> dict[str, float | str]:
     names = [options.only] if options.only else list(QUICK if options.quick else CONFIGURATIONS)
-    architecture, shape = sizes(options)
     rows, errors = [], {}
     for name in names:
+        architecture, shape = sizes(name, options)
         processes, change = CONFIGURATIONS[name]
         train = settings(change)
         traced = Traced.of(architecture, train, check_sizes(train.parallel, processes), shape, rank=0, on_gpu=False)
         peak = measured(name, processes, options.quick)
         errors[name] = traced.total / peak - 1
-        rows.append([name, processes, traced.total / 2**20, peak / 2**20, f"{errors[name]:+.1%}", traced.phase])
+        brief = traced.peak["activations"] / traced.total
+        row = [
+            name,
+            processes,
+            traced.total / 2**20,
+            peak / 2**20,
+            f"{errors[name]:+.1%}",
+            f"{brief:.0%}",
+            traced.phase,
+        ]
+        rows.append(row)
         print(*rows[-1], flush=True)
     print()
-    table(["configuration", "processes", "predicted MiB", "real MiB", "error", "peak in"], rows)
+    table(["configuration", "processes", "predicted MiB", "real MiB", "error", "activations", "peak in"], rows)
     return {"max_error": max(abs(error) for error in errors.values()), "configurations": len(errors)}
+
+
+def timed(names: Collection[str]) -> dict[str, float | str]:
+    """Predicted against real seconds of a step. Each real step alternates with a step of the calibrated configuration,
+    and medians of both are compared as a ratio, so that a machine whose speed changes tells no lies."""
+    torch.set_num_threads(1)
+    mesh = partial(open_mesh, detect(), ParallelConfig(), CPU)
+    processor = cards.processor()
+    machine, clock = Machine(processor, processor.memory, 1), time.process_time
+    rows, errors = [], {}
+    for precision in ("fp32", "bf16"):
+        base, data = settings({"precision": precision, **_NONE}), _data(16, 2)
+        made = calibrate(base, NARROW, data, machine, CPU, mesh, clock=clock)
+        expected_base = Time.of(predict(base, NARROW, data, machine), data, made.constants).step
+        for name in names:
+            side, microbatch, change = TIMED[name]
+            train = settings({"microbatch": microbatch, **change})
+            if train.precision != precision:
+                continue
+            data = _data(side, microbatch)
+            prediction = predict(train, NARROW, data, machine)
+            expected = Time.of(prediction, data, made.constants).step
+            with mesh() as opened:
+                steps = [RealStep(NARROW, base, made.shape, CPU, opened)]
+                steps.append(RealStep(NARROW, train, prediction.shape, CPU, opened))
+                seconds = [[step(clock) for step in steps] for _ in range(ROUNDS + 2)][2:]
+                del steps
+            of_base, real_s = (statistics.median(column) for column in zip(*seconds, strict=True))
+            expected *= of_base / expected_base
+            errors[name] = expected / real_s - 1
+            rows.append([name, expected, real_s, f"{errors[name]:+.1%}"])
+            print(*rows[-1], flush=True)
+    print()
+    table(["configuration", "predicted s", "real s", "error"], rows)
+    return {"time_error": max(abs(error) for error in errors.values()), "timed": len(errors)}
+
+
+def _data(side: int, microbatch: int) -> Data:
+    return Data({(side * 32, side * 32): microbatch}, None, 64)
 
 
 def seconds_one() -> float:
@@ -185,12 +238,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=list(CONFIGURATIONS), help="one configuration")
+    parser.add_argument("--timed", nargs="*", choices=list(TIMED), help="only the time, of these configurations")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options.only, options)
         return
-    figures = compare(options)
+    figures = compare(options) if options.timed is None else {}
+    if options.only is None:
+        figures |= timed(list(TIMED)[::3] if options.quick else options.timed or list(TIMED))
     finish({**figures, "seconds_one": seconds_one(), "seconds_search": seconds_search()})
 
 

@@ -386,11 +386,13 @@ def train(
         " --set train.optim.betas=null",
         "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
+        "sana-pipe plan --encode --data /data/pictures --gpus 8 --price 2.5",
+        "sana-pipe plan --calibrate   # on the machine that trains; --gpu NAME then reads the result",
     ]
 )
 @_configured
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Of all nodes together.")
-@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...")
+@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...; or cpu.")
 @click.option("--gpu-memory", metavar="24GiB", help="Memory of each GPU. Default: that of --gpu.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--price", type=click.FloatRange(min=0), metavar="P", help="Price of a GPU hour, in any currency.")
@@ -399,15 +401,41 @@ def train(
 )
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
+@click.option(
+    "--calibrate", is_flag=True, help="Run some real steps on this device; later plans of it use their times."
+)
+@click.option("--encode", "encoding", is_flag=True, help="Plan the encoding of --data: bytes by storage, hours, cost.")
+@click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
+@click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
 @_json
-def plan(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
+def plan(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    encoding: bool,
+    data: str | None,
+    probe: bool,
+    **options: Any,
+) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
 
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
     fit.
     """
+    if encoding != (data is not None):
+        raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
+    if data is not None:
+        others = ("gpu", "gpu_memory", "snapshot", "search", "write", "calibrate")
+        if any(options[name] for name in others) or options["nodes"] > 1:
+            raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
+        config = _load(config_path, overrides, "--encode")
+        from stages import plan as stage
+
+        chosen = {name: options[name] for name in ("gpus", "price", "as_json")}
+        return stage.encode(config, data, probe=probe, **chosen)
     if options["write"] is not None and not options["search"]:
         raise click.UsageError("--write is for --search")
+    if options["calibrate"] and (options["search"] or options["gpu_memory"] is not None):
+        raise click.UsageError("--calibrate measures this device alone: leave --search and --gpu-memory out")
     config = _load(config_path, overrides)
     from stages import plan as stage
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -48,12 +48,24 @@ Storage = Literal["bf16", "bf16-zstd", "int8"]
 
 
 def _check_recompute(mode: str) -> str:
-    if mode not in ("none", "full", "selective") and not re.fullmatch(r"every-([2-9]|[1-9]\d+)", mode):
-        raise ValueError("must be none, full, selective, or every-K (every-2: each second block; K at least 2)")
+    if mode not in ("none", "full", "selective", "auto") and not re.fullmatch(r"every-([2-9]|[1-9]\d+)", mode):
+        raise ValueError("must be none, full, selective, every-K (every-2: each second block; K at least 2), or auto")
     return mode
 
 
-Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K"]
+Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
+
+
+def _check_microbatch(size: Any) -> Any:
+    if size != "auto" and (type(size) is not int or size < 1):
+        raise ValueError("must be an integer above 0, or auto")
+    return size
+
+
+if TYPE_CHECKING:
+    Microbatch = int  # once `pipeline.planning.auto.decide` has decided
+else:
+    Microbatch = Annotated[Any, AfterValidator(_check_microbatch), "integer above 0 | auto"]
 
 
 class _Section(BaseModel):
@@ -505,6 +517,10 @@ class ParallelConfig(_Section):
     """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
     launch."""
 
+    sizes: Literal["given", "auto"] = "given"
+    """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
+    offload when it starts, the fastest by prediction that fits (see `microbatch` for the memory). Its configuration and
+    checkpoints have the choice; a run that is resumed on as many processes keeps it."""
     dp_replicate: Annotated[int, Field(ge=-1)] = 1
     """Replicas of the model, whose gradients are averaged (DDP; with dp_shard HSDP). -1: what the other sizes leave."""
     dp_shard: Annotated[int, Field(ge=-1)] = -1
@@ -594,8 +610,10 @@ class TrainConfig(_Section):
     """Seed of the order, noise, times, caption choice and caption drop."""
     phase: NotNegative = 0
     """Number of a later pass over the data with the same seed: another order, other noise."""
-    microbatch: Positive = 8
-    """Samples per process and forward pass; lower it if memory runs out."""
+    microbatch: Microbatch = 8
+    """Samples per process and forward pass; lower it if memory runs out. auto: the largest that is predicted to leave a
+    tenth of the GPU's memory free; chosen and kept as `parallel.sizes: auto`. On a CPU, half of the main memory (or of
+    the control group's limit), divided by the node's processes, counts as the memory. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
@@ -613,7 +631,7 @@ class TrainConfig(_Section):
     activation_checkpointing: Recompute = "full"
     """What a block computes again in the backward pass. none: nothing. full: all but its inputs. selective: all but its
     inputs and the results of matrix products that are no wider than their inputs. every-K (every-2): each K-th block in
-    full."""
+    full. auto: the fastest of none, selective and full that fits; chosen and kept as `microbatch: auto`."""
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
@@ -673,6 +691,29 @@ class TrainConfig(_Section):
     """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """The options that are `auto`. `pipeline.planning.auto.decide` gives them values before a run reads them."""
+        parts: dict[str, Any] = {
+            "parallel": self.parallel.sizes,
+            "microbatch": self.microbatch,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+        return tuple(name for name, value in parts.items() if value == "auto")
+
+    @property
+    def drawn_at_once(self) -> int:
+        """`microbatch` for `sample`, which does not train."""
+        size: Any = self.microbatch
+        return 8 if size == "auto" else size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parallel_by_word(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("parallel") == "auto":
+            data = {**data, "parallel": {"sizes": "auto"}}
+        return data
 
     @model_validator(mode="after")
     def _check_memory(self) -> TrainConfig:
@@ -887,6 +928,7 @@ READS: dict[str, tuple[str, ...]] = {
         *(*_CACHE, "model", "train", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
     ),
+    "plan --encode": _ENCODE,
     "export": _EXPORT,
     "sample": _SAMPLE,
     "decode": ("vae", "encode.device"),

@@ -25,18 +25,21 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
-from pipeline.cache.root import Cache, WorkPlan, check_source_name
+from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
+from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.survey import known as _known
+from pipeline.encoding.survey import opened as _opened
+from pipeline.encoding.survey import recipes as _recipes
+from pipeline.encoding.survey import scanned as _scan
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
-from pipeline.images import buckets, decoding
-from pipeline.models import encoders
-from pipeline.sources import caption_rules, reasons
-from pipeline.sources.detect import open_source
+from pipeline.images import buckets
+from pipeline.sources import reasons
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -118,23 +121,12 @@ def dry_run(
     """
     with _text_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
-        source = _opened(config, data, source_name, format)
-        latent, text = _recipes(config)
-        table = buckets.table(config.data, latent.compression)
-        cache = Cache.if_there(config)
-        if cache is not None:
-            latent, text = _known(cache, latent, text, config)
-        scan, _ = _scan(config, source, cache, table, rehash, scanning.from_header)
-        work = estimate.wanted(scan, cache, latent, text, table)
-        count = partial(encoders.count_rows, config.text, text.instruction)
-        sizes = estimate.sizes(work, config, latent, text, count)
-        times = None
-        if probe:
-            speed = estimate.probe(work, config, source, latent, unit_encoder.device(config))
-            times = estimate.times(work, sizes, speed, config, tasks)
+        survey = surveying.survey(config, data, source_name, rehash, format)
+        sizes = survey.sizes()
+        times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(source.name, work, sizes, free, reserve, times)
+        report = estimate.report(survey.source.name, survey.work, sizes, free, reserve, times)
         for line in estimate.lines(report, config.cache):
             click.echo(line)
     if as_json:
@@ -144,43 +136,8 @@ def dry_run(
     return 0 if report["enough_space"] else NoSpaceError.exit_code
 
 
-def _opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
-    source = open_source(data, config.data, name, format, config.patience_s, raw=config.text.recipe == "nvlabs")
-    check_source_name(source.name)  # before hours of reading
-    return source
-
-
 def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
     return redirect_stdout(sys.stderr) if wanted else nullcontext()
-
-
-def _scan(
-    config: Config,
-    source: Source,
-    cache: Cache | None,
-    table: list[buckets.Shape],
-    rehash: bool,
-    look: scanning.Look,
-    fragments: Fragments | None = None,
-) -> tuple[pa.Table, int]:
-    """The scan's table, and how many usable pictures of the last scan are missing."""
-    with Progress("scan", None) as bar:
-        scan = scanning.scan(
-            source,
-            source.name,
-            cache,
-            max_pixels=config.data.max_pixels,
-            workers=max(1, config.encode.workers),
-            rehash=rehash,
-            progress=bar.reach,
-            refuse=lambda height, width: buckets.refusal(
-                height, width, buckets.nearest(table, height, width), config.data
-            ),
-            look=look,
-            fragments=fragments,
-            max_bytes=config.data.max_bytes,
-        )
-    return scan, scanning.gone(cache, source.name, scan, config.encode.max_shrink) if cache is not None else 0
 
 
 @dataclass(frozen=True)
@@ -363,39 +320,6 @@ def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]
             fix="start sana-pipe once; Ray uses every node of its cluster",
         )
     return index, count
-
-
-def _recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-    vae = encoders.describe_vae(config.vae)
-    latent = layout.LatentRecipe(
-        **vae,
-        decoder=decoding.choose(config.data.decoder),
-        resize=decoding.RESIZE_RULE,
-        crop=decoding.CROP_RULE,
-        background=config.data.background,
-        storage=config.encode.storage.latent,
-    )
-    text = encoders.describe_text(config.text, caption_rules.instruction(config.text))
-    return latent, layout.TextRecipe(**text, storage=config.encode.storage.text)
-
-
-def _known(
-    cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
-) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder of the cache's records
-    goes before the faster one.
-
-    Raises:
-        UserError: that decoder is not installed here; the user must ask for encoding everything again.
-    """
-    if config.data.decoder == "auto":
-        recipes = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, layout.LatentRecipe)]
-        decoders = [recipe.decoder for recipe in recipes if replace(recipe, decoder=latent.decoder).same_values(latent)]
-        if decoders and latent.decoder not in decoders:
-            decoding.require(decoders[0])
-            click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
-            latent = replace(latent, decoder=decoders[0])
-    return cache.known(latent), cache.known(text)
 
 
 Make = Callable[[Work, str], _Made]

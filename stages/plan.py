@@ -1,25 +1,34 @@
 """`sana-pipe plan`: whether a run fits, how fast it is and what it costs, before a GPU is rented.
 
-What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them; nothing is
-written but the configuration of `--write`.
+What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them. `encode` does so
+for the encoding of a source. Nothing is written but the configuration of `--write` and the constants of `--calibrate`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 import yaml
 
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
-from pipeline.config import Config, written
+from pipeline.config import Config, ParallelConfig, written
+from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError
+from pipeline.launch import detect, resolve_device
+from pipeline.parallel.mesh import open_mesh
+from pipeline.planning import auto, calibration
 from pipeline.planning import predict as predicting
 from pipeline.planning import search as searching
-from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of
+from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of, of_device
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.training.build import architecture_of_weights
@@ -38,12 +47,14 @@ def run(
     snapshot: str | None = None,
     search: bool = False,
     write: str | None = None,
+    calibrate: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Predict one configuration, or search for the fastest that fits.
+    """Predict one configuration, search for the fastest that fits, or measure this device.
 
     Args:
         write: file for the configuration that was searched for.
+        calibrate: run real steps on `train.device`, and store the constants that follow.
 
     Returns:
         0; 1 if it does not fit.
@@ -51,27 +62,142 @@ def run(
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
-    machine = machine_of(gpus, gpu, gpu_memory, nodes)
+    machine = None if calibrate else machine_of(gpus, gpu, gpu_memory, nodes)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)
+    if machine is None:
+        return _calibrate(config, shape, data, gpu, as_json)
     if search:
         return _search(config, shape, data, machine, write, as_json)
+    constants = calibration.load(machine.card, config.train)
+    config, decided = auto.decide(config, shape, data, machine)
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
-    time = Time.of(prediction, data)
+    time = Time.of(prediction, data, constants)
     if as_json:
         report = {"prediction": prediction.as_dict(), "largest_microbatch": largest, "time": time.as_dict(price)}
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": gpus, "nodes": nodes}))
     else:
-        for line in (*memory_lines(prediction, largest), *time_lines(time, prediction, price)):
+        for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):
             click.echo(line)
     return 0 if prediction.fits else 1
+
+
+def encode(
+    config: Config,
+    data: str,
+    *,
+    gpus: int = 1,
+    price: float | None = None,
+    probe: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Bytes and hours of encoding a source, by storage choice and text mode; nothing is written.
+
+    Args:
+        gpus: devices that share the work. probe: measure the encoders on this device.
+
+    Raises:
+        UserError: a source or a model that cannot be read.
+    """
+    with redirect_stdout(sys.stderr):
+        survey = surveying.survey(config, data)
+        sizes = {storage: asdict(size) | {"total": size.total} for storage, size in survey.by_storage().items()}
+        hours = survey.hours() if probe else None
+    work = survey.work
+    report = {
+        "source": survey.source.name,
+        "new": {"latents": work.images, "captions": work.texts},
+        "bytes": sizes,
+        "hours": hours,
+        "gpus": gpus,
+    }
+    if as_json:
+        click.echo(json.dumps(report))
+        return 0
+    click.echo(
+        f"source {survey.source.name!r}: {work.items} items, {work.usable} usable; to be encoded: {work.images} "
+        f"latents, {work.texts} captions"
+    )
+    click.echo(f"{'encode.storage':<16}{'latents':>12}{'text':>12}{'index':>12}{'all':>12}")
+    for storage, size in sizes.items():
+        columns = (amount(size[kind]) for kind in ("latents", "text", "index", "total"))
+        click.echo(f"{storage:<16}" + "".join(f"{text:>12}" for text in columns))
+    for line in _hours_lines(hours, gpus, price) if hours is not None else ["time: not probed"]:
+        click.echo(line)
+    return 0
+
+
+def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[str]:
+    """Time of encoding for people."""
+    lines = [
+        f"time, probed on {hours['device']} with {hours['probed_images']} pictures and {hours['probed_captions']} "
+        "captions"
+        + ("; decoding takes longer than encoding: more encode.workers would help" if hours["decode_bound"] else "")
+    ]
+    named = {"latents": "latents", "text": "text, shared instruction", "text_exact": "text.mode: exact"}
+    for kind, name in named.items():
+        value = hours[f"{kind}_hours"]
+        if value is None:
+            lines.append(f"  {name:<26}unknown: nothing of it could be encoded")
+            continue
+        cost = "" if price is None else f", cost {value * price:.4g}"
+        lines.append(f"  {name:<26}{value:.4g} device-hours, {duration(value / gpus * 3600)} on {gpus}{cost}")
+    return lines
+
+
+def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json: bool) -> int:
+    """Measure steps of the configuration on this device, print the estimates before and after, store the constants."""
+    launch = detect()
+    if launch.world > 1:
+        raise UserError(f"--calibrate runs in one process, this launch has {launch.world}", fix="start it alone")
+    device = resolve_device(config.train.device, launch)
+    present = card(gpu) if gpu is not None else of_device(device)
+    if present is None:
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} is not in the table of cards",
+            expected="one of " + ", ".join(CARDS),
+            fix="--gpu NAME: the card that it resembles most",
+        )
+    if present.is_gpu != (device.type == "cuda"):
+        raise UserError(
+            f"--gpu {present.name} is not the device of this run, {device}", fix="leave --gpu out, or set train.device"
+        )
+    machine = Machine(present, present.memory, 1)
+    train = auto.decide(config, shape, data, machine)[0].train
+    mesh = partial(open_mesh, launch, ParallelConfig(), device)
+    earlier = calibration.find(present, train)
+    made = calibration.calibrate(train, shape, data, machine, device, mesh, earlier)
+    path = calibration.save(made, train, device)
+    if as_json:
+        rows = [{**asdict(steps), "step": steps.step} for steps in made.steps]
+        click.echo(json.dumps({"card": present.name, "blocks": made.blocks, "steps": rows, "stored": str(path)}))
+        return 0
+    click.echo(
+        f"{present.name}, {train.precision}, {train.optim.name}, checkpointing {train.activation_checkpointing}: "
+        f"{made.blocks} of {shape.num_layers} blocks, latents {made.shape.height}x{made.shape.width}, "
+        f"{made.shape.rows} text rows, torch {torch.__version__}"
+    )
+    click.echo(f"{'seconds of a step':<20}{'before':>10}{'after':>10}{'measured':>10}")
+    for steps in made.steps:
+        row = (steps.before, steps.after, steps.step)
+        click.echo(f"  microbatch {steps.microbatch:<7}" + "".join(f"{seconds:10.3g}" for seconds in row))
+    click.echo(f"stored in {path}; sana-pipe plan --gpu {present.name} reads it")
+    return 0
 
 
 def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
     if write is not None and Path(write).exists():  # before minutes of search
         raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
-    candidates = searching.search(config.train, shape, data, machine)
+    weights = config.model.weights
+    candidates = searching.search(
+        config.train,
+        shape,
+        data,
+        machine,
+        bears=lambda precision: weights is None or weights.bears(precision),
+        constants=calibration.constants_or_default(machine),
+    )
     best = candidates[0]
     if write is not None:
         fitted = written(config)
@@ -81,6 +207,7 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
             for section in sections:
                 node = node[section]
             node[name] = value
+        fitted["train"]["parallel"]["sizes"] = "given"
         if best.train.optim.name != config.train.optim.name:
             fitted["train"]["optim"] |= {"betas": None, "eps": None}
         Config.model_validate(fitted)
@@ -103,6 +230,8 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
         click.echo(f"{candidate.images_per_s:9.3g} {candidate.total / GIB:6.1f} {mark}{_described(candidate)}")
     if write is not None:
         click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
+    if best.train.precision != config.train.precision:
+        click.echo(f"note: the first one trains in {best.train.precision} instead of {config.train.precision}")
     if best.train.optim.name != config.train.optim.name:
         click.echo(
             f"note: the first one trains with {best.train.optim.name} instead of {config.train.optim.name}, "
@@ -117,6 +246,7 @@ def _described(candidate: searching.Candidate) -> str:
         str(candidate.layout),
         f"checkpointing {train.activation_checkpointing}",
         f"microbatch {train.microbatch}",
+        train.precision,
         train.optim.name,
         *([f"compression {train.activation_compression}"] if train.activation_compression != "none" else []),
         *(["activations offloaded"] if train.activation_offload else []),
@@ -182,11 +312,12 @@ def memory_lines(prediction: Prediction, largest: int) -> list[str]:
 
 def time_lines(time: Time, prediction: Prediction, price: float | None) -> list[str]:
     """Speed and cost for people."""
-    kind = "calibrated on this device" if time.constants.calibrated else "an estimate, not calibrated"
+    kind = "calibrated" if time.constants.calibrated else "an estimate, not calibrated"
     machine = prediction.machine
     name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
+    mfu = f", MFU {time.mfu:.0%}" if machine.card.is_gpu else ""
     lines = [
-        f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
+        f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step{mfu}",
         "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
     ]
     if time.traffic:

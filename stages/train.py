@@ -1,6 +1,6 @@
 """Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
 
-What: opens the snapshot, prints its size, and hands the trainer a `Task` that makes the loader.
+What: opens the snapshot, prints its size, decides what is `auto`, and hands the trainer a `Task` that makes the loader.
 Why apart from the trainer: the trainer knows no cache, this file no optimizer. No encoder is imported here.
 Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 """
@@ -18,9 +18,14 @@ from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, State
 from pipeline.parallel.mesh import Layout
+from pipeline.planning import auto
+from pipeline.planning.expect import expect
+from pipeline.planning.predict import Data
 from pipeline.retrying import TIMEOUT_S
-from pipeline.training.checkpoint import snapshot_of
-from pipeline.training.task import Report, Task
+from pipeline.training import checkpoint
+from pipeline.training.build import architecture_of, with_residual
+from pipeline.training.expectation import Expected
+from pipeline.training.task import Context, Report, Task
 from pipeline.training.trainer import fit
 
 
@@ -46,12 +51,25 @@ def run(
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
     cache = Cache.of(config)
-    opened = cache.open_snapshot(snapshot or snapshot_of(config, resume))
+    resumed = checkpoint.document_of(config, resume)
+    opened = cache.open_snapshot(snapshot or (resumed.state.snapshot if resumed is not None else None))
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
         if (warning := shard_prefetch.advice(opened)) is not None:
             speak(warning)
+    data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
+    earlier = None if resumed is None else resumed.config
+    if config.train.undecided:
+        shape = architecture_of(config, task(config, opened, launch))
+        config, lines = auto.decide(config, shape, data, auto.present(device, launch), earlier)
+        for line in lines if launch.is_main else []:
+            speak(line)
+
+    def expected(context: Context) -> Expected | None:
+        as_begun = with_residual(context.config, earlier)
+        return expect(as_begun, lambda: architecture_of(as_begun, context.task), data, device, launch, context.log)
+
     return fit(
         config,
         task(config, opened, launch, quarantine),
@@ -59,6 +77,7 @@ def run(
         resume=resume,
         say=speak,
         accepted=lambda: cache.keep(opened.id),
+        expect=expected,
     )
 
 

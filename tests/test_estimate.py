@@ -18,6 +18,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, dump
 from pipeline.encoding import estimate
 from pipeline.encoding import scan as scanning
+from pipeline.encoding.survey import recipes, survey
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
@@ -191,12 +192,8 @@ def test_the_probe_keeps_to_its_time(
             kind, "encode", lambda self, batch, real=real: (sizes.append(len(batch)), real(self, batch))[1]
         )
     config = make_config(tmp_path)
-    latent, text = stages.encode._recipes(config)
-    table = stages.encode.buckets.table(config.data, latent.compression)
-    folder = stages.encode.open_source(str(source), config.data)
-    scan, _ = stages.encode._scan(config, folder, None, table, False, scanning.from_header)
-    work = estimate.wanted(scan, None, latent, text, table)
-    speed = estimate.probe(work, config, folder, latent, "cpu", budget_s=0)
+    result = survey(config, str(source))
+    speed = estimate.probe(result.work, config, result.source, result.latent, "cpu", budget_s=0)
     assert set(sizes) == {1}
     assert speed.image_s and speed.token_s and speed.decode_s
 
@@ -223,7 +220,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
             clock[0] += cost * len(pictures)
 
     config = make_config(tmp_path)
-    latent, _ = stages.encode._recipes(config)
+    latent, _ = recipes(config)
     folder = FolderSource(source, "text")
     items = [item.key for item in folder.items()]
     decoded: list[float] = []

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch",
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
         "pipeline.training": "config errors amounts processes retrying launch cache models loader parallel",
-        "pipeline.planning": "config errors cache images models snapshots loader parallel encoding training",
+        "pipeline.planning": "config errors launch cache images models snapshots loader parallel encoding training",
         "pipeline.reporting": "config cache models loader",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"

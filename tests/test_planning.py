@@ -15,6 +15,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import cards, predict, search
+from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, trace
@@ -41,7 +42,6 @@ def traced(train: dict[str, Any], layout: Layout = ALONE, shape: Shape = SHAPE, 
 def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int:
     """Peak bytes of real CPU steps after the first: allocations and frees as torch's profiler records them, and what
     lasts."""
-    from benchmarks.plan import real_batch
     from pipeline.launch import detect
     from pipeline.models.objective import FlowMatching
     from pipeline.models.sana import SanaTransformer
@@ -56,7 +56,7 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
         model = parallelize(SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train)), mesh, train)
         optimizer = optimizers.build(model.module, train.optim, device)
         step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device)
-        batches = [real_batch(architecture, shape, 0)]
+        batches = [made_up_batch(architecture, shape, 0)]
         step(batches, 1)
         states = [value for state in optimizer.state.values() for value in state.values()]
         lasting = sum(t.numel() * t.itemsize for t in (*model.module.parameters(), *states))

@@ -10,12 +10,19 @@ B200/HGX), AMD's data sheet of the Instinct MI300X. The 16-bit peaks are those o
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from pipeline.errors import UserError
+from pipeline.training.throughput import peak_tflops
 
 GIB = 2**30
+CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,11 @@ class Card:
     def memory(self) -> int:
         """Bytes."""
         return round(self.memory_gib * GIB)
+
+    @property
+    def is_gpu(self) -> bool:
+        """False for `CPU`, whose speeds are no data sheet's: they are of use after `plan --calibrate` only."""
+        return self.name != CPU
 
 
 CARDS: dict[str, Card] = {
@@ -62,13 +74,47 @@ def card(name: str) -> Card:
         UserError: an unknown name; lists the known ones.
     """
     key = name.lower().removeprefix("rtx").strip(" -_")
+    if key == CPU:
+        return processor()
     if key not in CARDS:
         raise UserError(
             f"--gpu {name}: no such card in the table",
-            expected="one of " + ", ".join(CARDS),
+            expected="one of " + ", ".join([*CARDS, CPU]),
             fix="or describe it: --gpus N --gpu-memory 24GiB",
         )
     return CARDS[key]
+
+
+def processor() -> Card:
+    """This machine's CPU: its main memory, or the limit of its control group; nominal speeds."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(Path(file).read_text()))
+    return Card(CPU, min(sizes) / GIB, 0.05, 0.05, 10, 1)
+
+
+def of_device(device: torch.device) -> Card | None:
+    """The card of a device of this process, with its variant's peaks and its memory; None: not in the table."""
+    if device.type == "cpu":
+        return processor()
+    properties = torch.cuda.get_device_properties(device)
+    return of_name(properties.name, properties.total_memory)
+
+
+def of_name(name: str, memory: int) -> Card | None:
+    """The card of a name as torch gives it, and of so many bytes."""
+    named = [c for c in CARDS.values() if re.search(rf"\b{c.name.partition('-')[0]}\b", name.lower())]
+    if not named:
+        return None
+    nearest = min(named, key=lambda c: abs(c.memory - memory))
+    bf16, fp32 = (peak_tflops(name, precision) for precision in ("bf16", "fp32"))
+    return replace(
+        nearest,
+        memory_gib=memory / GIB,
+        bf16_tflops=bf16 or nearest.bf16_tflops,
+        fp32_tflops=fp32 or nearest.fp32_tflops,
+    )
 
 
 def memory_of(text: str) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from pipeline.config import Config, TrainConfig
@@ -27,8 +28,8 @@ from pipeline.planning.tracker import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, O
 from pipeline.training.optimizers import in_backward
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
-"""Bytes of the CUDA context with cuBLAS and cuDNN, of NCCL's buffers, and the share of short-lived memory that the
-allocator loses; estimates."""
+"""Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
+and the share of short-lived memory that the allocator loses; estimates."""
 COMPRESSION, CHANNELS, TEXT_WIDTH = 32, 32, 2304
 """Of Sana's VAE and text encoder, where no snapshot says."""
 _RELEASED: dict[str, dict[str, Any]] = {
@@ -208,6 +209,11 @@ def check(train: TrainConfig, shape: SanaConfig, data: Data, gpus: int) -> Layou
     return layout
 
 
+def as_new_run(train: TrainConfig) -> TrainConfig:
+    """With `train.residual` as a new run decides it."""
+    return train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
@@ -221,7 +227,7 @@ def predict(
         ConfigError: sizes that do not fit, a technique that is not covered.
     """
     layout = layout or check(train, shape, data, machine.gpus)
-    train = train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
+    train = as_new_run(train)
     bucket, share = data.worst(layout.data_world, train.microbatch)
     microbatch = min(train.microbatch, share)
     count = -(-share // microbatch)
@@ -229,7 +235,8 @@ def predict(
     traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
     work = Shape(height, width, data.rows, microbatch, traced_count)
     ranks = [0] if layout.pp == 1 else [0, layout.world - 1]
-    traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=True) for rank in ranks}
+    on_gpu = machine.card.is_gpu
+    traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=on_gpu) for rank in ranks}
     rank, traced = max(traces.items(), key=lambda item: item[1].total)
     return Prediction(
         train,
@@ -297,6 +304,7 @@ class Counts:
     blocks: int
 
 
+@cache
 def parameter_counts(shape: SanaConfig) -> Counts:
     """Of a model, from two small ones on the meta device."""
     one, two = (
@@ -343,6 +351,11 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
 def _at(prediction: Prediction, microbatch: int) -> float:
     shape = replace(prediction.shape, microbatch=microbatch)
     traced = Traced.of(
-        prediction.architecture, prediction.train, prediction.layout, shape, rank=prediction.rank, on_gpu=True
+        prediction.architecture,
+        prediction.train,
+        prediction.layout,
+        shape,
+        rank=prediction.rank,
+        on_gpu=prediction.machine.card.is_gpu,
     )
     return sum(with_overheads(traced.peak, prediction.layout).values())

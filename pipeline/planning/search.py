@@ -1,20 +1,21 @@
 """Strategies for a machine, ranked by predicted speed.
 
 What: `search` takes a configuration and varies what a user would otherwise try: the layout {FSDP2, HSDP, DDP, tensor
-and pipeline parallelism and products}, checkpointing, optimizer, compression, offload and the update in the backward
-pass (if `train.optim.clip` is null); and the largest microbatch of each that fits.
+and pipeline parallelism and products}, checkpointing, optimizer, precision, compression, offload and the update in the
+backward pass (if `train.optim.clip` is null); and the largest microbatch of each that fits. `AXES` names them.
 Why not a trace for each: there are thousands. Memory is a sum: what lasts follows from counts of parameters
 (`closed_form`), and what a block and the ends need is traced once for each way of treating activations, at two
 microbatches, and is linear in the microbatch. The best candidates are then traced whole, and dropped if they do not fit
 after all.
-What is not varied: numbers that change the result of training beyond rounding, such as the batch and the precision.
-Another optimizer changes it, too: every candidate names it, and `optimizers=False` leaves the configured one.
+What is not varied: the batch. Another optimizer, precision or compression changes the training beyond the order of
+sums: every candidate names it, `axes` leaves it out, and each such change must make up for 5 % of the speed (`PRICE`).
+fp32 and fp16 are considered only if they are configured.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +24,12 @@ from pydantic import ValidationError
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import Layout
+from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.trace import Shape, Traced
-from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING, UPDATE
 
 _ACTIVATIONS: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": "none"},
@@ -42,8 +43,16 @@ _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"name": "came", "betas": None, "eps": None},
     {"name": "adamw8bit", "betas": None, "eps": None},
 )
+_RECOMPUTED: tuple[dict[str, Any], ...] = _ACTIVATIONS[:3]
+_PURE = "bf16", "bf16_pure"
+AXES = frozenset(
+    ("parallel", "microbatch", "activation_checkpointing", "compression", "optimizer", "in_backward", "precision")
+)
+"""What can be varied. parallel: layout and offload. compression: and offload of activations."""
+PRICE = 0.95
 _TRACED_AT = 4  # samples, beside one
 _SHOWN = 12
+ConstantsOf = Callable[[TrainConfig], Constants]
 
 
 @dataclass(frozen=True)
@@ -92,28 +101,30 @@ def search(
     data: Data,
     machine: Machine,
     *,
-    optimizers: bool = True,
-    constants: Constants | None = None,
+    axes: Collection[str] = AXES,
+    bears: Callable[[str], bool] = lambda precision: True,
+    constants: ConstantsOf = lambda train: Constants(),
     verified: int = 2,
 ) -> list[Candidate]:
-    """What fits, the fastest first.
+    """What fits, the fastest first (see `PRICE`).
 
     Args:
-        optimizers: also consider optimizers with smaller states.
+        axes: what is varied; the rest stays as configured.
+        bears: whether the weights work in a precision.
         verified: how many of the best are traced whole.
 
     Raises:
         UserError: nothing fits; says what is missing in the best case.
     """
-    train = train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
-    pieces = _Pieces(train, shape, data, constants or Constants(), machine)
+    train = _decided(predicting.as_new_run(train))
+    pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = [], float("inf")
-    for changed, layout in _variants(train, shape, data, machine, optimizers):
+    for changed, layout in _variants(train, shape, data, machine, axes, bears):
         try:
-            base = TrainConfig.model_validate({**changed, "microbatch": 1})
+            base = TrainConfig.model_validate(changed)
         except ValidationError:
             continue  # a combination that `train` refuses
-        for microbatch in pieces.microbatches(layout):
+        for microbatch in pieces.microbatches(layout) if "microbatch" in axes else [train.microbatch]:
             candidate = pieces.candidate(base.model_copy(update={"microbatch": microbatch}), layout)
             if candidate is None:
                 continue
@@ -121,7 +132,14 @@ def search(
             if candidate.total <= machine.memory:
                 candidates.append(candidate)
                 break  # larger microbatches come first
-    candidates.sort(key=lambda c: (-round(c.images_per_s, 3), c.total))
+
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        other = candidate.train
+        changed = (other.optim.name != train.optim.name) + (other.precision != train.precision)
+        changed += other.activation_compression != train.activation_compression
+        return -round(candidate.images_per_s * PRICE**changed, 3), candidate.total
+
+    candidates.sort(key=rank)
     best: list[Candidate] = []
     rest = candidates
     tried = 0
@@ -130,14 +148,19 @@ def search(
         tried += 1
         prediction = predicting.predict(candidate.train, shape, data, machine, layout=candidate.layout)
         if prediction.fits:
-            step = Time.of(prediction, data, constants).step
+            step = Time.of(prediction, data, constants(candidate.train)).step
             best.append(replace(candidate, prediction=prediction, total=prediction.total, step=step))
-    best.sort(key=lambda c: -c.images_per_s)
+    best.sort(key=rank)
+    if not best and smallest == float("inf"):
+        predicting.check(train, shape, data, machine.gpus)  # says what is wrong with the sizes
     if not best:
+        frugal = "" if "parallel" in axes else ", train.parallel=auto"
+        frugal += "" if "activation_checkpointing" in axes else ", train.activation_checkpointing=auto"
+        frugal += "" if "microbatch" in axes else ", train.microbatch=auto"
         raise UserError(
             f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
-            expected=f"at least {smallest / 2**30:.1f} GiB a GPU in the most frugal case that was considered",
-            fix="more GPUs, a smaller bucket.batch, or train.parallel.offload=all",
+            expected=f"at least {smallest / 2**30:.1f} GiB each in the most frugal case that was considered",
+            fix=f"more GPUs, a smaller bucket.batch, train.parallel.offload=all{frugal}",
         )
     return [*best, *rest[: _SHOWN - len(best)]]
 
@@ -155,40 +178,70 @@ def layouts(gpus: int, shape: SanaConfig, per_node: int) -> Iterator[Layout]:
                 yield Layout(pp, data // shards, shards, tp)
 
 
+def _decided(train: TrainConfig) -> TrainConfig:
+    """With placeholders for what is `auto`, to be varied."""
+    values = {
+        "parallel": train.parallel.model_copy(update={"sizes": "given"}),
+        "microbatch": 1,
+        "activation_checkpointing": "full",
+    }
+    return train.model_copy(update={name: values[name] for name in train.undecided})
+
+
 def _variants(
-    train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine, optimizers: bool
+    train: TrainConfig,
+    shape: SanaConfig,
+    data: Data,
+    machine: Machine,
+    axes: Collection[str],
+    bears: Callable[[str], bool],
 ) -> Iterator[tuple[dict[str, Any], Layout]]:
     """Trees of the section `train` and layouts that `train` would accept, but for the microbatch."""
-    choices = _OPTIMIZERS if optimizers else _OPTIMIZERS[:1]
-    for layout in layouts(machine.gpus, shape, machine.per_node):
+    whole, given = train.model_dump(), train.parallel.model_dump()
+    activations: Sequence[dict[str, Any]] = [{}]
+    if "activation_checkpointing" in axes:
+        plain = {"activation_compression": "none", "activation_offload": False}
+        activations = [{**plain, **change} for change in _ACTIVATIONS] if "compression" in axes else _RECOMPUTED
+    optimizers: Sequence[dict[str, Any]] = _OPTIMIZERS if "optimizer" in axes else _OPTIMIZERS[:1]
+    precisions: list[str] = [train.precision]
+    if "precision" in axes and train.precision != "fp16":
+        precisions = [*dict.fromkeys((train.precision, *(name for name in _PURE if bears(name))))]
+    fused = (False, True) if "in_backward" in axes and train.optim.clip is None else (train.optim.in_backward,)
+    varied = "parallel" in axes
+    for layout in (
+        layouts(machine.gpus, shape, machine.per_node) if varied else [check_sizes(train.parallel, machine.gpus)]
+    ):
         if any(batch % layout.data_world for batch in data.buckets.values()):
             continue
-        for activation, optimizer, offload in itertools.product(_ACTIVATIONS, choices, ("none", "all")):
-            for in_backward in (False, True) if train.optim.clip is None else (False,):
-                parallel = {
-                    **train.parallel.model_dump(),
-                    "dp_replicate": layout.dp_replicate,
-                    "dp_shard": layout.dp_shard,
-                    "tp_size": layout.tp,
-                    "pp_size": layout.pp,
-                    "offload": offload,
-                }
-                frugal = {"activation_compression": "none", "activation_offload": False, **activation}
-                optim = {**train.optim.model_dump(), **optimizer, "in_backward": in_backward}
-                yield {**train.model_dump(), **frugal, "optim": optim, "parallel": parallel}, layout
+        offloads = ("none", "all") if varied else (train.parallel.offload,)
+        for activation, optimizer, precision, offload, in_backward in itertools.product(
+            activations, optimizers, precisions, offloads, fused
+        ):
+            sizes = {
+                "dp_replicate": layout.dp_replicate,
+                "dp_shard": layout.dp_shard,
+                "tp_size": layout.tp,
+                "pp_size": layout.pp,
+                "offload": offload,
+            }
+            optim = {**train.optim.model_dump(), **optimizer, "in_backward": in_backward}
+            tree = {**whole, **activation, "precision": precision, "optim": optim, "parallel": {**given, **sizes}}
+            yield tree, layout
 
 
 class _Pieces:
     """Traces of one process without parallelism, from which candidates are added up."""
 
-    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, constants: Constants, machine: Machine):
+    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, constants: ConstantsOf, machine: Machine):
         self.train, self.shape, self.data, self.constants, self.machine = train, shape, data, constants, machine
-        self._traced: dict[tuple[str, str, bool], tuple[Traced, Traced]] = {}
+        self._traced: dict[tuple[str, str, bool, str], tuple[Traced, Traced]] = {}
 
     def microbatches(self, layout: Layout) -> list[int]:
-        """Divisors of a process's share of every bucket, the largest first."""
+        """Sizes of nearly equal microbatches, the largest first; in a pipeline divisors of every bucket's share."""
         shares = set(self.data.shares(layout.data_world).values())
-        largest = min(shares) // (2 * layout.pp if layout.pp > 1 else 1)
+        if layout.pp == 1:
+            return sorted({-(-max(shares) // count) for count in range(1, max(shares) + 1)}, reverse=True)
+        largest = min(shares) // (2 * layout.pp)
         return [m for m in range(max(1, largest), 0, -1) if all(s % m == 0 for s in shares)]
 
     def candidate(self, train: TrainConfig, layout: Layout) -> Candidate | None:
@@ -214,14 +267,17 @@ class _Pieces:
         return Candidate(train, layout, total, step, share * layout.data_world)
 
     def _traces(self, train: TrainConfig) -> tuple[Traced, Traced]:
-        key = train.activation_checkpointing, train.activation_compression, train.activation_offload
+        precision = "bf16" if train.precision == "bf16_pure" else train.precision  # activations are the same
+        key = train.activation_checkpointing, train.activation_compression, train.activation_offload, precision
         if key not in self._traced:
             bucket, _ = self.data.worst(1, 1)
             height, width = (side // self.data.compression for side in bucket)
-            alone = train.model_dump() | {"parallel": {}, "optim": {**train.optim.model_dump(), "in_backward": False}}
-            plain = TrainConfig.model_validate(alone | {"optim": self.train.optim.model_dump()})
+            optim = {**self.train.optim.model_dump(), "in_backward": False}
+            alone = train.model_dump() | {"parallel": {}, "optim": optim, "precision": precision, "compile": "none"}
+            plain = TrainConfig.model_validate(alone)
             shapes = [Shape(height, width, self.data.rows, samples) for samples in (1, _TRACED_AT)]
-            one, some = (Traced.of(self.shape, plain, Layout(1, 1, 1, 1), s, rank=0, on_gpu=True) for s in shapes)
+            on_gpu = self.machine.card.is_gpu
+            one, some = (Traced.of(self.shape, plain, Layout(1, 1, 1, 1), s, rank=0, on_gpu=on_gpu) for s in shapes)
             self._traced[key] = one, some
         return self._traced[key]
 
@@ -248,7 +304,8 @@ class _Pieces:
             if name in one.work
         }
         for name, w in work.items():
-            parts = layout.tp * layout.pp * (layout.dp_shard if name == "optimizer" else 1)
+            parts = layout.tp * layout.pp * (layout.dp_shard if name == UPDATE else 1)
+            parts *= 2 if name == UPDATE and train.precision == "bf16_pure" else 1
             work[name] = type(w)(w.flops // parts, w.bytes // parts, w.calls // layout.pp)
         compute = 4 if train.precision == "fp32" else 2
         whole = one.parameters / (layout.tp * layout.pp)
@@ -269,7 +326,7 @@ class _Pieces:
         prediction = Prediction(
             train, layout, self.shape, self.machine, {}, "", 0.0, bucket, shape, microbatch * count, 0, traced
         )
-        return Time.of(prediction, self.data, self.constants).step
+        return Time.of(prediction, self.data, self.constants(train)).step
 
 
 def _brief(traced: Traced) -> float:

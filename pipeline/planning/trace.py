@@ -189,12 +189,12 @@ def trace(
             step = _TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
-            _watch(optimizer, tracker)
             tracker.phase = "forward"
             batches = [_batch(architecture, shape, size) for size in sizes]
             for batch in batches:
                 tracker.mark(kinds.INPUTS, vars(batch).values())
-            step(batches, 1)
+            with watch_updates(optimizer, tracker):
+                step(batches, 1)
             tracker.phase = "optimizer"
             if ema is not None:
                 ema.update(train.ema.every if train.ema is not None else 1)
@@ -277,7 +277,8 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-def _watch(optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+@contextlib.contextmanager
+def watch_updates(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Iterator[None]:
     """Mark gradients before and states after each update, and name the phase between."""
     before: list[str] = []
 
@@ -291,8 +292,12 @@ def _watch(optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
         tracker.mark(kinds.OPTIMIZER, _states(optimizer))
         tracker.phase = before.pop()
 
-    optimizer.register_step_pre_hook(start)
-    optimizer.register_step_post_hook(end)
+    hooks = optimizer.register_step_pre_hook(start), optimizer.register_step_post_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ Price: a step passes through Python twice, about 0.3 ms an operation.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -184,7 +185,7 @@ class Tracker(TorchDispatchMode):
             with self:
                 return _python_code(func)(*args, **kwargs)
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = _tensors(result)
         for tensor in outputs:
             for storage in _storages(tensor):
                 self._note(storage)
@@ -225,13 +226,14 @@ class Tracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- operations
 
-    def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> str | None:
+        """Add an operation to its class. Returns the class; None: it is none of the device's kernels."""
         name = func._opname
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_sent(name, args)
-            return
+            return None
         if func.is_view or name in ("detach", "empty", "empty_like", "empty_strided", "new_empty", "set_"):
-            return
+            return None
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name == "_to_copy" and not any(t.dtype != inputs[0].dtype for t in outputs):
             kind = COPIES
@@ -241,6 +243,7 @@ class Tracker(TorchDispatchMode):
         work.flops += _flops(func, args, kwargs, outputs)
         work.bytes += sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
         work.calls += 1
+        return kind
 
     def _count_sent(self, name: str, args: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -254,6 +257,68 @@ class Tracker(TorchDispatchMode):
             entry = self.sent[name.strip("_"), size]
             entry[0] += largest
             entry[1] += 1
+
+
+@dataclass(eq=False)
+class Stopwatch(Tracker):
+    """The seconds of each operation of a real step, by the classes of `Tracker`. Enter it without a FakeTensorMode.
+
+    Args:
+        device: CUDA operations are timed by events, and `seconds` is complete after `finish`; those of the CPU by
+            `clock`.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._timed: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._storages = [_Storage("", 0)]
+
+    def mark(self, kind: str, tensors: Iterable[Any], only_new: bool = False) -> None:
+        """Memory is not tracked."""
+
+    def finish(self) -> dict[str, float]:
+        """The seconds by class."""
+        if self._timed:
+            torch.cuda.synchronize(self.device)
+        for kind, start, end in self._timed:
+            self.seconds[kind] += start.elapsed_time(end) / 1000
+        self._timed.clear()
+        return dict(self.seconds)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if active_fake_mode() is not None:
+            return func(*args, **kwargs)  # DTensor's sharding propagation
+        if func.namespace in self.inside:
+            with self:
+                return _python_code(func)(*args, **kwargs)
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = func(*args, **kwargs)
+            end.record()
+            if (kind := self._count(func, args, kwargs, _tensors(result))) is not None:
+                self._timed.append((kind, start, end))
+            return result
+        began = self.clock()
+        result = func(*args, **kwargs)
+        seconds = self.clock() - began
+        if (kind := self._count(func, args, kwargs, _tensors(result))) is not None:
+            self.seconds[kind] += seconds
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> int:
+        return 0
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _class_of(func: Any, name: str, args: Any) -> str:

@@ -104,7 +104,7 @@ def draw_for(
             steps=settings.steps,
             guidance=settings.guidance,
             flow_shift=config.train.flow.shift,
-            batch=config.train.microbatch,
+            batch=config.train.drawn_at_once,
         ).cpu()
         drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
     del model

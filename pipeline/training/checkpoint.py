@@ -539,8 +539,8 @@ def choose(run: Path, resume: str | Path | None) -> tuple[Resumed | None, list[s
     return Resumed(folder, read_document(folder)), notes
 
 
-def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
-    """The id of the snapshot that the run to be resumed began with; None for a new run.
+def document_of(config: Config, resume: str | Path | None) -> Document | None:
+    """The checkpoint that the run would resume from; None for a new run.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -548,7 +548,7 @@ def snapshot_of(config: Config, resume: str | Path | None) -> str | None:
     if resume is None:
         return None
     folder = resolve(Path(config.train.output) / "checkpoints", resume)
-    return None if folder is None else read_document(folder).state.snapshot
+    return None if folder is None else read_document(folder)
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import pipeline_parallel, tensor_parallel
-from pipeline.parallel.collectives import run_on_all
+from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import DIMS, Layout, check_sizes
 from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import architecture_of
@@ -29,6 +29,11 @@ def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Contex
         UserError: with what would work.
     """
     train = config.train
+    if train.undecided:
+        raise ConfigError(
+            f"train.{train.undecided[0]}: auto is not decided",
+            fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
+        )
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
     check_restart()
@@ -49,6 +54,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     Raises:
         UserError: the same on every process.
     """
+    _check_alike(context.train)
     run_on_all(lambda: _check_widths(architecture, context.task))
     if resumed is None:
         return
@@ -75,6 +81,18 @@ def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
                 found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
                 fix="--set train.packed_attention=false",
             )
+
+
+def _check_alike(train: TrainConfig) -> None:
+    """Every process chooses the options that are auto for itself. Collective."""
+    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing))
+    different = [rank for rank, values in enumerate(chosen) if values != chosen[0]]
+    if different:
+        raise UserError(
+            "the processes have different values of train.parallel, train.microbatch or train.activation_checkpointing",
+            found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
+            fix="give every node the same configuration, and numbers instead of auto where the GPUs differ",
+        )
 
 
 def _check_widths(architecture: SanaConfig, task: Task) -> None:

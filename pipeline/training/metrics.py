@@ -7,16 +7,19 @@ separate the attempts.
 Price: a reader other than `read` has to handle repeated steps.
 
 A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
-batch, before clipping), lr, images_per_s and tokens_per_s (of all processes together), mfu (model FLOPs utilisation;
-null where the device's peak is not known), data_wait (share of the wall time that the slowest process waited for data),
-bucket ([height, width] of the row's last step), text_rows (its padded caption length), padded_tokens (padding
-caption rows since the last row, all processes), quarantined (samples that substitute for unreadable ones since this
-attempt began, all processes), quarantine_rate (their share of the last 10,000 samples), memory_gib, reserved_gib (peaks
-on a GPU since the last row, allocated and reserved: the largest of any process, whose number is memory_rank,
-reserved_rank; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process began), seconds (since
-this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were skipped
-because the gradient overflowed); such steps do not count in grad_norm, which is null if the row has no other step. Rows
-of older versions have fewer keys.
+batch, before clipping), lr, images_per_s and tokens_per_s (of all processes together), model_tflops (10^12 model
+FLOPs a second of all processes), mfu (their share of the devices' peak; null where that is not known), data_wait
+(share of the wall time that the slowest process waited for data), bucket ([height, width] of the row's last step),
+text_rows (its padded caption length), forward_tokens (the most image tokens of a forward pass of a process),
+padded_tokens (padding caption rows since the last row, all processes), quarantined (samples that substitute for
+unreadable ones since this attempt began, all processes), quarantine_rate (their share of the last 10,000 samples),
+memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the largest of any process, whose
+number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process
+began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the
+whole run that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if
+the row has no other step. Rows of older versions have fewer keys. Once per attempt a row `event: prediction` has what
+was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
+prediction.
 """
 
 from __future__ import annotations
@@ -29,19 +32,28 @@ from typing import Any
 
 from pipeline.amounts import duration
 from pipeline.errors import UserError
+from pipeline.training.expectation import Expected
 from pipeline.training.trackers import Trackers
 
 
 class Metrics:
     """The journal of one run, written by one process. Close it."""
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print, trackers: Trackers | None = None):
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str], None] = print,
+        trackers: Trackers | None = None,
+        expected: Expected | None = None,
+    ):
         """Open for appending. A last line torn by a kill gets its newline first.
 
         Args:
             trackers: receive each row's numbers, too; closed with the journal.
+            expected: compared once with what was measured.
         """
-        self.path, self._say, self._trackers = path, say, trackers
+        self.path, self._say, self._trackers, self._expected = path, say, trackers, expected
+        self._rows = 0
         self._last: tuple[int, float] | None = None
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
@@ -63,6 +75,22 @@ class Metrics:
         self._say("  ".join([_line(values, steps), *self._time_left(values, steps)]))
         if self._trackers is not None:
             self._trackers.log(values["step"], values)
+        self._rows += 1
+        if self._expected is not None and (self._rows == 2 or values["step"] == steps):
+            expected, self._expected = self._expected, None
+            self._compare(expected, values)
+
+    def _compare(self, expected: Expected, values: dict[str, Any]) -> None:
+        """Record what was predicted and measured. Nothing here ends the run."""
+        try:
+            compared = expected.compare(values)
+            for line in expected.lines(compared, values["step"]):
+                self._say(line)
+            self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
+            document = {**expected.document, "until_step": values["step"], "measured": compared}
+            (self.path.parent / "prediction.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        except Exception as error:
+            self._say(f"note: the prediction is not compared: {error}")
 
     def _time_left(self, row: dict[str, Any], steps: int) -> list[str]:
         """At the speed since the last row."""

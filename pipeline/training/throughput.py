@@ -83,6 +83,7 @@ class _Window:
     padded: int = 0
     tokens: int = 0
     flops: int = 0
+    forward_tokens: int = 0
 
 
 class Throughput:
@@ -120,6 +121,7 @@ class Throughput:
             tokens = height * width // self.architecture.patch_size**2
             unmasked = int(batch.mask.sum())
             computed = unmasked if self.train.packed_attention else batch.mask.numel()
+            window.forward_tokens = max(window.forward_tokens, samples * tokens)
             window.padded += batch.mask.numel() - unmasked
             window.tokens += samples * tokens + unmasked
             window.flops += training_flops(self.architecture, samples, tokens, computed)
@@ -150,8 +152,10 @@ class Throughput:
             "grad_norm": norm,
             "images_per_s": window.samples / elapsed,
             "tokens_per_s": tokens / elapsed,
+            "model_tflops": flops / elapsed / 1e12,
             "mfu": None if capacity is None else flops / elapsed / capacity,
             "data_wait": max(columns[4]),
+            "forward_tokens": window.forward_tokens,
             "padded_tokens": round(padded),
             "quarantined": round(replaced_in_all),
             **self.memory.row(*columns[5:]),

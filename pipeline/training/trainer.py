@@ -6,8 +6,8 @@ Every decision that all processes must take alike (what to resume, when to stop)
 have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
 
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with
-`train.profile` `profile/`, and, while a training uses it, `lock.json`.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
+prediction `prediction.json`, with `train.profile` `profile/`, and, while a training uses it, `lock.json`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pipeline.retrying import stopping
 from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import Run, architecture_of, build, with_residual
 from pipeline.training.checks import check_inputs, check_start
+from pipeline.training.expectation import Expected
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
@@ -42,7 +43,7 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop import StopRequest, catch_signals
-from pipeline.training.task import Log, Report, Task
+from pipeline.training.task import Context, Log, Report, Task
 from pipeline.training.throughput import Throughput
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ def fit(
     resume: str | Path | None = None,
     say: Log = print,
     accepted: Callable[[], None] = lambda: None,
+    expect: Callable[[Context], Expected | None] = lambda context: None,
 ) -> Report:
     """Train until `config.train.steps`. Called by every process of the launch.
 
@@ -64,6 +66,7 @@ def fit(
             checkpoint there or starts anew, a path continues from that checkpoint.
         say: prints one line; called on the first process only.
         accepted: called on the first process once it is certain that this run may start or resume.
+        expect: predicts memory and speed; called on the first process, before there is a process group.
 
     Raises:
         UserError: the same message on every process.
@@ -73,6 +76,7 @@ def fit(
     set_tf32(train.tf32)
     for line in launch.advice:
         log(f"note: {line}")
+    expected = expect(context) if launch.is_main else None
     launcher = os.getppid() if launch.kind in ("torchrun", "accelerate") else None
     with (
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
@@ -93,15 +97,15 @@ def fit(
         run = build(context, mesh, architecture, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
-        with _journal(run) as journal:
+        with _journal(run, expected) as journal:
             return _Loop(run, journal, stop, lock).execute()
 
 
 @contextmanager
-def _journal(run: Run) -> Iterator[Metrics | None]:
+def _journal(run: Run, expected: Expected | None) -> Iterator[Metrics | None]:
     """The open journal on the first process, None on the others."""
     is_main = run.context.launch.is_main
-    journal = run_on_all(lambda: _open_run_directory(run) if is_main else None)
+    journal = run_on_all(lambda: _open_run_directory(run, expected) if is_main else None)
     try:
         yield journal
     finally:
@@ -109,7 +113,7 @@ def _journal(run: Run) -> Iterator[Metrics | None]:
             journal.close()
 
 
-def _open_run_directory(run: Run) -> Metrics:
+def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"
@@ -123,7 +127,7 @@ def _open_run_directory(run: Run) -> Metrics:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}", fix="check the rights, or set train.output") from None
     services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
-    journal = Metrics(folder / "metrics.jsonl", context.log, services)
+    journal = Metrics(folder / "metrics.jsonl", context.log, services, expected)
     journal.start(
         step=run.done,
         processes=context.launch.world,

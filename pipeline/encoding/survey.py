@@ -1,0 +1,183 @@
+"""Survey: a source and the cache as they are, before anything is encoded.
+
+What: `survey` opens a source, scans it by headers and compares it with the cache; `by_storage` has the bytes of every
+storage choice, `hours` the time of latents and of text, with and without the shared instruction. `encode --dry-run` and
+`plan --encode` share it. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+import click
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.cache.root import Cache, check_source_name
+from pipeline.config import Config, Storage
+from pipeline.encoding import estimate, unit_encoder
+from pipeline.encoding import scan as scanning
+from pipeline.encoding.fragments import Fragments
+from pipeline.images import buckets, decoding
+from pipeline.models import encoders
+from pipeline.sources import caption_rules
+from pipeline.sources.detect import open_source
+from pipeline.sources.source import Source
+from pipeline.work.progress import Progress
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A source, the recipes of its records, its scan, and the work that the cache lacks.
+
+    Attributes:
+        table: the target resolutions (height, width) of the buckets.
+        count_rows: normalised captions -> their rows.
+    """
+
+    config: Config
+    source: Source
+    cache: Cache | None
+    latent: layout.LatentRecipe
+    text: layout.TextRecipe
+    table: list[buckets.Shape]
+    scan: pa.Table
+    work: estimate.Wanted
+    count_rows: Callable[[Sequence[str]], list[int]]
+
+    def sizes(self) -> estimate.Sizes:
+        """Bytes of the work."""
+        return estimate.sizes(self.work, self.config, self.latent, self.text, self.count_rows)
+
+    def probe(self) -> estimate.Speed:
+        """Speed of the encoders on a few batches of the work."""
+        device = unit_encoder.device(self.config)
+        return estimate.probe(self.work, self.config, self.source, self.latent, device)
+
+    def by_storage(self) -> dict[str, estimate.Sizes]:
+        """Bytes of the work for every storage choice of both kinds."""
+        result = {}
+        for storage in get_args(Storage):
+            latent, text = replace(self.latent, storage=storage), replace(self.text, storage=storage)
+            work = estimate.wanted(self.scan, self.cache, latent, text, self.table)
+            result[storage] = estimate.sizes(work, self.config, latent, text, self.count_rows)
+        return result
+
+    def hours(self) -> dict[str, Any]:
+        """Device-hours of latents, of text with the shared instruction and of text without it (null: not measured)."""
+        size, parts = self.sizes(), {}
+        for mode in ("auto", "exact"):
+            text = self.config.text.model_copy(update={"mode": mode})
+            pictures = self.work.pictures if mode == "auto" else {}
+            part = replace(
+                self,
+                config=self.config.model_copy(update={"text": text}),
+                work=replace(self.work, pictures=pictures, undecided=self.work.undecided if pictures else 0),
+            )
+            parts[mode] = estimate.times(part.work, size, part.probe(), self.config, 1)
+        shared, exact = parts["auto"], parts["exact"]
+        latent_s = None if shared["image_encode_s"] is None else max(shared["image_encode_s"], shared["image_decode_s"])
+        seconds = {"latents": latent_s, "text": shared["text_encode_s"], "text_exact": exact["text_encode_s"]}
+        return {
+            "device": shared["device"],
+            "probed_images": shared["probed_images"],
+            "probed_captions": shared["probed_captions"],
+            "decode_bound": shared["decode_bound"],
+            **{f"{kind}_hours": None if value is None else value / 3600 for kind, value in seconds.items()},
+        }
+
+
+def survey(
+    config: Config, data: str, name: str | None = None, rehash: bool = False, format: str | None = None
+) -> Survey:
+    """Open and scan a source.
+
+    Args:
+        data, name, rehash, format: as in `stages.encode.run`.
+
+    Raises:
+        UserError: a source, a model or a cache that cannot be read.
+    """
+    source = opened(config, data, name, format)
+    latent, text = recipes(config)
+    table = buckets.table(config.data, latent.compression)
+    cache = Cache.if_there(config)
+    if cache is not None:
+        latent, text = known(cache, latent, text, config)
+    scan, _ = scanned(config, source, cache, table, rehash, scanning.from_header)
+    work = estimate.wanted(scan, cache, latent, text, table)
+    count = partial(encoders.count_rows, config.text, text.instruction)
+    return Survey(config, source, cache, latent, text, table, scan, work, count)
+
+
+def opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
+    """The source of `--data`."""
+    source = open_source(data, config.data, name, format, config.patience_s, raw=config.text.recipe == "nvlabs")
+    check_source_name(source.name)  # before hours of reading
+    return source
+
+
+def scanned(
+    config: Config,
+    source: Source,
+    cache: Cache | None,
+    table: list[buckets.Shape],
+    rehash: bool,
+    look: scanning.Look,
+    fragments: Fragments | None = None,
+) -> tuple[pa.Table, int]:
+    """The scan's table, and how many usable pictures of the last scan are missing."""
+    with Progress("scan", None) as bar:
+        scan = scanning.scan(
+            source,
+            source.name,
+            cache,
+            max_pixels=config.data.max_pixels,
+            workers=max(1, config.encode.workers),
+            rehash=rehash,
+            progress=bar.reach,
+            refuse=lambda height, width: buckets.refusal(
+                height, width, buckets.nearest(table, height, width), config.data
+            ),
+            look=look,
+            fragments=fragments,
+            max_bytes=config.data.max_bytes,
+        )
+    return scan, scanning.gone(cache, source.name, scan, config.encode.max_shrink) if cache is not None else 0
+
+
+def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    """The recipes of the configuration."""
+    vae = encoders.describe_vae(config.vae)
+    latent = layout.LatentRecipe(
+        **vae,
+        decoder=decoding.choose(config.data.decoder),
+        resize=decoding.RESIZE_RULE,
+        crop=decoding.CROP_RULE,
+        background=config.data.background,
+        storage=config.encode.storage.latent,
+    )
+    text = encoders.describe_text(config.text, caption_rules.instruction(config.text))
+    return latent, layout.TextRecipe(**text, storage=config.encode.storage.text)
+
+
+def known(
+    cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
+) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder of the cache's records
+    goes before the faster one.
+
+    Raises:
+        UserError: that decoder is not installed here; the user must ask for encoding everything again.
+    """
+    if config.data.decoder == "auto":
+        stored = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, layout.LatentRecipe)]
+        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=latent.decoder).same_values(latent)]
+        if decoders and latent.decoder not in decoders:
+            decoding.require(decoders[0])
+            click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
+            latent = replace(latent, decoder=decoders[0])
+    return cache.known(latent), cache.known(text)

@@ -1,0 +1,372 @@
+"""Runs and their predictions: the comparison, the calibration on this device, and the options that are `auto`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import stages.encode
+import stages.train
+from pipeline.cli import main
+from pipeline.config import Config, ParallelConfig, TrainConfig, load
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch
+from pipeline.parallel.mesh import Layout, open_mesh
+from pipeline.planning import auto, calibration, cards, expect, predict, search
+from pipeline.planning.calibration import RealStep
+from pipeline.planning.cost import Constants, Load
+from pipeline.planning.predict import Data, Machine
+from pipeline.planning.trace import CUSTOM, trace, watch_updates
+from pipeline.planning.tracker import Stopwatch
+from pipeline.training import checkpoint, metrics
+from pipeline.training.expectation import Expected
+from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
+from tests.test_planning import ALONE, COMPUTE, NARROW, SHAPE
+
+pytestmark = pytest.mark.usefixtures("one_thread", "home")
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+FEW = ("model.arch.num_layers=2", "train.log_every=1", "train.steps=3", "train.save_every=100")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Calibrations of this test alone."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def words(small_cache_copy: Path, tmp_path: Path) -> list[str]:
+    """Options of a command on a small cache."""
+    paths = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}"]
+    settings = [*FEW, *paths]
+    return ["--config", "tiny", *(part for setting in settings for part in ("--set", setting))]
+
+
+def settings(words: list[str], *more: str) -> Config:
+    return load("tiny", [*words[3::2], *more])
+
+
+def train(config: Config, **options: Any) -> list[str]:
+    printed: list[str] = []
+    stages.train.run(config, say=printed.append, **options)
+    return printed
+
+
+def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+# --------------------------------------------------------------------------------------------- predicted and measured
+
+
+def test_a_calibrated_device_makes_runs_comparable(
+    words: list[str], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = plan([*words, "--gpu", "cpu"], capsys)
+    assert code == 2 and "--calibrate" in error
+    code, out, error = plan([*words, "--calibrate", "--json"], capsys)
+    assert code == 0, error
+    report = json.loads(out)
+    assert [steps["microbatch"] for steps in report["steps"]] == [12, 6]
+    both = {name: sum(steps[name] for steps in report["steps"]) for name in ("before", "after", "step")}
+    assert both["after"] == pytest.approx(both["step"], rel=0.01) != both["before"]
+    document = json.loads((home / ".config/sana-pipe/calibration/cpu.json").read_text())
+    assert document["precisions"]["fp32"]["torch"] == torch.__version__
+    code, out, _ = plan([*words, "--gpu", "cpu", "--json"], capsys)
+    assert code == 0 and json.loads(out)["time"]["calibrated"]
+
+    printed = train(settings(words))
+    (line,) = [line for line in printed if line.startswith("predicted and measured until step 2: speed")]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row.get("event") == "prediction"]
+    document = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    assert document["measured"]["images_per_s"] == row["images_per_s"] > 0
+    assert document["measured"]["images_per_s_predicted"] == row["images_per_s_predicted"] > 0
+    assert "memory_gib" not in row, "the resident set of a small run means nothing"
+    deviation = row["images_per_s"] / row["images_per_s_predicted"] - 1
+    assert f"({deviation:+.0%})" in line
+    assert (abs(deviation) > 0.1) == any(line.startswith("warning: the speed") for line in printed)
+    assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expect, "predict", lambda *args, **options: pytest.fail("predicted"))
+    printed = train(settings(words))
+    assert not any("predict" in line for line in printed)
+
+
+@pytest.mark.parametrize("where", ["predict", "compare"])
+def test_a_prediction_that_fails_ends_no_run(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(
+        calibration, "find", lambda card, train: Constants(factors={"matmul": 1.0}, starts={"matmul": 0.0})
+    )
+    monkeypatch.setattr(*((expect, "predict", fail) if where == "predict" else (Expected, "compare", fail)))
+    printed = train(settings(words))
+    assert len([line for line in printed if line.startswith("note: ") and "broken" in line]) == 1
+    assert any("step 3/3" in line for line in printed)
+
+
+EXPECTED = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, False, None, {})
+ROW = {"forward_tokens": 500, "memory_gib": 8.0, "rss_gib": 1.0, "model_tflops": 1.6, "images_per_s": 8.0}
+
+
+def test_a_large_deviation_is_a_warning() -> None:
+    compared = EXPECTED.compare(ROW)
+    assert compared["memory_gib_predicted"] == 8.0, "a smaller bucket needs less"
+    assert compared["images_per_s_predicted"] == pytest.approx(10.0)
+    first, *warnings = EXPECTED.lines(compared, 20)
+    assert first == ("predicted and measured until step 20: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)")
+    assert warnings == [
+        "warning: the speed is 20% below the prediction; sana-pipe plan --calibrate measures this device"
+    ]
+    above = EXPECTED.lines(EXPECTED.compare({**ROW, "memory_gib": 9.0, "model_tflops": 2.1}), 20)[1:]
+    assert above == ["warning: the memory is 12% above the prediction"]
+
+
+def test_main_memory_is_compared_where_it_means_something() -> None:
+    on_cpu = replace(EXPECTED, before=2.0**29, flops_per_s=None)
+    assert on_cpu.compare({**ROW, "rss_gib": 9.0}) == {"memory_gib_predicted": 8.0, "memory_gib": 8.5}
+    small = replace(on_cpu, lasting=2.0**28, brief=2.0**28)
+    assert small.compare(ROW) == {} and small.lines({}, 2) == []
+
+
+# -------------------------------------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.parametrize("change", [{"precision": "fp32"}, {"ema": {}, "activation_checkpointing": "selective"}])
+def test_the_stopwatch_sees_the_operations_that_the_trace_counts(change: dict[str, Any]) -> None:
+    train = TrainConfig.model_validate({**COMPUTE, **change})
+    traced = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).work
+    with open_mesh(Launch(), ParallelConfig(), CPU) as mesh:
+        step = RealStep(NARROW, train, SHAPE, CPU, mesh)
+        watch = Stopwatch(inside=CUSTOM)
+        watch.phase = "forward"
+        with watch_updates(step.optimizer, watch), watch:
+            step._step(watch)
+    for kind in ("matmul", "attention", "depthwise"):
+        assert watch.work[kind].flops == traced[kind].flops > 0
+        assert watch.seconds[kind] > 0
+    for kind in ("elementwise", "optimizer"):
+        assert watch.work[kind].bytes == pytest.approx(traced[kind].bytes, rel=0.02)
+
+
+def test_two_microbatches_separate_starts_from_work() -> None:
+    loads = [{"matmul": Load(busy, 100), "casts": Load(0.0, 10)} for busy in (1.0, 0.5)]
+    measured = [{"matmul": 3 * busy + 0.2, "casts": 0.1} for busy in (1.0, 0.5)]
+    after = Constants().corrected(list(zip(measured, loads, strict=True)))
+    assert (after.factors["matmul"], after.starts["matmul"]) == pytest.approx((3.0, 0.002))
+    assert after.seconds("matmul", Load(2.0, 50)) == pytest.approx(6.1)
+    assert after.seconds("casts", Load(0.0, 20)) == pytest.approx(0.2)
+    assert after.calibrated and not Constants().calibrated
+    again = after.corrected([({"optimizer came": 1.0}, {"optimizer came": Load(0.5, 1)})])
+    assert again.factors["matmul"] == 3.0 and again.factors["optimizer came"] == pytest.approx(2.0)
+
+
+def test_a_calibration_takes_no_more_than_fits_and_seconds() -> None:
+    train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32", "microbatch": 8})
+    data, machine = Data({(384, 384): 64}, None, 32), Machine(cards.processor(), 4 << 30, 1)
+    part = calibration._largest(train, replace(NARROW, num_layers=64), data, machine)
+    prediction = part.predicted()
+    assert part.architecture.num_layers < 64 and part.train.microbatch <= 8
+    assert prediction.total <= machine.memory
+    with pytest.raises(UserError, match="not even two blocks"):
+        calibration._largest(train, NARROW, data, replace(machine, memory=1 << 28))
+
+
+def test_devices_are_cards_by_name_and_memory() -> None:
+    assert cards.of_name("NVIDIA A100-SXM4-40GB", 42_300_000_000).name == "a100-40"  # type: ignore[union-attr]
+    assert cards.of_name("NVIDIA A100-SXM4-80GB", 85_000_000_000).name == "a100-80"  # type: ignore[union-attr]
+    pcie = cards.of_name("NVIDIA H100 PCIe", 85_000_000_000)
+    assert pcie is not None and (pcie.name, pcie.bf16_tflops) == ("h100", 756.0)
+    assert cards.of_name("Tesla V100-SXM2-32GB", 1 << 35) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- encode
+
+
+def test_plan_of_encoding_says_what_the_dry_run_says(
+    photos: Path, tiny_repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [f"cache={tmp_path / 'none'}", f"vae.id={tiny_repo}", f"text.id={tiny_repo}"]
+    sets = ["--config", "tiny", *(part for path in paths for part in ("--set", path))]
+    code, out, error = plan([*sets, "--encode", "--data", str(photos), "--gpus", "2", "--json"], capsys)
+    assert code == 0, error
+    report, dry = json.loads(out), {}
+    for storage in ("bf16", "bf16-zstd", "int8"):
+        config = load("tiny", [*paths, f"encode.storage={storage}"])
+        stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
+        dry[storage] = json.loads(capsys.readouterr().out)
+        assert {kind: report["bytes"][storage][kind] for kind in ("latents", "text", "index", "total")} == dry[storage][
+            "bytes"
+        ]
+    assert report["new"] == dry["bf16"]["new"]
+    hours = report["hours"]
+    assert hours["latents_hours"] > 0
+    assert hours["text_exact_hours"] > hours["text_hours"] > 0, "the instruction is encoded with every caption"
+    assert not (tmp_path / "none").exists()
+    code, out, _ = plan([*sets, "--encode", "--data", str(photos), "--no-probe"], capsys)
+    assert code == 0 and "not probed" in out and "int8" in out
+
+
+@pytest.mark.parametrize("words", [["--encode"], ["--data", "x"], ["--encode", "--data", "x", "--gpu", "a40"]])
+def test_plan_of_encoding_takes_its_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(words, capsys)[0] == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- auto
+
+AUTO = ("train.parallel=auto", "train.microbatch=auto", "train.activation_checkpointing=auto")
+
+
+def test_auto_is_decided_once_and_kept(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = train(settings(words, *AUTO))
+    (line,) = [line for line in printed if line.startswith("auto: ")]
+    chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
+    assert chosen["microbatch"] == 12, "the whole batch fits"
+    assert (chosen["parallel"]["sizes"], chosen["parallel"]["dp_shard"]) == ("given", 1)
+    assert chosen["activation_checkpointing"] == "none", "nothing is faster than not to recompute"
+    assert "train.microbatch: 12" in line and "one process" in line
+    stored = checkpoint.document_of(settings(words), "auto")
+    assert stored is not None and stored.config["train"] == chosen
+
+    monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched again"))
+    printed = train(settings(words, *AUTO, "train.steps=4"), resume="auto")
+    assert any("train.microbatch: 12" in line and "checkpoint" in line for line in printed)
+    assert not any(line.startswith("changed since the checkpoint: train.m") for line in printed)
+
+
+def test_a_resume_on_other_processes_decides_anew() -> None:
+    config = tiny_run.config(microbatch="auto")
+    kept = {"microbatch": 3, "activation_checkpointing": "full"}
+    of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
+    earlier = {"train": {**kept, "parallel": of_one}}
+    assert auto._as_it_began(config, earlier, 1) == earlier["train"]
+    assert auto._as_it_began(config, earlier, 2) is None
+    assert auto._as_it_began(config, {"train": {**kept, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
+    assert auto._as_it_began(config, None, 1) is None
+
+
+@pytest.mark.slow
+def test_auto_leaves_a_tenth_free() -> None:
+    data = Data({(384, 384): 6}, None, 32)
+    config = tiny_run.config(microbatch="auto", residual="fp32", activation_checkpointing="full")
+    machine = Machine(cards.card("h100"), 1 << 40, 1)
+    given = config.train.model_copy(update={"microbatch": 6})
+    needed = predict.predict(given, NARROW, data, machine).total
+    tight = replace(machine, memory=round(needed * 1.05))
+    decided, _ = auto.decide(config, NARROW, data, tight)
+    assert decided.train.microbatch < 6
+    assert predict.predict(decided.train, NARROW, data, machine).total <= 0.9 * tight.memory
+    decided, _ = auto.decide(config, NARROW, data, replace(machine, memory=round(needed * 1.25)))
+    assert decided.train.microbatch == 6
+    with pytest.raises(UserError, match="nothing fits"):
+        auto.decide(config, NARROW, data, replace(machine, memory=1 << 29))
+
+
+def test_what_is_not_decided_is_refused() -> None:
+    task = tiny_run.task(tiny_run.config())
+    for change in ({"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"parallel": "auto"}):
+        with pytest.raises(ConfigError, match="is not decided"):
+            fit(tiny_run.config(**change), task, Launch())
+
+
+def test_sampling_takes_eight_for_auto() -> None:
+    assert tiny_run.config(microbatch="auto").train.drawn_at_once == 8
+    assert tiny_run.config(microbatch=3).train.drawn_at_once == 3
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "many", "true"])
+def test_a_wrong_microbatch_names_what_is_right(value: str) -> None:
+    with pytest.raises(ConfigError, match="an integer above 0, or auto"):
+        load("tiny", [f"train.microbatch={value}"])
+
+
+def test_plan_decides_what_is_auto(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [part for setting in AUTO for part in ("--set", setting)]
+    code, out, error = plan([*words, *sets, "--gpu", "3090", "--gpus", "2"], capsys)
+    assert code == 0, error
+    assert out.startswith("auto: train.parallel: 2 dp_")
+    assert "checkpointing none" in out
+
+
+def test_precisions_are_searched_where_the_weights_bear_them() -> None:
+    data, machine = Data({(384, 384): 6}, None, 32), Machine(cards.card("h100"), 1 << 40, 1)
+
+    def precisions(asked: str, *works: str) -> set[str]:
+        train = TrainConfig.model_validate({**COMPUTE, "precision": asked})
+        trees = search._variants(train, NARROW, data, machine, search.AXES, lambda p: p in works)
+        return {tree["precision"] for tree, _ in trees}
+
+    assert precisions("bf16", "bf16", "bf16_pure") == {"bf16", "bf16_pure"}
+    assert precisions("fp32", "fp32", "bf16", "bf16_pure") == {"fp32", "bf16", "bf16_pure"}
+    assert precisions("fp32", "fp32") == {"fp32"}
+    assert precisions("fp16", "fp16", "bf16") == {"fp16"}
+    train = TrainConfig.model_validate({**COMPUTE, "microbatch": "auto"})
+    fixed = search._variants(search._decided(train), NARROW, data, machine, train.undecided, lambda p: True)
+    assert [(tree["precision"], layout) for tree, layout in fixed] == [("bf16", Layout(1, 1, 1, 1))]
+
+
+@pytest.mark.dist
+def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sets = [part for setting in AUTO for part in ("--set", setting)]
+    done = subprocess.run(
+        [*launch, "-m", "pipeline.cli", "train", *words, *sets],
+        env={**tiny_run.environ(), "HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("auto: train.parallel: 2 dp_") == 1
+    assert "step 3/3" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+
+
+def tables() -> list[tuple[list[str], list[str]]]:
+    """Commands of docs/planning.md and the lines that the page shows for them."""
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n([^`]*)```\n\n```\n([^`]*)```", text)
+    return [(re.sub(r"\\\n\s*", "", commands).splitlines(), shown.splitlines()) for commands, shown in blocks]
+
+
+def test_the_page_has_tables() -> None:
+    assert len(tables()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", range(3))
+def test_every_table_of_the_page_is_printed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands, shown = tables()[number]
+    printed: list[str] = []
+    for command in commands:
+        printed += plan(command.removeprefix("$ sana-pipe plan ").split(), capsys)[1].splitlines()
+    assert [line for line in shown if line and line not in printed] == []
