@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.training.loss_band import BEFORE, LossBand
+from pipeline.training.metrics import Metrics
 
 
 def noisy(count: int, mean: float, spread: float, seed: int = 0) -> list[float]:
@@ -51,3 +54,26 @@ def test_mean_and_variance_are_those_of_the_rows_while_they_are_few() -> None:
     mean = sum(values) / 15
     assert band.mean == pytest.approx(mean)
     assert band.variance == pytest.approx(sum((value - mean) ** 2 for value in values) / 15)
+
+
+def test_a_run_says_when_its_loss_leaves_the_band_also_after_a_restart(tmp_path: Path) -> None:
+    printed: list[str] = []
+
+    def row(step: int, loss: float) -> dict[str, Any]:
+        numbers = {"grad_norm": 1.0, "lr": 1e-4, "images_per_s": 1.0, "data_wait": 0.0, "seconds": float(step)}
+        return {"step": step, "loss": loss, "bucket": [64, 64], **numbers}
+
+    losses = noisy(60, 0.3, 0.01)
+    for attempt in (range(1, 31), range(31, 61)):
+        journal = Metrics(tmp_path / "metrics.jsonl", say=printed.append)
+        journal.start(step=attempt[0] - 1)
+        for step in attempt:
+            journal.row(100, row(step, losses[step - 1]))
+        journal.close()
+    assert not [line for line in printed if line.startswith("warning")]
+    journal = Metrics(tmp_path / "metrics.jsonl", say=printed.append)
+    journal.start(step=60)
+    journal.row(100, row(61, 0.9))
+    journal.close()
+    (warning,) = [line for line in printed if line.startswith("warning")]
+    assert "0.9000" in warning and "grad_norm" in warning

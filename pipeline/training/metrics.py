@@ -33,6 +33,7 @@ from typing import Any
 from pipeline.amounts import duration
 from pipeline.errors import UserError
 from pipeline.training.expectation import Expected
+from pipeline.training.loss_band import LossBand
 from pipeline.training.trackers import Trackers
 
 
@@ -53,7 +54,7 @@ class Metrics:
             expected: compared once with what was measured.
         """
         self.path, self._say, self._trackers, self._expected = path, say, trackers, expected
-        self._rows = 0
+        self._rows, self._band = 0, LossBand()
         self._last: tuple[int, float] | None = None
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
@@ -66,7 +67,9 @@ class Metrics:
     def start(self, **facts: Any) -> None:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
         self._write({"event": "start", **facts, "time": _now()})
-        self._last = facts["step"], 0.0
+        self._last, self._band = (facts["step"], 0.0), LossBand()
+        for row in read(self.path):
+            self._band.add(row["loss"])
 
     def row(self, steps: int, values: dict[str, Any]) -> None:
         """Write one row and print it. `steps`: `train.steps`, for the printed line."""
@@ -75,6 +78,11 @@ class Metrics:
         self._say("  ".join([_line(values, steps), *self._time_left(values, steps)]))
         if self._trackers is not None:
             self._trackers.log(values["step"], values)
+        if (band := self._band.add(values["loss"])) is not None:
+            self._say(
+                f"warning: the loss {values['loss']:.4f} left its band, {band[0]:.4f} to {band[1]:.4f}: look at lr and "
+                f"grad_norm in {self.path.name}, and at what the last steps showed"
+            )
         self._rows += 1
         if self._expected is not None and (self._rows == 2 or values["step"] == steps):
             expected, self._expected = self._expected, None
