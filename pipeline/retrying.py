@@ -242,7 +242,7 @@ def _raise_final(error: Exception, state: _StoreState) -> None:
         isinstance(error, FileNotFoundError) and status in (None, 404, 410) and not _unanswered(error)
     )
     if status is not None:
-        final = final or (400 <= status < 500 and status not in (408, 409, 425, 429))
+        final = final or status == 501 or (400 <= status < 500 and status not in (408, 409, 425, 429))
     if final:
         state.record_answer()
         if status in (401, 403) and not isinstance(error, PermissionError):  # http: FileNotFoundError

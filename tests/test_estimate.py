@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from PIL import Image
 import stages.encode
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache
-from pipeline.config import Config, dump
+from pipeline.config import Config, dump, load
 from pipeline.encoding import estimate
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.survey import recipes, survey
@@ -292,3 +293,19 @@ def test_encode_gives_one_json_object_on_stdout(
     assert speed["captions"]["tokens"] > 0 == speed["images"]["tokens"]
     assert all(0 < one["encoder_busy"] <= 1 and one["per_s"] > 0 for one in speed.values())
     assert "1 rejected" in err
+
+
+@pytest.mark.parametrize(("decode_s", "bound"), [(1.0, False), (3.0, True)])
+def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: float, bound: bool) -> None:
+    shape = (64, 64)
+    work = estimate.Wanted(pictures={shape: ["a", "b", "c", "d"]}, captions=[("x", 1)])
+    speed = estimate.Speed({shape: 1.0}, decode_s, 0.5, 10.0, 1, 1, "cpu")
+    config = load("tiny", ["cache=/nowhere", "encode.workers=2"])
+    result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), speed, config, tasks=2)
+    seconds = max(4 * 1.0, 4 * decode_s / 2) + 20 * 0.5
+    assert result["device_hours"] == pytest.approx(seconds / 3600)
+    assert result["hours_per_task"] == pytest.approx((seconds / 2 + 10) / 3600)
+    assert result["decode_bound"] is bound
+    unknown = dataclasses.replace(speed, image_s={})
+    result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), unknown, config, tasks=2)
+    assert (result["device_hours"], result["decode_bound"]) == (None, False)

@@ -355,12 +355,12 @@ def tables() -> list[tuple[list[str], list[str]]]:
 
 
 def test_the_page_has_tables() -> None:
-    assert len(tables()) == 3
+    assert len(tables()) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_every_table_of_the_page_is_printed(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ class Server:
     """The largest number of requests under way together."""
     now: int = 0
     broken: str = ""
-    """What begins so is answered by an error, or (`how`) by a reset of the connection."""
+    """What begins so is answered by an error, or (`how`) by a reset of the connection, or by this status."""
     how: str = "error"
     login: str = ""
     """The Authorization header that is asked for."""
@@ -111,8 +111,8 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
                 self.send_error(401)
                 return
             if server.broken and self.path.startswith(server.broken):
-                if server.how == "error":
-                    self.send_error(500)
+                if server.how == "error" or server.how.isdigit():
+                    self.send_error(500 if server.how == "error" else int(server.how))
                 else:
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     os.close(self.connection.detach())
@@ -406,6 +406,15 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server.broken = ""
     assert len(list(cache.walk("tars"))) == 2
     assert list(cache.walk("nothing")) == []
+
+
+@pytest.mark.parametrize("status", ["403", "405", "501"])
+def test_a_web_server_that_lists_no_folders_has_no_names_beside_its_tars(ranged_server: Server, status: str) -> None:
+    filesystem = opened(f"{ranged_server.url}/tars/s-{{0,1}}.tar", PATIENCE_S).filesystem
+    assert filesystem.names("")
+    ranged_server.broken, ranged_server.how = "/tars/", status
+    filesystem.refresh()
+    assert filesystem.names("") == []
 
 
 def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
