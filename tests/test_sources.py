@@ -401,6 +401,21 @@ def test_parquet_with_image_structs(tmp_path: Path) -> None:
         assert later.stat(key) == source.stat(key)
 
 
+@pytest.mark.parametrize("rows", ["bytes", "one without"])
+@pytest.mark.parametrize("form", ["struct", "plain"])
+def test_a_table_of_which_a_row_has_no_bytes_is_listed_anew(tmp_path: Path, rows: str, form: str) -> None:
+    """Such a row may name a file, which can change without the table."""
+    table = hf_table()
+    pictures = table.column("image").to_pylist()
+    if rows == "one without":
+        pictures[7]["bytes"] = None
+    values = pictures if form == "struct" else [picture["bytes"] for picture in pictures]
+    kind = table.schema.field("image").type if form == "struct" else pa.binary()
+    pq.write_table(table.set_column(0, "image", pa.array(values, kind)), tmp_path / "t.parquet", row_group_size=3)
+    (part,) = opened(tmp_path / "t.parquet").parts()
+    assert (part.stamp is None) == (rows == "one without")
+
+
 def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     table = pa.table(
         {"jpg": [b"a", None, b"c", b""], "thumb": [b"t"] * 4, "caption": [["one", "two"], ["x"], [], ["y"]]}
