@@ -4,8 +4,8 @@ What: `parallelize` applies the strategies of the configuration to a model and r
 forward and backward passes of a step's microbatches and computes the norm of the gradient.
 Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
 The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
-follows, because it replaces the blocks' classes and counts blocks through the whole model; then compilation of what the
-new class does. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it were a whole model.
+follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it, so
+that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it were a whole model.
 Price: the norm takes one reduction for each mesh dimension that parameters are sharded over.
 """
 
@@ -56,7 +56,7 @@ class Model(Protocol):
 
 
 class ParallelModel:
-    """A model of which every process holds all layers, whole or sharded; also a model in a single process.
+    """A model without pipeline stages: in one process, or under DDP, FSDP2 or tensor parallelism.
 
     Attributes:
         module: what this process holds, under the whole model's parameter names.
@@ -66,7 +66,7 @@ class ParallelModel:
 
     def __init__(self, module: nn.Module, data_world: int = 1, keep_gathered: bool = False):
         self.module, self.data_world, self.keep_gathered = module, data_world, keep_gathered
-        self._updated: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
+        self._freed_norms: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
         """Accumulate the gradient of the mean loss over this process's samples of the global batch. With the last
@@ -91,13 +91,13 @@ class ParallelModel:
     def update_in_backward(self, update: Callable[[nn.Parameter], None]) -> None:
         """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
         and free the gradient afterwards. Requires one microbatch per step."""
-        self._updated = {}
+        self._freed_norms = {}
 
         def complete(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
-            assert gradient is not None and self._updated is not None
+            assert gradient is not None and self._freed_norms is not None
             norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32)
-            self._updated.setdefault(_sharding_groups(gradient), []).append(norm)
+            self._freed_norms.setdefault(_sharding_groups(gradient), []).append(norm)
             update(parameter)
             parameter.grad = None
 
@@ -112,11 +112,11 @@ class ParallelModel:
     def gradient_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, fp32 scalar, equal on every process. Call it once per step."""
         by_groups: _ByGroups = {}
-        if self._updated is not None:
-            by_groups, self._updated = self._updated, {}
+        if self._freed_norms is not None:
+            by_groups, self._freed_norms = self._freed_norms, {}
         for gradient in self.gradients():
             by_groups.setdefault(_sharding_groups(gradient), []).append(local(gradient))
-        squares = torch.stack([_sum_of_squares(shards, groups) for groups, shards in by_groups.items()]).sum()
+        squares = torch.stack([_sum_of_squares(tensors, groups) for groups, tensors in by_groups.items()]).sum()
         return self._sum_over_stages(squares).sqrt()
 
     def _sum_over_stages(self, squares: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(tensor.device_mesh.get_group(i) for i, kind in enumerate(tensor.placements) if not kind.is_replicate())
 
 
-def _sum_of_squares(shards: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
-    """Sum of squares over this process's shards of some tensors and those of the other processes of `groups`."""
-    if shards[0].device.type == "cuda":
-        norms = list(torch._foreach_norm(shards, dtype=torch.float32))  # of bf16 gradients, too
+def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
+    """Sum of squares of some local tensors (or norms) and of those of the other processes of `groups`."""
+    if tensors[0].device.type == "cuda":
+        norms = list(torch._foreach_norm(tensors, dtype=torch.float32))  # of bf16 gradients, too
     else:
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in shards]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in tensors]
     total = torch.linalg.vector_norm(torch.stack(norms)).square()
     for group in groups:
         if group.size() > 1:
