@@ -612,7 +612,7 @@ class TrainConfig(_Section):
     """Number of a later pass over the data with the same seed: another order, other noise."""
     microbatch: Microbatch = 8
     """Samples per process and forward pass; lower it if memory runs out. auto: the largest that is predicted to leave a
-    tenth of the GPU's memory free; chosen and kept as `parallel.sizes: auto`. On a CPU, half of the main memory (or of
+    tenth of the GPU's memory free; chosen as with `parallel.sizes: auto`. On a CPU, half of the main memory (or of
     the control group's limit), divided by the node's processes, counts as the memory. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
@@ -631,7 +631,7 @@ class TrainConfig(_Section):
     activation_checkpointing: Recompute = "full"
     """What a block computes again in the backward pass. none: nothing. full: all but its inputs. selective: all but its
     inputs and the results of matrix products that are no wider than their inputs. every-K (every-2): each K-th block in
-    full. auto: the fastest of none, selective and full that fits; chosen and kept as `microbatch: auto`."""
+    full. auto: the fastest of none, selective and full that fits; chosen as with `microbatch: auto`."""
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""

@@ -258,12 +258,12 @@ def test_auto_is_decided_once_and_kept(
 
 def test_a_resume_on_other_processes_decides_anew() -> None:
     config = tiny_run.config(microbatch="auto")
-    kept = {"microbatch": 3, "activation_checkpointing": "full"}
+    stored = {"microbatch": 3, "activation_checkpointing": "full"}
     of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
-    earlier = {"train": {**kept, "parallel": of_one}}
+    earlier = {"train": {**stored, "parallel": of_one}}
     assert auto._as_it_began(config, earlier, 1) == earlier["train"]
     assert auto._as_it_began(config, earlier, 2) is None
-    assert auto._as_it_began(config, {"train": {**kept, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
+    assert auto._as_it_began(config, {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
     assert auto._as_it_began(config, None, 1) is None
 
 

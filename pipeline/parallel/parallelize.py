@@ -4,8 +4,9 @@ What: `parallelize` applies the strategies of the configuration to a model and r
 forward and backward passes of a step's microbatches and computes the norm of the gradient.
 Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
 The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
-follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it, so
-that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it were a whole model.
+follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
+so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each
+stage as if it were a whole model.
 Price: the norm takes one reduction for each mesh dimension that parameters are sharded over.
 """
 
