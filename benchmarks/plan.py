@@ -67,6 +67,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 CONFIGURATIONS |= {
     "large latents, fp32": (1, {"precision": "fp32", "activation_checkpointing": "none"}),
     "large latents, bf16": (1, {"activation_checkpointing": "none"}),
+    "large latents, selective": (1, {"activation_checkpointing": "selective"}),
     "large latents, int8": (1, {"activation_checkpointing": "none", "activation_compression": "int8"}),
 }
 NARROW = SanaConfig(
