@@ -434,8 +434,13 @@ def plan(
         return stage.encode(config, data, probe=probe, **chosen)
     if options["write"] is not None and not options["search"]:
         raise click.UsageError("--write is for --search")
-    if options["calibrate"] and (options["search"] or options["gpu_memory"] is not None):
-        raise click.UsageError("--calibrate measures this device alone: leave --search and --gpu-memory out")
+    alone = ("search", "gpu_memory", "price")
+    if options["calibrate"] and (any(options[name] for name in alone) or options["gpus"] > 1 or options["nodes"] > 1):
+        raise click.UsageError("--calibrate measures this device alone: it goes with --gpu and --json only")
+    if options["search"] and options["price"] is not None:
+        raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
+    if not probe:
+        raise click.UsageError("--no-probe is for --encode")
     config = _load(config_path, overrides)
     from stages import plan as stage
 

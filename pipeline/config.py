@@ -551,6 +551,9 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
+        if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
+            raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} must be -1 (what remains) or a positive number")
@@ -1149,6 +1152,9 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> Non
         before = node.get("weights")
         runs_in = {"runs_in": before["runs_in"]} if isinstance(before, dict) and "runs_in" in before else {}
         value = {**_model_at(value), **runs_in}
+    if keys == ["train", "parallel"] and value == "auto":
+        node = node.setdefault("parallel", {})
+        keys = [*keys, "sizes"]
     node[keys[-1]] = value
 
 

@@ -70,12 +70,14 @@ def run(
     if search:
         return _search(config, shape, data, machine, write, as_json)
     constants = calibration.load(machine.card, config.train)
+    undecided = config.train.undecided
     config, decided = auto.decide(config, shape, data, machine)
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data, constants)
     if as_json:
         report = {"prediction": prediction.as_dict(), "largest_microbatch": largest, "time": time.as_dict(price)}
+        report |= {"decided": {name: dict(config.train)[name] for name in undecided}} if undecided else {}
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": gpus, "nodes": nodes}))
     else:
         for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):
@@ -163,8 +165,8 @@ def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json:
         raise UserError(
             f"--gpu {present.name} is not the device of this run, {device}", fix="leave --gpu out, or set train.device"
         )
-    machine = Machine(present, present.memory, 1)
-    train = auto.decide(config, shape, data, machine)[0].train
+    machine = Machine(present, auto.usable(present, 1), 1)
+    train = searching.with_placeholders(config.train)
     mesh = partial(open_mesh, launch, ParallelConfig(), device)
     earlier = calibration.find(present, train)
     made = calibration.calibrate(train, shape, data, machine, device, mesh, earlier)
@@ -270,7 +272,7 @@ def machine_of(gpus: int, gpu: str | None, gpu_memory: str | None, nodes: int) -
             expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
         )
     chosen = card(gpu or UNNAMED)
-    memory = chosen.memory if gpu_memory is None else memory_of(gpu_memory)
+    memory = auto.usable(chosen, max(1, gpus // nodes)) if gpu_memory is None else memory_of(gpu_memory)
     return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
 
 

@@ -324,9 +324,9 @@ def test_every_third_block() -> None:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"activation_checkpointing": "every-1"}, r"none, full, selective, or every-K"),
-        ({"activation_checkpointing": "every-x"}, r"none, full, selective, or every-K"),
-        ({"activation_checkpointing": "some"}, r"none, full, selective, or every-K"),
+        ({"activation_checkpointing": "every-1"}, r"none, full, selective, every-K"),
+        ({"activation_checkpointing": "every-x"}, r"none, full, selective, every-K"),
+        ({"activation_checkpointing": "some"}, r"none, full, selective, every-K"),
         ({"activation_checkpointing": "selective", "activation_compression": "int8"}, r"full, every-K or none"),
         ({"optim": {"in_backward": True}}, r"optim.clip: null"),
         ({"optim": {"in_backward": True, "clip": None}, "precision": "fp16"}, r"precision to fp32 or bf16"),

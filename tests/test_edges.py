@@ -398,6 +398,27 @@ def test_a_batch_that_does_not_fit_is_halved_and_counted() -> None:
     assert calls == [3] and limits.halved == 2
 
 
+def test_captions_are_halved_batch_by_batch(tmp_path: Path) -> None:
+    """The next ones may be shorter."""
+    calls: list[int] = []
+
+    class Encoder:
+        def encode(self, texts: list[str]) -> list[np.ndarray]:
+            calls.append(len(texts))
+            if sum(map(len, texts)) > 8:
+                raise MemoryError
+            return [np.zeros((1, 3), np.uint16) for _ in texts]
+
+    rows = pa.table(
+        {"key": pa.array([bytes([i] * 16) for i in range(8)], pa.binary(16)), "caption": ["long"] * 4 + ["a"] * 4}
+    )
+    limits, unit = unit_records.Limits(), Unit("u", 0, 8, 4)
+    recipe = text_recipe(config(tmp_path / "cache"))
+    made = list(unit_records.caption_records(recipe, unit, rows, Encoder(), limits=limits))  # type: ignore[arg-type]
+    assert [len(records) for records, _ in made] == [4, 4]
+    assert calls == [4, 2, 2, 4] and limits.halved == 1
+
+
 def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
     """Later batches are divided as the first one was, without a failure."""
     calls: list[tuple[int, int]] = []

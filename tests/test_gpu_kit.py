@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu import rows as kit
 from benchmarks.gpu import steps
-from benchmarks.gpu.__main__ import headline
+from benchmarks.gpu.__main__ import headline, measured
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.sizes import Sizes
 from pipeline.launch import Launch
@@ -54,6 +54,7 @@ def test_a_dry_run_of_every_row_yields_its_figures_with_the_carried_wheels_alone
     assert {name for name, value in last.items() if value is None} == {"mfu"}
 
 
+@pytest.mark.slow
 def test_after_a_row_that_fails_the_next_is_run(tmp_path: Path) -> None:
     pid, own = tmp_path / "pid", "tests.support.kit_rows:"
     rows = [
@@ -61,14 +62,15 @@ def test_after_a_row_that_fails_the_next_is_run(tmp_path: Path) -> None:
         Row("hangs", own + "hangs", 15, (), {"pid": str(pid)}),
         Row("lacks", own + "yields", 60, ("a", "b"), {"a": 1}),
         Row("bad", own + "yields", 60, ("ok",), {"ok": False}),
+        Row("chats", own + "chats", 60, ("a",)),
         Row("good", own + "yields", 60, ("a",), {"a": 2.5}),
     ]
     results = {r["row"]: r for r in kit.run(rows, 10, dry=True)}
-    assert [results[row.name]["ok"] for row in rows] == [False, False, False, False, True]
+    assert [results[row.name]["ok"] for row in rows] == [False, False, False, False, True, True]
     assert "this row is broken" in results["breaks"]["error"]
     assert "15 s" in results["hangs"]["error"]
     assert "lacks does not yield b" in results["lacks"]["error"]
-    assert results["good"]["figures"] == {"a": 2.5}
+    assert results["good"]["figures"] == {"a": 2.5} and results["chats"]["figures"] == {"a": 1}
     if pid.exists():  # else it was ended while it imported
         for _ in range(50):
             state = Path(f"/proc/{pid.read_text()}/stat")
@@ -141,6 +143,22 @@ def test_rows_have_names_of_their_own_and_groups_are_chosen_in_order_of_value() 
     ] == pytest.approx(1.5)
     cards = {"24gb/came-8": {"fits": True}, "24gb/came-16": {"fits": False}, "48gb/came-48": {"fits": False}}
     assert (headline(cards)["batch_24gb"], headline(cards)["batch_48gb"]) == (8, 0)
+    assert headline({"24gb/came-8": {}})["batch_24gb"] is None, "it did not run"
+
+
+def test_rows_of_an_earlier_call_are_not_measured_again(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "kit.jsonl"
+    assert measured(out) == {}
+    lines = [
+        {"row": "a", "ok": True, "figures": {"x": 1}},
+        {"row": "b", "ok": False, "error": "e"},
+        {"row": "c", "ok": None},
+    ]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(out) == {"a": {"x": 1}}
+    out.write_text("no json")
+    with pytest.raises(SystemExit, match="cannot be used"):
+        measured(out)
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,14 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
     assert not dist.is_initialized()
 
 
+def test_processes_with_different_sizes_end_before_they_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "all_gather_objects", lambda layout: [layout, mesh.Layout(1, 2, 1, 1)])
+    with pytest.raises(UserError, match="different sizes") as caught:
+        with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
+            pass
+    assert "process 1" in str(caught.value.found) and not dist.is_initialized()
+
+
 def test_one_process_needs_no_port() -> None:
     with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")) as device_mesh:
         assert device_mesh.size() == 1

@@ -77,3 +77,12 @@ def test_a_run_says_when_its_loss_leaves_the_band_also_after_a_restart(tmp_path:
     journal.close()
     (warning,) = [line for line in printed if line.startswith("warning")]
     assert "0.9000" in warning and "grad_norm" in warning
+
+
+def test_a_damaged_journal_ends_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 0.3}\n{"step": 2}\n\xff\xfe{"step": 3\n{"step": 4, "loss": null}\n')
+    journal = Metrics(path, say=lambda line: None)
+    journal.start(step=4)
+    journal.close()
+    assert journal._band.rows == 1

@@ -259,12 +259,66 @@ def test_auto_is_decided_once_and_kept(
 def test_a_resume_on_other_processes_decides_anew() -> None:
     config = tiny_run.config(microbatch="auto")
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
-    of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
+    of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1, "offload": "none"}
     earlier = {"train": {**stored, "parallel": of_one}}
     assert auto._as_it_began(config, earlier, 1) == earlier["train"]
     assert auto._as_it_began(config, earlier, 2) is None
     assert auto._as_it_began(config, {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
     assert auto._as_it_began(config, None, 1) is None
+
+
+def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
+    earlier = tiny_run.config()
+    stored = {"train": earlier.train.model_dump()}
+    stored["train"]["parallel"] |= {"dp_shard": 1, "timeout_s": 600}
+    machine = Machine(cards.card("h100"), 1 << 40, 1)
+    config = tiny_run.config(parallel={"sizes": "auto", "timeout_s": 3600, "reduce_dtype": "bf16"})
+    decided, _ = auto.decide(config, NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
+    parallel = decided.train.parallel
+    assert (parallel.timeout_s, parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == (3600, "bf16", 1, "given")
+
+    stored["train"]["activation_checkpointing"] = "selective"
+    asked = tiny_run.config(activation_checkpointing="auto", activation_compression="int8")
+    with pytest.raises(ConfigError, match="instead of auto"):
+        auto.decide(asked, NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
+
+
+def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
+    for sets in (
+        ["train.parallel.timeout_s=60", "train.parallel=auto"],
+        ["train.parallel=auto", "train.parallel.timeout_s=60"],
+    ):
+        parallel = load("tiny", sets).train.parallel
+        assert (parallel.sizes, parallel.timeout_s) == ("auto", 60)
+    with pytest.raises(ConfigError, match="chooses tp_size, offload, too"):
+        load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
+
+
+def test_a_microbatch_that_does_not_fit_after_all_is_followed_by_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of parts may be too small; the whole trace decides."""
+    real, asked = predict.predict, []
+
+    def doubled(train: Any, *given: Any, **options: Any) -> Any:
+        prediction = real(train, *given, **options)
+        asked.append(train.microbatch)
+        return replace(prediction, kinds={**prediction.kinds, "activations": 2.0**30 * train.microbatch})
+
+    monkeypatch.setattr(predict, "predict", doubled)
+    data, config = Data({(64, 64): 24}, None, 16), tiny_run.config(microbatch="auto", residual="fp32")
+    machine = Machine(cards.card("h100"), 16 << 30, 1)
+    decided, _ = auto.decide(config, NARROW, data, machine)
+    assert asked[0] == 24 and 4 <= decided.train.microbatch <= 13 and len(asked) <= 3
+    with pytest.raises(UserError, match="nothing fits") as caught:
+        auto.decide(config, NARROW, data, replace(machine, memory=2 << 30))
+    assert float(str(caught.value.expected).split()[2]) > 1.8, "what the smallest one needed"
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool) -> None:
+    (tmp_path / "cgroup").write_text("0::/slurm/job_7/step_0\n" if deep else "12:memory:/x\n")
+    named = [path.relative_to(tmp_path).as_posix() for path in cards._limits(tmp_path / "cgroup", tmp_path)]
+    below = ["slurm/job_7/step_0/memory.max", "slurm/job_7/memory.max", "slurm/memory.max"] if deep else []
+    assert set(named) == {*below, "memory.max", "memory/memory.limit_in_bytes"}
 
 
 @pytest.mark.slow
@@ -323,7 +377,7 @@ def test_precisions_are_searched_where_the_weights_bear_them() -> None:
     assert precisions("fp32", "fp32") == {"fp32"}
     assert precisions("fp16", "fp16", "bf16") == {"fp16"}
     train = TrainConfig.model_validate({**COMPUTE, "microbatch": "auto"})
-    fixed = search._variants(search._decided(train), NARROW, data, machine, train.undecided, lambda p: True)
+    fixed = search._variants(search.with_placeholders(train), NARROW, data, machine, train.undecided, lambda p: True)
     assert [(tree["precision"], layout) for tree, layout in fixed] == [("bf16", Layout(1, 1, 1, 1))]
 
 

@@ -26,11 +26,14 @@ def install(wheels: Path) -> None:
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise SystemExit(f"{wheels} holds no wheels; benchmarks/gpu/wheels.txt names them and how to collect them")
-    site = (wheels / "installed").resolve()
-    options = ["--no-index", "--no-deps", "--quiet", "--upgrade", "--target", str(site)]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, files)], check=False)
-    if done.returncode:
-        raise SystemExit(f"pip could not install the wheels in {wheels}")
+    site, complete = (wheels / "installed").resolve(), wheels / "installed" / "complete"
+    names = "\n".join(file.name for file in files)
+    if not complete.exists() or complete.read_text(encoding="utf-8") != names:
+        options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--upgrade", "--target", str(site)]
+        done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, files)], check=False)
+        if done.returncode:
+            raise SystemExit(f"pip could not install the wheels in {wheels}")
+        complete.write_text(names, encoding="utf-8")
     sys.path.insert(0, str(site))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
@@ -46,7 +49,7 @@ def headline(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         return a / b if a and b else None
 
     def largest(card: str) -> int | None:
-        cells = {row: f for row, f in results.items() if row.startswith(card)}
+        cells = {row: figures for row, figures in results.items() if row.startswith(card) and "fits" in figures}
         fitting = [int(row.rpartition("-")[2]) for row, figures in cells.items() if figures.get("fits")]
         return max(fitting, default=0) if cells else None
 
@@ -66,6 +69,24 @@ def headline(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def measured(out: Path | None) -> dict[str, dict[str, Any]]:
+    """The figures of the rows that an earlier call has written there; makes sure that it can be written.
+
+    Raises:
+        SystemExit: it cannot.
+    """
+    if out is None:
+        return {}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            lines = [json.loads(line) for line in file if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{out} cannot be used: {error}") from None
+    return {line["row"]: line["figures"] for line in lines if line["ok"]}
+
+
 def child(text: str, dry: bool) -> None:
     """One row in this process; its figures are the last line. The allocator is set as the command line sets it."""
     from pipeline.launch import prefer_expandable_segments
@@ -82,7 +103,12 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="time for all rows (default: 60)")
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="rows or groups of rows")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append each result as a line of JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="append each result as a line of JSON; rows that it has are not measured again",
+    )
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="install the wheels of this folder first")
     parser.add_argument("--dry", action="store_true", help="on the CPU, tiny, in one process")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -109,8 +135,9 @@ def main() -> int:
     if not given.dry and not torch.cuda.is_available():
         print("torch finds no GPU here: nothing is measured; --dry runs every row on the CPU", file=sys.stderr)
         return NO_GPU
-    results: dict[str, dict[str, Any]] = {}
-    counts = {True: 0, False: 0, None: 0}
+    results = measured(given.out)
+    rows = [row for row in rows if row.name not in results]
+    counts = {True: len(results), False: 0, None: 0}
     for result in kit.run(rows, given.minutes, given.dry, kit.here if given.dry else kit.in_a_process):
         line = json.dumps(result)
         print(line, flush=True)

@@ -11,12 +11,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 3000
+LEAST_S = 30.0
+"""A row that takes longer is not begun with less time left."""
 """Characters of a failed row's output that are shown."""
 
 
@@ -67,7 +70,7 @@ def _profile(name: str, train: Mapping[str, Any]) -> Row:
 
 
 def _optimizer(name: str, train: Mapping[str, Any]) -> Row:
-    return Row(name, _STEPS + "optimizer", 120, ("step_ms", "state_gib", "peak_gib", "reserved_gib"), {"train": train})
+    return Row(name, _STEPS + "optimizer", 240, ("step_ms", "state_gib", "peak_gib", "reserved_gib"), {"train": train})
 
 
 def _buckets(name: str, train: Mapping[str, Any]) -> Row:
@@ -84,7 +87,7 @@ _KERNELS = ["test_kernels.py", "test_sana_model.py"]
 _PACKED = {"text": "packed", "packed_attention": True}
 
 ROWS: tuple[Row, ...] = (
-    Row("device", _RUNS + "device", 60, ("matmul_tflops", "copy_gbs", "to_device_gbs", "to_host_gbs", "memory_gib")),
+    Row("device", _RUNS + "device", 150, ("matmul_tflops", "copy_gbs", "to_device_gbs", "to_host_gbs", "memory_gib")),
     _tests("tests/kernels", only=_KERNELS),
     _step("step/default", 64, {}, microbatch=8),
     _step("step/fast", 16, {**_NONE, **_BLOCK}, seconds=240),
@@ -129,7 +132,7 @@ ROWS: tuple[Row, ...] = (
     _step("technique/packed-16", 16, {**_NONE, **_PACKED}),
     _step("technique/compile-packed-16", 16, {**_NONE, **_PACKED, **_BLOCK}, seconds=240),
     _step("technique/came-16", 16, {**_NONE, **CAME}),
-    _step("technique/adamw8bit-16", 16, {**_NONE, **EIGHT_BIT}),
+    _step("technique/adamw8bit-16", 16, {**_NONE, **EIGHT_BIT}, seconds=240),
     _step("technique/bf16-pure-16", 16, {**_NONE, "precision": "bf16_pure"}),
     _step("technique/in-backward-16", 16, {**_NONE, "optim": {"clip": None, "in_backward": True}}),
     _step("technique/int8-16", 16, {**_NONE, "activation_compression": "int8"}),
@@ -153,11 +156,11 @@ ROWS: tuple[Row, ...] = (
         ("matmul_error", "matmul_error_tf32", "convolution_error", "convolution_error_tf32"),
     ),
     _step("24gb/came-16", 16, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
-    _step("24gb/adamw8bit-8", 8, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"]),
-    _step("24gb/adamw8bit-16", 16, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"]),
+    _step("24gb/adamw8bit-8", 8, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
+    _step("24gb/adamw8bit-16", 16, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
     _step("48gb/came-48", 48, {**CAME, **FRUGAL}, cap_gib=CAPS["48gb"]),
-    _step("48gb/adamw8bit-32", 32, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"]),
-    _step("48gb/adamw8bit-48", 48, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"]),
+    _step("48gb/adamw8bit-32", 32, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"], seconds=240),
+    _step("48gb/adamw8bit-48", 48, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"], seconds=240),
 )  # fmt: skip
 
 
@@ -208,10 +211,17 @@ def here(row: Row, dry: bool, seconds: float) -> dict[str, Any]:
 
 
 def in_a_process(row: Row, dry: bool, seconds: float) -> dict[str, Any]:
-    """A row in a new process, which is ended with all of its children after this many seconds."""
+    """A row in a new process, which is ended with all of its children after this many seconds, or with this process.
+    Its figures are the last line of its output that is a JSON object: threads of libraries may print after it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--child", json.dumps(asdict(row)), *(["--dry"] if dry else [])]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,  # of this session, so that what ends the session ends the row
     )
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -223,9 +233,17 @@ def in_a_process(row: Row, dry: bool, seconds: float) -> dict[str, Any]:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    if process.returncode == 0:
-        return _judged(json.loads(output.splitlines()[-1]))
+    if process.returncode == 0 and (figures := _last_object(output)) is not None:
+        return _judged(figures)
     return {"ok": False, "error": f"exit code {process.returncode}\n{output[-_TAIL:]}"}
+
+
+def _last_object(output: str) -> dict[str, Any] | None:
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError):
+            if isinstance(value := json.loads(line), dict):
+                return value
+    return None
 
 
 def _judged(figures: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +262,7 @@ def run(
     began = time.monotonic()
     for row in rows:
         left = 60 * minutes - (time.monotonic() - began)
-        if left <= 0:
+        if left < (0 if dry else min(LEAST_S, row.seconds)):
             yield {"row": row.name, "seconds": 0.0, "ok": None, "error": "no time was left"}
             continue
         start = time.monotonic()

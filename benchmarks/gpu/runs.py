@@ -106,7 +106,7 @@ def gpu_tests(sizes: Sizes, *, only: list[str] | None = None, without: list[str]
     marked = {p.name for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text("utf-8")}
     chosen = marked & set(only) if only is not None else marked - set(without or ())
     outcomes = _Outcomes()
-    more = ["--collect-only"] if sizes.dry else ["--timeout=600"]
+    more = ["--collect-only"] if sizes.dry else ["--timeout=100"]
     files = [str(ROOT / "tests" / name) for name in sorted(chosen)]
     arguments = [
         *files,

@@ -149,7 +149,7 @@ def caption_records(
     only: Container[bytes] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Made]:
-    """Encode a text unit, batch by batch. `only` and `limits` as in `image_records`."""
+    """Encode a text unit, batch by batch. `only` as in `image_records`; `limits` counts halved batches only."""
     limits = limits or Limits()
     for batch in _batches(unit, rows, only):
         if batch[0]["caption"] is None:
@@ -157,8 +157,10 @@ def caption_records(
             yield [Record(batch[0]["key"], null, "", valid)], []
             continue
         normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
-        records, rejects = [], []
-        for row, array in zip(batch, _finite(normalised, encoder.encode, limits), strict=True):
+        records, rejects, of_batch = [], [], Limits()  # the next captions may be shorter
+        arrays = _finite(normalised, encoder.encode, of_batch)
+        limits.halved += of_batch.halved
+        for row, array in zip(batch, arrays, strict=True):
             if array is not None:
                 records.append(Record(row["key"], array, row["caption"]))
             else:

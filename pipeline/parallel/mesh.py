@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError, printed_first
 from pipeline.launch import Launch
+from pipeline.parallel.collectives import all_gather_objects
 
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
 """The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
@@ -133,12 +134,29 @@ def open_mesh(
         ) from None
     try:
         with printed_first(launch.rank, launch.world):
+            _check_alike(layout)
             yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
     except BaseException as error:
         _close_after(error, launch.world)
         raise
     else:
         dist.destroy_process_group()
+
+
+def _check_alike(layout: Layout) -> None:
+    """Every process has computed the sizes for itself; with other ones it would wait in groups that the others do not
+    make. Collective."""
+    layouts = all_gather_objects(layout)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
+            error = UserError(
+                "the processes have different sizes of train.parallel",
+                found=f"process {rank}: {other}; process 0: {layouts[0]}",
+                fix="give every node the same configuration; numbers instead of train.parallel=auto where nodes have "
+                "different GPUs or calibrations (~/.config/sana-pipe/calibration)",
+            )
+            error.everywhere = True
+            raise error
 
 
 def _close_after(error: BaseException, world: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from pipeline.config import Config, ParallelConfig
 from pipeline.errors import ConfigError
@@ -68,7 +69,7 @@ def decide(
         )[0]
         sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
         values = {
-            "parallel": {**best.train.parallel.model_dump(), **sizes, "sizes": "given"},
+            "parallel": {**sizes, "offload": best.train.parallel.offload},
             "microbatch": best.train.microbatch,
             "activation_checkpointing": best.train.activation_checkpointing,
         }
@@ -77,9 +78,16 @@ def decide(
             f"{MARGIN:.0%} and more stay free"
         )
     tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
-    if "parallel" not in undecided:  # a resumed run compares the sizes
-        tree["parallel"] = {**tree["parallel"], **{name: values["parallel"][name] for name in _SIZES}}
-    decided = type(train).model_validate(tree)
+    chosen_sizes = values["parallel"] if "parallel" in undecided else {n: values["parallel"][n] for n in _SIZES}
+    tree["parallel"] = {**train.parallel.model_dump(), **chosen_sizes, "sizes": "given"}
+    try:
+        decided = type(train).model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(
+            f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
+            found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
+            fix="give these options values instead of auto",
+        ) from None
     named = {
         "parallel": str(check_sizes(decided.parallel, machine.gpus)),
         "microbatch": str(decided.microbatch),
@@ -100,7 +108,8 @@ def _as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> 
     """The values in the checkpoint; None if it was made on another number of processes, or has none."""
     if earlier is None:
         return None
-    values = {name: earlier["train"][name] for name in ("parallel", "microbatch", "activation_checkpointing")}
+    values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
+    values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, "offload")}
     sizes = [values["parallel"][name] for name in _SIZES]
     try:
         before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
@@ -118,5 +127,9 @@ def present(device: torch.device, launch: Launch) -> Machine:
     if card is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
         return Machine(cards.card(cards.UNNAMED), memory, launch.world, nodes, assumed=True)
-    memory = card.memory if card.is_gpu else card.memory // (2 * launch.local_world)
-    return Machine(card, memory, launch.world, nodes)
+    return Machine(card, usable(card, launch.local_world), launch.world, nodes)
+
+
+def usable(card: cards.Card, processes: int) -> int:
+    """Bytes of a card for each of so many processes on its node: all of a GPU; half of main memory, shared."""
+    return card.memory if card.is_gpu else card.memory // (2 * processes)

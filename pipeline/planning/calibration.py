@@ -10,10 +10,13 @@ Price: collectives are not measured: one process runs. Each precision and optimi
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +42,7 @@ from pipeline.planning.tracker import Stopwatch
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
 from pipeline.training.ema import EMA
+from pipeline.training.memory import memory_errors
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
 
@@ -175,7 +179,7 @@ def calibrate(
     for samples in (microbatch, microbatch // 2 or 2):
         part = largest.at(samples)
         prediction = part.predicted()
-        with mesh() as opened:
+        with mesh() as opened, memory_errors(part.train):
             step = RealStep(part.architecture, part.train, prediction.shape, device, opened)
             seconds = timed(step, clock)
             del step
@@ -253,7 +257,11 @@ def _largest(train: TrainConfig, architecture: SanaConfig, data: Data, machine: 
 
 def path_of(card: Card) -> Path:
     """Where the calibration of a card is stored: one JSON document, for any precision."""
-    return Path.home() / ".config" / "sana-pipe" / "calibration" / f"{card.name}.json"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise UserError("there is no home folder for calibrations", fix="set HOME") from None
+    return home / ".config" / "sana-pipe" / "calibration" / f"{card.name}.json"
 
 
 def _key(train: TrainConfig) -> str:
@@ -278,12 +286,14 @@ def save(calibration: Calibration, train: TrainConfig, device: torch.device) -> 
         "steps": [asdict(steps) for steps in calibration.steps],
         "constants": asdict(calibration.constants),
     }
-    entries = {**_entries(path), _key(train): entry}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"card": calibration.card.name, "precisions": entries}, indent=1) + "\n")
-        fresh.replace(path)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # other calibrations add their precision
+            entries = {**_entries(path), _key(train): entry}
+            fresh = path.with_suffix(f".{os.getpid()}.tmp")
+            fresh.write_text(json.dumps({"card": calibration.card.name, "precisions": entries}, indent=1) + "\n")
+            fresh.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", fix="check the rights of this folder") from None
     return path
@@ -306,8 +316,19 @@ def find(card: Card, train: TrainConfig) -> Constants | None:
 
 
 def constants_or_default(machine: Machine) -> Callable[[TrainConfig], Constants]:
-    """The constants for a configuration on this machine: calibrated, or those of the data sheet."""
-    return lambda train: find(machine.card, train) or Constants()
+    """The constants for a configuration on this machine: calibrated, or those of the data sheet. A document that cannot
+    be read counts as none."""
+    known: dict[str, Constants] = {}
+
+    def constants(train: TrainConfig) -> Constants:
+        key = _key(train)
+        if key not in known:
+            known[key] = Constants()
+            with suppress(UserError):
+                known[key] = find(machine.card, train) or Constants()
+        return known[key]
+
+    return constants
 
 
 def load(card: Card, train: TrainConfig) -> Constants:

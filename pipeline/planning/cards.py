@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,10 +89,21 @@ def card(name: str) -> Card:
 def processor() -> Card:
     """This machine's CPU: its main memory, or the limit of its control group; nominal speeds."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for file in _limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         with suppress(OSError, ValueError):
-            sizes.append(int(Path(file).read_text()))
+            sizes.append(int(file.read_text()))
     return Card(CPU, min(sizes) / GIB, 0.05, 0.05, 10, 1)
+
+
+def _limits(membership: Path, root: Path) -> Iterator[Path]:
+    """Files that may limit this process's memory: of its control group and of all above it (cgroup v2), then of v1."""
+    groups = [""]
+    with suppress(OSError):
+        groups += [line.partition("::")[2] for line in membership.read_text().splitlines() if line.startswith("0::")]
+    for group in groups:
+        below = root / group.strip("/")
+        yield from (folder / "memory.max" for folder in (below, *below.parents) if folder.is_relative_to(root))
+    yield root / "memory" / "memory.limit_in_bytes"
 
 
 def of_device(device: torch.device) -> Card | None:

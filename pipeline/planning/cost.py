@@ -22,6 +22,8 @@ from pipeline.planning.predict import Data, Prediction
 from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
 
 _GB, _TERA = 1e9, 1e12
+REPLICAS = "over replicas"
+"""In the name of a sum over replicas, where its group may be as large as that of tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -214,27 +216,39 @@ def class_of(name: str, train: TrainConfig) -> str:
 
 
 def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> dict[str, float]:
-    """Seconds of each collective: bytes over the slowest link that its group uses."""
+    """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
+    network; one group over whole nodes has it alone, since its ring crosses the border of a node once."""
     machine, layout = prediction.machine, prediction.layout
+    gathers_once = not prediction.train.parallel.reshards(layout.dp_shard)
     seconds: dict[str, float] = {}
     for (name, size), (payload, _) in prediction.traced.sent.items():
         group = size or layout.dp_shard
         if group < 2 and name not in ("send", "recv"):
             continue
-        inside = _span(name, group, layout) <= machine.per_node
-        rate = machine.card.link_gbs if inside else machine.network_gbs / max(1, machine.per_node)
+        span = _span(name, group, layout)
+        rate = machine.card.link_gbs
+        if span > machine.per_node:
+            members = max(1, machine.per_node * group // span)  # of the group in a node
+            rate = min(rate, machine.network_gbs * members / machine.per_node)
         share = (group - 1) / group if group > 1 else 1.0
         passes = 2 * share if "reduce" in name and "scatter" not in name else share
-        times = 1.0 if "scatter" in name else repeats  # gradients are sent once a step
+        once = "scatter" in name or _over_replicas(name, group, layout) or ("gather" in name and gathers_once)
+        times = 1.0 if once else repeats  # gradients are sent once a step
         seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * constants.link)
     return seconds
 
 
 def _span(name: str, group: int, layout: Layout) -> int:
     """Consecutive processes from a group's first to its last; the mesh's order is pp, dp_replicate, dp_shard, tp."""
-    if "all" in name and "reduce" in name:
-        return group if layout.dp_replicate == 1 or group == layout.tp else group * layout.dp_shard * layout.tp
-    return group * layout.tp
+    if _over_replicas(name, group, layout):
+        return group if layout.dp_replicate == 1 else group * layout.dp_shard * layout.tp
+    return group if "all" in name and "reduce" in name else group * layout.tp
+
+
+def _over_replicas(name: str, group: int, layout: Layout) -> bool:
+    """Whether a collective sums gradients over replicas, and not activations over tensor parallelism."""
+    sums = "all" in name and "reduce" in name
+    return sums and (REPLICAS in name or layout.tp == 1 or group != layout.tp)
 
 
 def by_share(times: Mapping[str, float]) -> list[tuple[str, float]]:

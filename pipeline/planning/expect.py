@@ -50,8 +50,10 @@ def expect(
 def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch) -> Expected | None:
     train, machine = as_new_run(config.train), auto.present(device, launch)
     layout = check_sizes(train.parallel, launch.world)
-    constants = calibration.find(machine.card, train)
     on_gpu = machine.card.is_gpu
+    # Of this very card; processes that share a CPU have parts of what was calibrated.
+    fits = not machine.assumed and (on_gpu or launch.local_world == 1)
+    constants = calibration.find(machine.card, train) if fits else None
     if not on_gpu and constants is None and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
         return None
     prediction = predict(train, shape, data, machine, layout=layout)

@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
-from pipeline.planning.cost import Constants, Time
+from pipeline.planning.cost import REPLICAS, Constants, Time
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.trace import Shape, Traced
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING, UPDATE
@@ -51,6 +51,7 @@ AXES = frozenset(
 """What can be varied. parallel: layout and offload. compression: and offload of activations."""
 PRICE = 0.95
 _TRACED_AT = 4  # samples, beside one
+_AUTO = ("parallel", "activation_checkpointing", "microbatch")
 _SHOWN = 12
 ConstantsOf = Callable[[TrainConfig], Constants]
 
@@ -116,7 +117,7 @@ def search(
     Raises:
         UserError: nothing fits; says what is missing in the best case.
     """
-    train = _decided(predicting.as_new_run(train))
+    train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = [], float("inf")
     for changed, layout in _variants(train, shape, data, machine, axes, bears):
@@ -141,7 +142,7 @@ def search(
 
     candidates.sort(key=rank)
     best: list[Candidate] = []
-    rest = candidates
+    rest, needed = candidates, list[float]()
     tried = 0
     while rest and len(best) < verified and (tried < 2 * verified or not best):
         candidate, *rest = rest
@@ -150,17 +151,24 @@ def search(
         if prediction.fits:
             step = Time.of(prediction, data, constants(candidate.train)).step
             best.append(replace(candidate, prediction=prediction, total=prediction.total, step=step))
+            continue
+        needed.append(prediction.total)
+        if "microbatch" in axes and (smaller := pieces.smaller(candidate, prediction.total)) is not None:
+            rest = sorted([smaller, *rest], key=rank)
     best.sort(key=rank)
     if not best and smallest == float("inf"):
         predicting.check(train, shape, data, machine.gpus)  # says what is wrong with the sizes
     if not best:
-        frugal = "" if "parallel" in axes else ", train.parallel=auto"
-        frugal += "" if "activation_checkpointing" in axes else ", train.activation_checkpointing=auto"
-        frugal += "" if "microbatch" in axes else ", train.microbatch=auto"
+        on_gpu = machine.card.is_gpu
+        frugal = ["more GPUs"] if on_gpu else []
+        frugal += ["a smaller bucket.batch"]
+        frugal += ["train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
+        frugal += [f"train.{name}=auto" for name in _AUTO if name not in axes]
         raise UserError(
             f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
-            expected=f"at least {smallest / 2**30:.1f} GiB each in the most frugal case that was considered",
-            fix=f"more GPUs, a smaller bucket.batch, train.parallel.offload=all{frugal}",
+            expected=f"at least {min(needed, default=smallest) / 2**30:.1f} GiB each in the most frugal case that was "
+            "considered",
+            fix=", ".join(frugal),
         )
     return [*best, *rest[: _SHOWN - len(best)]]
 
@@ -178,8 +186,8 @@ def layouts(gpus: int, shape: SanaConfig, per_node: int) -> Iterator[Layout]:
                 yield Layout(pp, data // shards, shards, tp)
 
 
-def _decided(train: TrainConfig) -> TrainConfig:
-    """With placeholders for what is `auto`, to be varied."""
+def with_placeholders(train: TrainConfig) -> TrainConfig:
+    """With plain values for what is `auto`."""
     values = {
         "parallel": train.parallel.model_copy(update={"sizes": "given"}),
         "microbatch": 1,
@@ -243,6 +251,16 @@ class _Pieces:
             return sorted({-(-max(shares) // count) for count in range(1, max(shares) + 1)}, reverse=True)
         largest = min(shares) // (2 * layout.pp)
         return [m for m in range(max(1, largest), 0, -1) if all(s % m == 0 for s in shares)]
+
+    def smaller(self, candidate: Candidate, needed: float) -> Candidate | None:
+        """The candidate with a smaller microbatch that may fit, after its whole trace has needed so many bytes."""
+        before = candidate.train.microbatch
+        sizes = [size for size in self.microbatches(candidate.layout) if size < before]
+        if not sizes:
+            return None
+        most = before * self.machine.memory / needed
+        size = next((size for size in sizes if size <= most), sizes[-1])
+        return self.candidate(candidate.train.model_copy(update={"microbatch": size}), candidate.layout)
 
     def candidate(self, train: TrainConfig, layout: Layout) -> Candidate | None:
         """The sum for a candidate; None if `train` would refuse it."""
@@ -315,7 +333,7 @@ class _Pieces:
             sent["allgather", layout.dp_shard] = [gathers * compute * whole, 1]
             sent["reduce_scatter", layout.dp_shard] = [4 * whole, 1]
         if layout.dp_replicate > 1:
-            sent["all_reduce", layout.dp_replicate] = [4 * whole / layout.dp_shard, 1]
+            sent[f"all_reduce {REPLICAS}", layout.dp_replicate] = [4 * whole / layout.dp_shard, 1]
         if layout.tp > 1:
             tokens = height * width * self.shape.inner_dim * compute * microbatch
             sent["all_reduce", layout.tp] = [8.0 * self.shape.num_layers / layout.pp * tokens, 1]

@@ -267,6 +267,7 @@ def _as_on_gpu(optimizer: torch.optim.Optimizer, fused: bool) -> None:
     if type(optimizer) is torch.optim.AdamW:
         for group in optimizer.param_groups:
             group.update(fused=True, foreach=False)
+        optimizer._step_supports_amp_scaling = True  # the step clips in the optimizer's kernel
     elif hasattr(optimizer, "_update_one"):  # 8-bit AdamW
         optimizer._update_one = lambda *args: None
 

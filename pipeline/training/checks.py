@@ -91,7 +91,8 @@ def _check_alike(train: TrainConfig) -> None:
         raise UserError(
             "the processes have different values of train.parallel, train.microbatch or train.activation_checkpointing",
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
-            fix="give every node the same configuration, and numbers instead of auto where the GPUs differ",
+            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs "
+            "or calibrations (~/.config/sana-pipe/calibration)",
         )
 
 

@@ -69,7 +69,8 @@ class Metrics:
         self._write({"event": "start", **facts, "time": _now()})
         self._last, self._band = (facts["step"], 0.0), LossBand()
         for row in read(self.path):
-            self._band.add(row["loss"])
+            if isinstance(row.get("loss"), float):
+                self._band.add(row["loss"])
 
     def row(self, steps: int, values: dict[str, Any]) -> None:
         """Write one row and print it. `steps`: `train.steps`, for the printed line."""
@@ -125,7 +126,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         UserError: the file is missing.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     rows: dict[int, dict[str, Any]] = {}

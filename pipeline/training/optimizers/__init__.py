@@ -58,7 +58,7 @@ def _share_of_peak(config: OptimConfig, step: int, steps: int) -> float:
     """Linear, half a cosine, or 1 - sqrt (Haegele et al., arXiv 2405.18392) down to `final_lr`."""
     begin = config.warmup_steps
     if config.schedule == "wsd":
-        begin = max(begin, steps - (config.decay_steps or steps // 10))
+        begin = max(begin, steps - (config.decay_steps or max(1, steps // 10)))
     if config.schedule == "constant" or step <= begin:
         return 1.0
     progress = min(1.0, (step - begin) / max(1, steps - begin))
@@ -79,6 +79,12 @@ def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
             f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
             f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
             f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
+        )
+    fall = config.decay_steps or 0
+    if fall > max(0, steps - config.warmup_steps):
+        notes.append(
+            f"train.optim.decay_steps = {fall} begins before the warm-up ends: the rate falls over the last "
+            f"{max(0, steps - config.warmup_steps)} of train.steps = {steps}"
         )
     if peak < NEW_CONCEPTS:
         notes.append(
