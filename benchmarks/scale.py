@@ -3,7 +3,7 @@
 The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `pipeline.planning.scale`, its
 constants stand at the top of that file and of `pipeline.planning.simulate`, each with its source. Reading is simulated
 with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
-read about alike, as the plans of all ranks show, so the sums for 64 nodes and a whole epoch are products. `--quick`
+read about alike, as the plans of all ranks show, so the sums for 64 nodes and a whole epoch are multiplied up. `--quick`
 prints some of the same rows.
 
 Keys per case PAIRS_GPUS_KIND: amplification (bytes fetched per byte read), requests, fetched_gb, hashed_gb (per node
@@ -256,13 +256,12 @@ def limits_table() -> Table:
     """What stops at 10^9 pairs and 512 GPUs."""
     pairs, cache = PAIRS[-1], scale.cache_of(PAIRS[-1])
     plain, packed, hsdp = simulated(PLAIN_ORDER), simulated(DEFAULT), best(512)
-    wide = scale.training(64, scale.layouts(64)[0])
     opened = packed.each("opened") / packed.each("needed")
     chunk_bytes = packed.all_chunks * scale.CHUNK_BYTES
     epochs = cache.hours / (hsdp.hours(pairs) * hsdp.gpus)
     small, narrow = simulated(SMALL_SHARDS), simulated(SMALL_WINDOW)
     return Table(
-        ("design", f"at {power(pairs)} pairs, 512 GPUs", "stops at", "what replaces it"),
+        ("design", f"at {power(pairs)} pairs, 512 GPUs", "a limit from", "what replaces it"),
         [
             (
                 "scan, plan and join in memory",
@@ -315,12 +314,6 @@ def limits_table() -> Table:
                 f"{number(cache.documents)} documents until units are merged",
                 "a million units in a folder of a disk",
                 "folders by digest (not built)",
-            ),
-            (
-                "one FSDP2 group over all nodes",
-                f"{wide.time.exposed:.2g} s of a step of {wide.time.step:.2g} s, at 64 GPUs already",
-                "2 nodes",
-                f"train.parallel.dp_shard=8, dp_replicate=-1: {hsdp.time.exposed:.2g} s of {hsdp.time.step:.2g} s",
             ),
             (
                 "the VAE in fp32",
