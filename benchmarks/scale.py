@@ -3,7 +3,7 @@
 The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `pipeline.planning.scale`, its
 constants stand at the top of that file and of `pipeline.planning.simulate`, each with its source. Reading is simulated
 with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
-read about alike, as the plans of all ranks show, so the sums for 64 nodes and a whole epoch are multiplied up. `--quick`
+read about alike, as the plans of all ranks show, so the sums for 64 nodes and an epoch are multiplied up. `--quick`
 prints some of the same rows.
 
 Keys per case PAIRS_GPUS_KIND: amplification (bytes fetched per byte read), requests, fetched_gb, hashed_gb (per node

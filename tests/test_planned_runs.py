@@ -324,7 +324,7 @@ def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool
 @pytest.mark.slow
 def test_auto_leaves_a_tenth_free() -> None:
     data = Data({(384, 384): 6}, None, 32)
-    config = tiny_run.config(microbatch="auto", residual="fp32", activation_checkpointing="full")
+    config = tiny_run.config(microbatch="auto", residual="fp32", activation_checkpointing="none")
     machine = Machine(cards.card("h100"), 1 << 40, 1)
     given = config.train.model_copy(update={"microbatch": 6})
     needed = predict.predict(given, NARROW, data, machine).total
@@ -412,7 +412,7 @@ def test_the_page_has_tables() -> None:
     assert len(tables()) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(4))
 def test_every_table_of_the_page_is_printed(
