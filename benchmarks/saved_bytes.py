@@ -11,15 +11,20 @@ seconds.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+SETTLE_S = 0.3
+"""With other processes the bytes are read until they stay the same for so long."""
 
 
 class _Allocations(TorchDispatchMode):
@@ -52,6 +57,16 @@ def saved_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor] = ()) -> 
         result = forward()
     gc.collect()
     excluded |= set(map(StorageWeakRef, _storages([result])))
-    alive = [ref for ref in allocations.storages - excluded if not ref.expired()]
-    left = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in alive)
-    return sum(storage.nbytes() for storage in left if storage is not None), result
+    refs = allocations.storages - excluded
+    left, before = _alive(refs), -1
+    while left != before and dist.is_initialized() and dist.get_world_size() > 1:
+        before = left
+        time.sleep(SETTLE_S)  # gloo's threads let go of a collective's tensors a moment after it
+        left = _alive(refs)
+    return left, result
+
+
+def _alive(refs: Iterable[StorageWeakRef]) -> int:
+    """Bytes of the storages that still exist."""
+    there = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in refs if not ref.expired())
+    return sum(storage.nbytes() for storage in there if storage is not None)
