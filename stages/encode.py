@@ -32,10 +32,6 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments
-from pipeline.encoding.survey import known as _known
-from pipeline.encoding.survey import opened as _opened
-from pipeline.encoding.survey import recipes as _recipes
-from pipeline.encoding.survey import scanned as _scan
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
@@ -85,7 +81,7 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
-                source = _opened(config, data, source_name, format)
+                source = surveying.opened(config, data, source_name, format)
                 done = _run(config, source, rehash, share, engine, stop, reassign)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
@@ -168,12 +164,12 @@ class _Scanned:
 def _run(
     config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop, reassign: str | None
 ) -> dict[str, Any]:
-    latent, text = _recipes(config)
+    latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression) if reassign else {}
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
-    latent, text = _known(cache, latent, text, config)
+    latent, text = surveying.known(cache, latent, text, config)
     cache.files.sweep()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -217,7 +213,7 @@ def _run(
 def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
-        table, gone = _scan(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
+        table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
     left_out = table.filter(pc.is_valid(table.column("reject"))).select(["item", "width", "reject"])
     rejects = [Reject("", row["item"], row["reject"]) for row in left_out.to_pylist()]
     faults = left_out.column("width").null_count  # a row that has a width was left out by a setting

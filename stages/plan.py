@@ -77,7 +77,9 @@ def run(
     time = Time.of(prediction, data, constants)
     if as_json:
         report = {"prediction": prediction.as_dict(), "largest_microbatch": largest, "time": time.as_dict(price)}
-        report |= {"decided": {name: dict(config.train)[name] for name in undecided}} if undecided else {}
+        report |= (
+            {"decided": {name: config.train.model_dump(mode="json")[name] for name in undecided}} if undecided else {}
+        )
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": gpus, "nodes": nodes}))
     else:
         for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):

@@ -229,7 +229,7 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tiny_repo))
-    today = stages.encode._recipes
+    today = stages.encode.surveying.recipes
 
     def named(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
         latent, text = today(config)
@@ -247,7 +247,7 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         return make_config(tmp_path, *both)
 
     with monkeypatch.context() as earlier:
-        earlier.setattr(stages.encode, "_recipes", named)
+        earlier.setattr(stages.encode.surveying, "recipes", named)
         earlier.setattr(Cache, "known", lambda self, recipe: recipe)
         done = stages.encode.run(config("owner/sana", "first"), data=str(source))
         assert (done["images"], done["captions"]) == (12, 13)

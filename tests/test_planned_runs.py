@@ -362,6 +362,10 @@ def test_plan_decides_what_is_auto(words: list[str], capsys: pytest.CaptureFixtu
     assert code == 0, error
     assert out.startswith("auto: train.parallel: 2 dp_")
     assert "checkpointing none" in out
+    code, out, error = plan([*words, *sets, "--gpu", "3090", "--gpus", "2", "--json"], capsys)
+    assert code == 0, error
+    decided = json.loads(out)["decided"]
+    assert (decided["activation_checkpointing"], decided["parallel"]["sizes"]) == ("none", "given")
 
 
 def test_precisions_are_searched_where_the_weights_bear_them() -> None:

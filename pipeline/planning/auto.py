@@ -108,8 +108,11 @@ def _as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> 
     """The values in the checkpoint; None if it was made on another number of processes, or has none."""
     if earlier is None:
         return None
-    values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-    values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, "offload")}
+    try:
+        values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
+        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, "offload")}
+    except KeyError:  # of a version without one of these options
+        return None
     sizes = [values["parallel"][name] for name in _SIZES]
     try:
         before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)

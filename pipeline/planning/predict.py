@@ -54,7 +54,7 @@ class Data:
         buckets: (height, width) in pixels -> global batch.
         samples: of an epoch; None if there is no snapshot.
         rows: text rows of the longest padded caption.
-        mean_rows: text rows of a step on average; used for the time.
+        compression, channels: pixels per side of a latent, and its channels. text_width: values of a text row.
     """
 
     buckets: Mapping[tuple[int, int], int]
@@ -91,7 +91,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: of all nodes together. memory: bytes of each. network_gbs: 10^9 bytes/s of a node to the others."""
+    """gpus: of all nodes together. memory: bytes of each GPU. network_gbs: 10^9 bytes/s of a node to the others.
+    assumed: the card's speed is a guess."""
 
     card: Card
     memory: int

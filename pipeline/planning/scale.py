@@ -211,7 +211,7 @@ def training(gpus: int, layout: Layout) -> Training:
     prediction = predict(config.train, shape, data, machine)
     time = Time.of(prediction, data)
     inside = Time.of(replace(prediction, machine=replace(machine, network_gbs=math.inf)), data)
-    between_s = sum(time.traffic.values()) - sum(inside.traffic.values())
+    between_s = sum(s for name, s in time.traffic.items() if s > inside.traffic[name])  # at the network's rate
     lasting = closed_form(shape, config.train, Layout(1, 1, 1, 1))
     checkpoint = sum(lasting[kind] for kind in ("parameters", "optimizer", "ema"))
     rate = min(SHARED_DISK_GBS, count * NODE_DISK_GBS) * 1e9
