@@ -24,9 +24,9 @@ from pipeline.kernels import backend, gated_convolution, linear_attention, packe
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"fp32": 2e-6, "attention, one token, fp32": 1e-5, "bf16": 2**-6}
-"""Relative L2, by the end of a case's name. With one token the query's gradient is a small difference of large numbers
-(3.3e-6 with some seeds); so it is in some of the random shapes. The interpreter cuts to bf16 where a GPU rounds (2^-7), and one gradient passes through bf16
-twice."""
+"""Relative L2, by a case's name or its end. With one token the query's gradient is a small difference of large numbers
+(3.3e-6 with some seeds); so it is in some of the random shapes. The interpreter cuts to bf16 where a GPU rounds (2^-7),
+and one gradient passes through bf16 twice."""
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
