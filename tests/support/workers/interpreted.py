@@ -72,20 +72,53 @@ def convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return out[..., 0::2] * F.silu(out[..., 1::2])
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-    """The formula, under ordinary autograd, by the matrix of all pairs of tokens."""
+def attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float, constant: str = "") -> Tensor:
+    """The formula, under ordinary autograd, by the matrix of all pairs of tokens; `constant` names a part (numerator,
+    denominator) through which no gradient goes."""
     q, k, v = (x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (query, key, value))
     weights = q.relu() @ k.relu().transpose(2, 3)
-    return (weights @ v / (weights.sum(-1, keepdim=True) + eps)).transpose(1, 2).flatten(2)
+    numerator, denominator = weights @ v, weights.sum(-1, keepdim=True) + eps
+    if constant:
+        numerator, denominator = (
+            x.detach() if name == constant else x
+            for name, x in (("numerator", numerator), ("denominator", denominator))
+        )
+    return (numerator / denominator).transpose(1, 2).flatten(2)
 
 
 def poisoned(x: Tensor, dtype: torch.dtype, memory: Poisoned) -> Tensor:
     return memory.empty(x.shape, dtype=dtype).copy_(x)
 
 
-def errors(module: ModuleType, exact: Callable[..., Tensor], given: list[Tensor], *more: Any) -> dict[str, float]:
-    """Relative L2 error of the result and of each gradient. A gradient that is small beside the others (of one token's
-    query and key it is zero) is compared with a tenth of the largest."""
+def gradient_sizes(leaves: list[Tensor], *more: Any) -> list[float]:
+    """Usual norms of what passes through attention's numerator and through its denominator, summed. A gradient is the
+    difference of the two (of one token's query it is zero) and, by chance, may be small itself; rounding is relative to
+    what is subtracted. Usual: root mean square over eight random gradients of the result."""
+
+    def norms(constant: str) -> Tensor:
+        result = attention(*leaves, *more, constant)
+        drawn = [
+            torch.autograd.grad(result, leaves, torch.randn_like(result), True, allow_unused=True) for _ in "12345678"
+        ]
+        return (
+            torch.tensor([[0.0 if g is None else float(g.norm()) for g in one] for one in drawn])
+            .square()
+            .mean(0)
+            .sqrt()
+        )
+
+    return (norms("numerator") + norms("denominator")).tolist()
+
+
+def errors(
+    module: ModuleType,
+    exact: Callable[..., Tensor],
+    given: list[Tensor],
+    *more: Any,
+    sizes: Callable[..., list[float]] | None = None,
+) -> dict[str, float]:
+    """L2 error of the result and of each gradient, relative to the exact one or to `sizes(leaves, *more)`; a
+    gradient that is small beside the others is compared with a tenth of the largest."""
     memory = Poisoned()
     given = [poisoned(x, x.dtype, memory) for x in given]
     leaves = [x.double().requires_grad_() for x in given]
@@ -93,14 +126,17 @@ def errors(module: ModuleType, exact: Callable[..., Tensor], given: list[Tensor]
     gradient = poisoned(torch.randn(result.shape), given[0].dtype, memory)
     result.backward(gradient.double())
     expected = [result.detach(), *(leaf.grad for leaf in leaves)]
+    norms = [float(e.norm()) for e in expected]  # type: ignore[union-attr]
+    if sizes is not None:
+        norms[1:] = sizes(leaves, *more)
     module.torch = _Torch(memory)  # type: ignore[attr-defined]
     actual = [module.forward(*given, *more), *module.backward(gradient, *given, *more)]
     assert [a.dtype for a in actual] == [given[0].dtype] * 4
     memory.check()
-    floor = 0.1 * max(float(e.norm()) for e in expected[1:])  # type: ignore[union-attr]
+    floor = 0.1 * max(norms[1:])
     return {
-        name: float((a.double() - e).norm()) / max(float(e.norm()), floor)  # type: ignore[union-attr]
-        for name, a, e in zip(("result", "first", "second", "third"), actual, expected, strict=True)
+        name: float((a.double() - e).norm()) / max(norm, floor)  # type: ignore[operator]
+        for name, a, e, norm in zip(("result", "first", "second", "third"), actual, expected, norms, strict=True)
     }
 
 
@@ -130,7 +166,9 @@ def main(seed: int, more: bool) -> None:
         for name, (batch, tokens, heads, head_dim) in attentions.items():
             given = [torch.randn(batch, tokens, heads * head_dim).to(dtype) for _ in range(3)]
             eps = 1e-15 if precision == "fp32" else 0.5
-            found[f"attention, {name}, {precision}"] = errors(linear_attention_triton, attention, given, head_dim, eps)
+            found[f"attention, {name}, {precision}"] = errors(
+                linear_attention_triton, attention, given, head_dim, eps, sizes=gradient_sizes
+            )
     print(json.dumps(found))
 
 
