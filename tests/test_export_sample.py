@@ -380,6 +380,7 @@ def test_sample_writes_pictures_a_table_and_a_sheet(trained: Trained, tmp_path: 
     assert {(row["height"], row["width"]) for row in rows} == {(48, 80), (64, 64)}
 
 
+@pytest.mark.slow
 def test_the_drawing_process_imports_no_encoder(trained: Trained, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump(trained.config))

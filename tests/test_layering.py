@@ -194,6 +194,7 @@ def test_training_imports_no_encoder() -> None:
     assert _heavy(loaded) == [] and "accelerate" not in loaded
 
 
+@pytest.mark.slow
 def test_the_check_sees_an_encoder_that_is_imported() -> None:
     loaded = _loaded("import stages.train, diffusers.models.autoencoders.autoencoder_dc")
     assert "diffusers" in _heavy(loaded)

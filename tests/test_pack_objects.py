@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from tests.test_pack import pack
 
 BUCKETS = {(256, 256): 480, (128, 256): 360}
 BLOCK = 24
+AWAITED_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +163,7 @@ def test_coming_shards_are_fetched_while_a_batch_is_in_use(
 
     def settled(least: int) -> int:
         """Fetches, once there are so many and no more come; on a busy machine the first may take seconds."""
-        before, ends = -1, time.monotonic() + 60
+        before, ends = -1, time.monotonic() + AWAITED_S
         while (before != (before := sum(here.shards().values())) or before < least) and time.monotonic() < ends:
             time.sleep(0.5)
         return before
@@ -213,6 +215,7 @@ def test_without_fetching_ahead_it_would_be_noticed(
 ) -> None:
     """Sabotage: shard prefetch that plans no step."""
     monkeypatch.setattr(shard_prefetch, "STEPS", 0)
+    monkeypatch.setattr(sys.modules[__name__], "AWAITED_S", 2.0)
     with pytest.raises(AssertionError, match="nothing was fetched ahead"):
         test_coming_shards_are_fetched_while_a_batch_is_in_use(disk, place, tmp_path, monkeypatch)
 

@@ -181,6 +181,7 @@ def test_two_microbatches_separate_starts_from_work() -> None:
     assert again.factors["matmul"] == 3.0 and again.factors["optimizer came"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_a_calibration_takes_no_more_than_fits_and_seconds() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32", "microbatch": 8})
     data, machine = Data({(384, 384): 64}, None, 32), Machine(cards.processor(), 4 << 30, 1)
@@ -356,12 +357,23 @@ def test_a_wrong_microbatch_names_what_is_right(value: str) -> None:
         load("tiny", [f"train.microbatch={value}"])
 
 
-def test_plan_decides_what_is_auto(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_plan_decides_what_is_auto(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = [part for setting in AUTO for part in ("--set", setting)]
+    real, results = auto.search, []  # type: ignore[var-annotated]
+
+    def searched(*args: Any, **options: Any) -> Any:
+        results.append(real(*args, **options))
+        return results[-1]
+
+    monkeypatch.setattr(auto, "search", searched)
     code, out, error = plan([*words, *sets, "--gpu", "3090", "--gpus", "2"], capsys)
     assert code == 0, error
     assert out.startswith("auto: train.parallel: 2 dp_")
     assert "checkpointing none" in out
+    monkeypatch.setattr(auto, "search", lambda *args, **options: results[0])  # the same search
     code, out, error = plan([*words, *sets, "--gpu", "3090", "--gpus", "2", "--json"], capsys)
     assert code == 0, error
     decided = json.loads(out)["decided"]
