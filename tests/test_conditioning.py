@@ -18,7 +18,7 @@ MakeConfig = Callable[..., Config]
 SHORT = ("train.steps=700", "train.save_every=700", "train.log_every=100", "sample.steps=12")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_model_draws_what_the_caption_says(photos: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     true = make_config(tmp_path / "true", *SHORT)
