@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `fault_seed` runs once for each of `--fault-seeds` seeds."""
     if "fault_seed" in metafunc.fixturenames:
         metafunc.parametrize("fault_seed", range(metafunc.config.getoption("--fault-seeds")))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random values of a test do not depend on the tests before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
