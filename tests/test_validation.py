@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +36,7 @@ from pipeline.training import build, checkpoint, metrics, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.task import Report, Task
 from tests.support import tiny_cache
-from tests.support.workers import tiny_run
+from tests.support.workers import tiny_run, validations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,6 +250,30 @@ def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
     assert "(" not in lines[0]
     assert [entry["step"] for entry in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
     assert all(entry["images_per_s"] > 0 for entry in metrics.read(tmp_path / "run/metrics.jsonl"))
+
+
+# -------------------------------------------------------------------------------------------------- processes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("validations")
+    command = [sys.executable, "-m", "tests.support.workers.validations", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in validations.CASES]
+    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for cases in validations.CASES.values() for name in cases])
+def test_every_strategy_measures_what_one_process_measures(results: dict[str, Any], name: str) -> None:
+    row = results[name]
+    assert row["steps"] == ([1, 2] if "resumed" in name else [0, 1, 2])
+    assert set(row["samples"]) == {sum(tiny_run.HELD_OUT)}
+    assert row["distance"] <= 1e-5
+    assert all(row["same training"]), "bit for bit, on every process"
 
 
 # ------------------------------------------------------------------------------------------------ which samples
