@@ -591,6 +591,22 @@ class ParallelConfig(_Section):
         return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
+class ValidationConfig(_Section):
+    """The loss on held-out samples while a run goes on (see docs/training.md)."""
+
+    snapshot: str | None = None
+    """Where the samples are from: a snapshot's name or id. null: the part that was held out of the snapshot that is
+    trained on (`bucket.heldout`)."""
+    every: Positive = 500
+    """Steps between validations; also before the first step and after the last one."""
+    samples: Positive = 512
+    """Samples of all buckets together, each bucket in proportion to its size."""
+    levels: Positive = 8
+    """Noise levels, equidistant: (i + 0.5) / levels."""
+    seed: NotNegative = 0
+    """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
+
+
 class ProfileConfig(_Section):
     """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
 
@@ -651,6 +667,8 @@ class TrainConfig(_Section):
     """The optimizer."""
     ema: EmaConfig | None = None
     """Moving average of the weights; null: none, {}: with its defaults."""
+    validation: ValidationConfig | None = None
+    """Validation on held-out samples; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
     text: Literal["padded", "packed"] = "padded"

@@ -12,7 +12,7 @@ possible step (every caption at its longest); memory that is not pinned occupies
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError
 from pipeline.loader import randomness
 from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead
 from pipeline.loader.buffer_pool import Allocator, BufferPool, aligned
-from pipeline.loader.planner import BatchPlan, Planner
+from pipeline.loader.planner import BatchPlan, Order, Planner
 from pipeline.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.loader.shard_prefetch import ShardPrefetch
 
@@ -166,6 +166,9 @@ class _Arrays:
 class Loader:
     """Yields this rank's part of every step.
 
+    Args:
+        order: another order than the snapshot's schedule.
+
     Attributes:
         substituted: samples of the yielded batches that stand for others.
         null: (rows, D) uint16, bf16 bits of the null record. null_valid: rows that attention may see.
@@ -177,8 +180,9 @@ class Loader:
         CacheError: a read takes longer than `timeout_s` (at its batch); names shard and record.
     """
 
-    def __init__(self, snapshot: Snapshot, settings: LoaderSettings):
-        _check(snapshot, settings)
+    def __init__(self, snapshot: Snapshot, settings: LoaderSettings, order: Order | None = None):
+        self._batches = [bucket.batch for bucket in snapshot.buckets] if order is None else order.batches
+        _check(snapshot, settings, self._batches)
         self.snapshot, self.settings = snapshot, settings
         self.quarantine = None if settings.quarantine is None else Quarantine(settings.quarantine)
         self.substituted = 0
@@ -192,6 +196,7 @@ class Loader:
             phase=settings.phase,
             length_window=settings.length_window,
             min_rows=self.null_valid if shows_null else 0,
+            order=order,
         )
         self.pool = BufferPool(self._largest_part(), pin=settings.pin)
         self._shard_prefetch: ShardPrefetch | None = None
@@ -215,7 +220,7 @@ class Loader:
                     raise error
                 plan = substitution.replace(plan, i, error)
 
-    def __iter__(self) -> Iterator[tuple[list[Batch], State]]:
+    def __iter__(self) -> Generator[tuple[list[Batch], State]]:
         settings = self.settings
         step, recent = settings.start_step, deque[list[Batch]]()
         prefetch = self._start_prefetch() if settings.prefetch != 0 else None
@@ -286,8 +291,8 @@ class Loader:
         text = self.snapshot.text_recipe
         rows = max(text.max_length, self.null_valid)
         largest = 0
-        for number, bucket in enumerate(self.snapshot.buckets):
-            share = bucket.batch // self.settings.world
+        for number, batch in enumerate(self._batches):
+            share = batch // self.settings.world
             elements = int(np.prod(self.snapshot.latent_shape(number)))
             sizes = (elements * 2, elements * 4, rows * text.width * 2, rows, 4)
             largest = max(largest, sum(aligned(share * size) for size in sizes))
@@ -386,8 +391,8 @@ class Loader:
         return batches
 
 
-def _check(snapshot: Snapshot, settings: LoaderSettings) -> None:
-    for batch in sorted({bucket.batch for bucket in snapshot.buckets}):
+def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int]) -> None:
+    for batch in sorted(set(batches)):
         if batch % settings.world:
             divisors = [world for world in range(1, batch + 1) if batch % world == 0]
             raise ConfigError(

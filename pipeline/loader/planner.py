@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from pipeline.cache.snapshot import Columns, Snapshot
 from pipeline.loader import randomness
 from pipeline.loader.length_grouping import LengthGrouping
-from pipeline.loader.schedule import Schedule, permute
+from pipeline.loader.schedule import Schedule, ScheduledBatch, permute
 from pipeline.sources.caption_rules import choose
 
 CANDIDATES = 256
@@ -64,6 +65,14 @@ class BatchPlan:
         return replace(self, samples=patched(self.samples, other.samples), texts=patched(self.texts, other.texts))
 
 
+class Order(Protocol):
+    """The global batch of each step. batches: their size, by bucket."""
+
+    batches: list[int]
+
+    def step(self, step: int) -> ScheduledBatch: ...
+
+
 class Planner:
     """Plans the steps of one order of a snapshot. Safe for several threads.
 
@@ -71,14 +80,24 @@ class Planner:
         seed, phase: key the order and the choice of captions (`train.seed`, `train.phase`).
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
         min_rows: text of every batch is padded to at least so many rows (for the null record).
+        order: another order than the snapshot's schedule; without length windows.
     """
 
-    def __init__(self, snapshot: Snapshot, *, seed: int, phase: int, length_window: int = 0, min_rows: int = 0):
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        seed: int,
+        phase: int,
+        length_window: int = 0,
+        min_rows: int = 0,
+        order: Order | None = None,
+    ):
         self.snapshot, self.seed, self.phase, self.min_rows = snapshot, seed, phase, min_rows
-        self.schedule = Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._multiple = snapshot.head.policies.pad_text_multiple
-        self._order: Schedule | LengthGrouping = self.schedule
-        if length_window > 1:
+        self.schedule = order or Schedule.of(snapshot.head, seed=seed, phase=phase)
+        self._order: Order | LengthGrouping = self.schedule
+        if isinstance(self.schedule, Schedule) and length_window > 1:
             steps = length_window * len(snapshot.buckets)
             self._order = LengthGrouping(self.schedule, steps, self._rows, seed=seed, phase=phase)
 

@@ -16,12 +16,20 @@ Source: NVlabs/Sana `diffusion/model/gaussian_diffusion.py` and `diffusion/model
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from pipeline.config import FlowConfig
 
 TIMESTEPS = 1000
+
+
+def equidistant(count: int) -> list[float]:
+    """The noise levels of a validation: the middles of `count` equal parts of [0, 1], as in MLPerf Training's
+    text-to-image benchmark (`count` = 8)."""
+    return [(i + 0.5) / count for i in range(count)]
 
 
 class FlowMatching:
@@ -54,6 +62,10 @@ class FlowMatching:
         uniform = torch.sigmoid(self.config.logit_mean + self.config.logit_std * cpu)
         index = (uniform * TIMESTEPS).long().clamp_(0, TIMESTEPS - 1)
         return self.table[index].to(logit.device), self.timestep_table[index].to(logit.device)
+
+    def at(self, level: float, count: int) -> tuple[Tensor, Tensor]:
+        """Sigma and timesteps (count,) as `sigmas` returns them, for one noise level in [0, 1), on the CPU."""
+        return torch.full((count,), level), torch.full((count,), float(math.floor(level * TIMESTEPS + 1e-9)))
 
     def noised(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
         """(B, C, h, w) latents and noise of any floating dtype, sigma (B,) -> (B, C, h, w) float32."""

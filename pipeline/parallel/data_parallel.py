@@ -98,3 +98,11 @@ def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last or not keep_gathered)
+
+
+def reshard(models: Sequence[nn.Module]) -> None:
+    """Free the gathered parameters of these models and of all modules inside."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

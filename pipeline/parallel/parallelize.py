@@ -89,6 +89,16 @@ class ParallelModel:
             per_microbatch.append(losses.detach())
         return per_microbatch
 
+    def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
+        """The losses (b,) of each microbatch, equal on all processes that read them; no gradients. Every process has
+        equally many microbatches. Call `reshard` before the parameters change."""
+        with torch.no_grad():
+            return [loss(self.module(*inputs), target) for inputs, target in microbatches]
+
+    def reshard(self) -> None:
+        """Free gathered parameters that forward passes without a backward pass have left."""
+        data_parallel.reshard([self.module])
+
     def update_in_backward(self, update: Callable[[nn.Parameter], None]) -> None:
         """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
         and free the gradient afterwards. Requires one microbatch per step."""
@@ -147,6 +157,13 @@ class PipelineParallelModel(ParallelModel):
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
         """As `ParallelModel.forward_backward`, for microbatches of one shape; all of them are on the device at once."""
         return self.pipeline.forward_backward(microbatches, loss, samples)
+
+    def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
+        with torch.no_grad():
+            return self.pipeline.losses(microbatches, loss)
+
+    def reshard(self) -> None:
+        data_parallel.reshard(self.pipeline.stages)
 
     def _sum_over_stages(self, squares: Tensor) -> Tensor:
         dist.all_reduce(squares, group=self.pipeline.group)

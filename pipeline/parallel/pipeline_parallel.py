@@ -173,9 +173,11 @@ class Pipeline:
 
     def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
         self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()
-        self.numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), parallel)
-        self.total = mesh.size() * parallel.stages_per_rank
-        self.last = 0 if self.schedule in _V_SHAPED else mesh.size() - 1
+        self.rank, self.total = mesh.get_local_rank(), mesh.size() * parallel.stages_per_rank
+        self.numbers = stage_numbers(self.rank, mesh.size(), parallel)
+        ranks = range(mesh.size())
+        self.rank_of = {number: rank for rank in ranks for number in stage_numbers(rank, mesh.size(), parallel)}
+        self.last = self.rank_of[self.total - 1]
         self.device = torch.device(mesh.device_type)  # not that of the parameters, which may be in host memory
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -218,6 +220,37 @@ class Pipeline:
         losses = torch.cat(per_microbatch) if per_microbatch else targets[0].new_empty(sum(sizes), dtype=torch.float32)
         dist.broadcast(losses, group=self.group, group_src=self.last)
         return list(losses.split(sizes))
+
+    def losses(
+        self, microbatches: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """The losses (b,) of each microbatch on every process, without gradients; shapes may differ.
+
+        Not by torch's `eval`, which allocates buffers for each shape anew and wants counts that suit the schedule.
+        Every process runs its stages in the order of (microbatch, stage), so that no two wait for each other.
+        """
+        results = []
+        for inputs, target in microbatches:
+            hidden, kwargs = self._stage.split(inputs)
+            losses = torch.empty(len(target), dtype=torch.float32, device=target.device)
+            for stage, number in zip(self.stages, self.numbers, strict=True):
+                before, after = (self.rank_of.get(number + step, self.rank) for step in (-1, 1))
+                if before != self.rank:
+                    hidden = tuple(
+                        torch.empty_like(t, device=target.device) for t in self._stage.example_hidden(inputs)
+                    )
+                    for tensor in hidden:
+                        dist.recv(tensor, group=self.group, group_src=before)
+                hidden = stage(*hidden, **kwargs)
+                if after != self.rank:
+                    for tensor in hidden:
+                        dist.send(tensor, group=self.group, group_dst=after)
+                if number == self.total - 1:
+                    losses = loss(hidden, target)
+            results.append(losses)
+        joined = torch.cat(results)
+        dist.broadcast(joined, group=self.group, group_src=self.last)
+        return list(joined.split([len(losses) for losses in results]))
 
     @property
     def _stage(self) -> Any:

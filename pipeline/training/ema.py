@@ -12,6 +12,9 @@ Price: 4 bytes per parameter, on the device or on the host; on the host also one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -61,3 +64,31 @@ class EMA:
             return
         for average, weight in zip(averages, weights, strict=True):
             average.lerp_(weight.to(average.device, torch.float32), share)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the parameters have the averages' values; afterwards parameters and averages have their values again,
+        bit for bit, also after an error.
+
+        Contents are exchanged, one tensor at a time, so that no second copy of the model is needed. Averages do not fit
+        into bf16 parameters: then those are copied to host memory meanwhile.
+        """
+        originals: list[tuple[Tensor, Tensor, Tensor]] = []
+        try:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    weight, average = local(parameter.detach()), local(self.values[name])
+                    exact = weight.dtype == average.dtype
+                    original = weight.to(average.device if exact else "cpu", copy=True)
+                    originals.append((weight, average, average if exact else original))
+                    weight.copy_(average)
+                    if exact:
+                        average.copy_(original)
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, average, original in originals:
+                    averaged = weight.to(average.device, copy=True) if original is average else None
+                    weight.copy_(original)
+                    if averaged is not None:
+                        average.copy_(averaged)

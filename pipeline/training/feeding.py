@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.errors import RejectRateError
-from pipeline.loader.loader import Batch, State
+from pipeline.loader.loader import Batch
 from pipeline.parallel.collectives import raise_first_error
 
 WINDOW = 10_000
@@ -33,27 +34,35 @@ MIN_SAMPLES = 200
 WARN_AT = 0.2
 """A warning is printed at this part of `train.max_quarantine_rate`."""
 
-Steps = Iterator[tuple[list[Batch], State]]
+Mark = TypeVar("Mark")
 
 
 class Interrupted(Exception):
     """A process that waits for its data was asked to stop."""
 
 
-class Feed:
+class Feed(Generic[Mark]):
     """Iterate over it once, on every process.
 
     Args:
-        steps: this process's microbatches and the state after them.
+        steps: this process's microbatches and the state after them (or another mark).
         replaced: number of this process's samples so far that are substitutes for unreadable ones.
         log: prints one line, on the first process only.
+        group: of an earlier feed, to be used again.
 
     Attributes:
         broken: iteration ended because a process could not go on; the same on every process.
         share: substitutes among the last `WINDOW` samples of all processes, 0 to 1.
     """
 
-    def __init__(self, steps: Steps, replaced: Callable[[], int], config: Config, log: Callable[[str], None]):
+    def __init__(
+        self,
+        steps: Iterator[tuple[list[Batch], Mark]],
+        replaced: Callable[[], int],
+        config: Config,
+        log: Callable[[str], None],
+        group: dist.ProcessGroup | None = None,
+    ):
         self._steps, self._replaced, self._log = steps, replaced, log
         self._limit = config.train.max_quarantine_rate
         self._config_path = shlex.quote(str(Path(config.train.output) / "config.yaml"))
@@ -64,9 +73,11 @@ class Feed:
         self._counts = deque([(0, 0)])  # samples and substitutes since the start, after each step of the window
         # A process may wait for its data as long as the configuration says, and the others for it.
         timeout = timedelta(seconds=config.train.parallel.timeout_s + config.patience_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+        self.group = group
+        if group is None and dist.get_world_size() > 1:
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def __iter__(self) -> Iterator[tuple[float, list[Batch], State]]:
+    def __iter__(self) -> Iterator[tuple[float, list[Batch], Mark]]:
         """(seconds that this process waited for its part, its microbatches, the state after them)."""
         while True:
             began, part = time.perf_counter(), None
@@ -91,10 +102,10 @@ class Feed:
 
     def _sum(self, *numbers: float) -> list[float]:
         """The numbers summed over all processes."""
-        if self._group is None:
+        if self.group is None:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums, group=self._group)
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def _within_limit(self, samples: int, replaced: int) -> bool:

@@ -19,7 +19,10 @@ began), seconds (since this attempt began) and time (UTC). In fp16 also loss_sca
 whole run that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if
 the row has no other step. Rows of older versions have fewer keys. Once per attempt a row `event: prediction` has what
 was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
-prediction.
+prediction. A row `event: validation` (`validations` returns them) has step, loss (mean over the samples and noise
+levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
+and by bucket), ema_loss, ema_by_sigma and ema_by_bucket (with the moving averages; null without them), samples,
+snapshot (where the samples are from), seconds and time.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Metrics:
         """
         self.path, self._say, self._trackers, self._expected = path, say, trackers, expected
         self._rows, self._band = 0, LossBand()
+        self._validations: list[dict[str, Any]] = []
         self._last: tuple[int, float] | None = None
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
@@ -68,6 +72,7 @@ class Metrics:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
         self._write({"event": "start", **facts, "time": _now()})
         self._last, self._band = (facts["step"], 0.0), LossBand()
+        self._validations = validations(self.path)
         for row in read(self.path):
             if isinstance(row.get("loss"), float):
                 self._band.add(row["loss"])
@@ -88,6 +93,20 @@ class Metrics:
         if self._expected is not None and (self._rows == 2 or values["step"] == steps):
             expected, self._expected = self._expected, None
             self._compare(expected, values)
+
+    def validation(self, steps: int, values: dict[str, Any]) -> None:
+        """Write the row of a validation and print it with the change since the last one on the same samples."""
+        earlier = [row for row in self._validations if row["snapshot"] == values["snapshot"]]
+        self._write({"event": "validation", **values, "time": _now()})
+        self._say(_validation_line(values, earlier[-1] if earlier else {}, steps))
+        self._validations.append(values)
+        if self._trackers is not None:
+            by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
+            self._trackers.log(values["step"], {**values, **by_sigma}, "validation")
+
+    def has_validation(self, step: int, snapshot: str | None) -> bool:
+        """Whether a validation after this step, on samples of this snapshot, is in the journal."""
+        return any(row["step"] == step and row["snapshot"] == snapshot for row in self._validations)
 
     def _compare(self, expected: Expected, values: dict[str, Any]) -> None:
         """Record what was predicted and measured. Nothing here ends the run."""
@@ -120,11 +139,20 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows by step, each step once (the last attempt's), without `start` rows and torn lines.
+    """The rows by step, each step once (the last attempt's), without events and torn lines.
 
     Raises:
         UserError: the file is missing.
     """
+    return _rows(path, None)
+
+
+def validations(path: Path) -> list[dict[str, Any]]:
+    """The rows of validations by step, as `read` returns those of steps."""
+    return _rows(path, "validation")
+
+
+def _rows(path: Path, event: str | None) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -138,7 +166,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         if values.get("event") == "start":
             # drop the steps of an earlier attempt after the one that this attempt starts from
             rows = {step: row for step, row in rows.items() if step <= values["step"]}
-        elif "step" in values:
+        elif "step" in values and values.get("event") == event:
             rows[values["step"]] = values
     return [rows[step] for step in sorted(rows)]
 
@@ -165,6 +193,17 @@ def _line(row: dict[str, Any], steps: int) -> str:
     elif row.get("rss_gib") is not None:
         parts.append(f"{row['rss_gib']:.1f} GiB of main memory")
     return "  ".join(parts)
+
+
+def _validation_line(row: dict[str, Any], earlier: dict[str, Any], steps: int) -> str:
+    parts = [f"validation after step {row['step']}/{steps}"]
+    for name, key in (("loss", "loss"), ("EMA", "ema_loss")):
+        value, before = row[key], earlier.get(key)
+        if value is not None:
+            parts.append(f"{name} {value:.4f}" + (f" ({value - before:+.4f})" if before is not None else ""))
+        elif key == "loss" or row["ema_by_sigma"] is not None:
+            parts.append(f"{name} is not a finite number")
+    return "  ".join([*parts, f"{row['samples']} samples", f"{row['seconds']:.1f} s"])
 
 
 def _now() -> str:

@@ -156,21 +156,26 @@ class TrainStep:
     def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self.objective.loss(output, target) * self.scale.value
 
-    def prepare(self, batch: Batch) -> Microbatch:
+    def prepare(self, batch: Batch, level: float | None = None) -> Microbatch:
         """The model's inputs and the target (b, C, H, W) fp32 for one microbatch, on the device.
+
+        Args:
+            level: noise level of all samples; None: those of the batch's draws.
 
         Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep
         stays fp32.
         """
         latents, noise = self._to_device(batch.latents).float(), self._to_device(batch.noise)
-        sigma, timesteps = (self._to_device(values) for values in self.objective.sigmas(batch.logit))
-        noised = self.objective.noised(latents, noise, sigma).to(self.dtype)
+        objective = self.objective
+        levels = objective.sigmas(batch.logit) if level is None else objective.at(level, len(latents))
+        sigma, timesteps = map(self._to_device, levels)
+        noised = objective.noised(latents, noise, sigma).to(self.dtype)
         captions, mask = self._to_device(batch.captions), self._to_device(batch.mask)
         # An empty caption attends to its padding, as if nothing were masked: then padding rows are needed.
         if batch.cu_seqlens is not None and not (self.packed and bool(batch.mask.any(1).all())):
             captions = unpack(captions, self._to_device(batch.cu_seqlens), mask)
         inputs = noised, captions.to(self.dtype), mask, timesteps
-        return Microbatch(inputs, self.objective.target(latents, noise))
+        return Microbatch(inputs, objective.target(latents, noise))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

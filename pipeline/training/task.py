@@ -28,6 +28,8 @@ class Task:
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
         names: sample ids -> names for error messages, as far as they are known.
+        validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
+            many samples at the beginning of each count; equally many on every process. None: no validation.
         check: refuses what the data do not allow under a layout; called before anything is started.
     """
 
@@ -39,6 +41,7 @@ class Task:
     loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], State]]]
     batches: Mapping[str, int]
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
+    validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
     check: Callable[[Layout], None] = lambda layout: None
 
 

@@ -70,9 +70,9 @@ class Trackers:
                 ) from None
             self._open[name] = tracker
 
-    def log(self, step: int, row: dict[str, Any]) -> None:
-        """Log the numbers of a row. A tracker that fails is reported and dropped."""
-        values = {f"train/{name}": v for name, v in row.items() if isinstance(v, int | float) and name != "step"}
+    def log(self, step: int, row: dict[str, Any], group: str = "train") -> None:
+        """Log the numbers of a row as GROUP/NAME. A tracker that fails is reported and dropped."""
+        values = {f"{group}/{name}": v for name, v in row.items() if isinstance(v, int | float) and name != "step"}
         for name, tracker in list(self._open.items()):
             try:
                 tracker.log(values, step=step)

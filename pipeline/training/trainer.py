@@ -45,6 +45,7 @@ from pipeline.training.step import Outcome
 from pipeline.training.stop import StopRequest, catch_signals
 from pipeline.training.task import Context, Log, Report, Task
 from pipeline.training.throughput import Throughput
+from pipeline.training.validation import Validation
 
 T = TypeVar("T")
 
@@ -183,6 +184,8 @@ class _Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
+        self.validation = Validation(run, journal, stop)
+        self.interrupted = False
 
     def execute(self) -> Report:
         steps = self.train.steps
@@ -200,12 +203,15 @@ class _Loop:
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
             state: State | None = None
+            self._validate(state)
             for waited, batches, state in feed:
                 outcome = self._step(batches, state.step)
                 self.throughput.add(outcome, batches, waited)
                 last = state.step == steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
                     self._log(outcome, batches, getattr(loader, "substituted", 0), feed.share)
+                self._validate(state)
+                last = last or self.interrupted
                 if last or state.step % self.train.save_every == 0:
                     self._save(state)
                 if last:
@@ -215,7 +221,7 @@ class _Loop:
                     self._save(state)
                 self.saver.wait()  # its message comes before the error
                 feed.raise_failure()
-        return self._report(stopped=self.step.stop_wanted or feed.broken)
+        return self._report(stopped=self.step.stop_wanted or self.interrupted or feed.broken)
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -263,6 +269,17 @@ class _Loop:
         if self.step.scale.dynamic:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
+
+    def _validate(self, state: State | None) -> None:
+        """Validate if it is due. The steps before an error are saved."""
+        try:
+            with self.throughput.paused():
+                self.interrupted = not self.validation(self.done)
+        except UserError:
+            if state is not None:
+                self._save(state)
+                self.saver.wait()
+            raise
 
     def _save(self, state: State) -> None:
         """Save a checkpoint, unless this step has one."""

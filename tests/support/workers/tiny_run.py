@@ -109,6 +109,34 @@ def microbatches(batch: Batch, size: int, rank: int = 0, world: int = 1) -> list
     return [part(mine, at, min(at + size, share)) for at in range(0, share, size)]
 
 
+HELD_OUT = (5, 6)
+"""Held-out samples by bucket."""
+
+
+def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[Batch, int]]:
+    """What `Task.validation` yields: the held-out samples in microbatches of `train.microbatch`, the last of a bucket
+    filled with copies."""
+    size = settings.train.microbatch
+    for bucket, count in enumerate(HELD_OUT):
+        whole = global_batch(1000 + bucket, settings.train.validation.seed if settings.train.validation else 0)
+        for first in range(rank * size, -(-count // (size * world)) * size * world, size * world):
+            rows = torch.arange(first, first + size).clamp(max=count - 1)
+            names = ("latents", "captions", "mask", "noise", "logit")
+            tensors = {name: getattr(whole, name)[rows] for name in names}
+            ids = tuple(whole.sample_ids[row] for row in rows.tolist())
+            yield replace(whole, **tensors, sample_ids=ids), max(0, min(size, count - first))
+
+
+class HeldOut:
+    """`held_out` anew in every iteration."""
+
+    def __init__(self, settings: Config, rank: int, world: int):
+        self.values = settings, rank, world
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        return held_out(*self.values)
+
+
 def task(
     settings: Config,
     rank: int = 0,
@@ -136,6 +164,7 @@ def task(
         8,
         loader,
         {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
+        validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
     )
 
 

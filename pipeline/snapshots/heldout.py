@@ -1,0 +1,82 @@
+"""The held-out part of a snapshot: which one it is, and whether it may validate a training on the snapshot.
+
+What: `find` finds the part that `bucket.heldout` made beside a snapshot, by the names that point to both. `check`
+refuses parts of other recipes, `check_disjoint` those that have samples of the training.
+Why refused and not left out: a value on samples that are trained on looks like a good one.
+Price: unless both sides come from one rule (which decides by the picture's digest), `check_disjoint` reads the tables
+of the training snapshot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache.index import fixed
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.errors import ConfigError
+
+OPTION = "train.validation.snapshot"
+
+
+def find(cache: Cache, snapshot: Snapshot) -> str | None:
+    """The id of the part that was held out of `snapshot`; None if there is none, or none that a name shows."""
+    side = snapshot.head.policies.heldout
+    if side is None or side.side != "train":
+        return None
+    names = cache.names_of(snapshot.id)
+    for name in sorted(names, key=lambda name: name == "latest"):  # `latest.heldout` may be another run's of `bucket`
+        part = cache.snapshot_of(f"{name}.heldout")
+        if part is not None:
+            head = cache.open_snapshot(part).head
+            other = head.policies.heldout
+            if other and (other.side, other.share, head.sources) == ("heldout", side.share, snapshot.head.sources):
+                return part
+    return None
+
+
+def check(snapshot: Snapshot, part: Snapshot) -> None:
+    """Refuse records of other recipes.
+
+    Raises:
+        ConfigError: names the fields that differ.
+    """
+    for kind in ("latent", "text"):
+        trained, validated = snapshot.recipe(kind), part.recipe(kind)
+        if not trained.same_values(validated):
+            raise ConfigError(
+                f"{OPTION}: snapshot {part.id[:12]} has {kind} records of another recipe than {snapshot.id[:12]}",
+                expected="the same encoders and settings",
+                found=f"(training | validation) {'; '.join(trained.nameless().difference(validated.nameless()))}",
+                fix=f"--set {OPTION}=null with a held-out part: sana-pipe bucket --set bucket.heldout=0.01",
+            )
+
+
+def check_disjoint(snapshot: Snapshot, part: Snapshot) -> None:
+    """Refuse a part with samples of the training, or with their pictures in the same bucket.
+
+    Raises:
+        ConfigError: says how many there are.
+    """
+    ours, theirs = snapshot.head.policies.heldout, part.head.policies.heldout
+    if ours and theirs and (ours.side, theirs.side) == ("train", "heldout") and theirs.share <= ours.share:
+        return
+    ids, latents = (np.concatenate(columns) for columns in zip(*map(_identities, part.tables()), strict=True))
+    in_both = np.zeros(len(ids), bool)
+    for table in snapshot.tables():
+        trained_ids, trained_latents = _identities(table)
+        in_both |= np.isin(ids, trained_ids) | np.isin(latents, trained_latents)
+    shared = int(in_both.sum())
+    if shared:
+        raise ConfigError(
+            f"{OPTION}: {shared} of the {len(part)} samples of snapshot {part.id[:12]} are trained on "
+            f"(snapshot {snapshot.id[:12]}); the loss on them says nothing about others",
+            expected="no sample in both",
+            fix=f"sana-pipe bucket --set bucket.heldout=0.01, then --set {OPTION}=null",
+        )
+
+
+def _identities(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Sample ids, uint64 (n,), and keys of latents, S16 (n,)."""
+    return table.column("sample_id").to_numpy(), fixed(table.column("key"))

@@ -1,0 +1,396 @@
+"""Validation: the loss on held-out samples, which the training does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import stages.bucket
+import stages.train
+from pipeline.cache.root import Cache
+from pipeline.config import Config, EmaConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Launch
+from pipeline.loader.loader import Batch, LoaderSettings
+from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
+from pipeline.models.objective import FlowMatching, equidistant
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel.compile import compile_blocks
+from pipeline.snapshots import heldout
+from pipeline.training import build, checkpoint, metrics, trainer
+from pipeline.training.ema import EMA
+from pipeline.training.task import Report, Task
+from tests.support import tiny_cache
+from tests.support.workers import tiny_run, validations
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> Config:
+    validation = {"every": every, "levels": 4, "samples": 100}
+    return tiny_run.config(output, layers=1, steps=steps, **{"validation": validation, **train})
+
+
+def run(config: Config, *, resume: str | None = None, task: Task | None = None, say: Any = None) -> Report:
+    given = task or tiny_run.task(config)
+    return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
+
+
+def rows(config: Config) -> list[dict[str, Any]]:
+    return metrics.validations(Path(config.train.output) / "metrics.jsonl")
+
+
+def values(config: Config) -> dict[int, tuple[Any, ...]]:
+    return {row["step"]: (row["loss"], row["by_sigma"], row["by_bucket"], row["ema_loss"]) for row in rows(config)}
+
+
+def plain(config: Config, weights: dict[str, Tensor] | None = None) -> dict[str, dict[str, list[float]]]:
+    """The losses of the held-out samples one by one, by bucket and by level."""
+    model = tiny_run.model(config).eval()
+    if weights is not None:
+        model.load_state_dict(weights)
+    losses: dict[str, dict[str, list[float]]] = {}
+    for bucket, count in enumerate(tiny_run.HELD_OUT):
+        whole = tiny_run.global_batch(1000 + bucket)
+        for i in range(count):
+            one = tiny_run.part(whole, i, i + 1)
+            x = one.latents.float()
+            for sigma in (0.125, 0.375, 0.625, 0.875):
+                noised = (1 - sigma) * x + sigma * one.noise
+                with torch.no_grad():
+                    found = model(noised, one.captions.float(), one.mask, torch.tensor([sigma * 1000]))
+                by_level = losses.setdefault("{}x{}".format(*one.bucket), {}).setdefault(str(sigma), [])
+                by_level.append(float((found - (one.noise - x)).square().mean()))
+    return losses
+
+
+def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def architecture(config: Config, task: Task) -> SanaConfig:
+        return replace(build.architecture_of(config, task), dropout=0.3)
+
+    monkeypatch.setattr(trainer, "architecture_of", architecture)
+
+
+# ------------------------------------------------------------------------------------------------------ the values
+
+
+def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 2, ema={"decay": 0.5})
+    run(config)
+    first, _, last = rows(config)
+    _, trained = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
+    averaged = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)[1]
+    for prefix, row, weights in (("", first, None), ("", last, trained), ("ema_", last, averaged)):
+        expected = plain(config, weights)
+        flat = [loss for levels in expected.values() for losses in levels.values() for loss in losses]
+        assert row[f"{prefix}loss"] == pytest.approx(np.mean(flat), rel=1e-6)
+        assert row[f"{prefix}by_bucket"] == pytest.approx(
+            {name: np.mean(list(levels.values())) for name, levels in expected.items()}, rel=1e-6
+        )
+        by_sigma = {s: np.mean([x for levels in expected.values() for x in levels[s]]) for s in row["by_sigma"]}
+        assert row[f"{prefix}by_sigma"] == pytest.approx(by_sigma, rel=1e-6)
+    assert list(first["by_sigma"]) == ["0.125", "0.375", "0.625", "0.875"]
+    assert (first["samples"], first["ema_loss"]) == (11, first["loss"])
+    assert last["ema_loss"] != last["loss"]
+
+
+def test_levels_are_the_benchmarks() -> None:
+    """The middles of eight equal parts; the model's timestep is rounded down as in training."""
+    assert equidistant(8) == [0.0625, 0.1875, 0.3125, 0.4375, 0.5625, 0.6875, 0.8125, 0.9375]
+    objective = FlowMatching(tiny_run.config().train.flow)
+    sigma, timesteps = objective.at(0.0625, 3)
+    assert (sigma.tolist(), timesteps.tolist()) == ([0.0625] * 3, [62.0] * 3)
+    index = 400
+    entry = float(objective.table[index])
+    assert float(objective.at(entry, 1)[1]) == float(objective.timestep_table[index])
+
+
+def test_the_value_differs_by_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rate that fp32 rounds to 0 it is the same bit for bit, whatever was drawn between, also with dropout; with
+    microbatches of another size to rounding."""
+    dropout(monkeypatch)
+    config = settings(tmp_path / "run", 3, optim={"lr": 1e-50, "weight_decay": 0.0})
+    run(config)
+    first, *others = values(config).values()
+    assert len(others) == 3
+    assert all(other == first for other in others)
+    other = settings(tmp_path / "other", 1, microbatch=3)
+    run(other)
+    assert values(other)[0][0] == pytest.approx(first[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout(monkeypatch)
+    options: dict[str, Any] = {"precision": precision, "ema": {"decay": 0.5, "device": "cpu"}, "save_every": 1}
+    files, losses = [], []
+    for name, validation in (("with", {"levels": 2, "every": 1}), ("without", None)):
+        config = settings(tmp_path / name, **options, validation=validation)
+        run(config)
+        steps = [checkpoint.read_document(tmp_path / name / f"checkpoints/step-0000000{i}").files for i in (1, 2, 3)]
+        files.append([{k: v for k, v in one.items() if k != ".metadata"} for one in steps])
+        losses.append([(row["step"], row["loss"]) for row in metrics.read(tmp_path / name / "metrics.jsonl")])
+        assert len(rows(config)) == (4 if validation else 0)
+    assert files[0] == files[1]
+    assert losses[0] == losses[1]
+
+
+def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(
+        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, *_: compile_blocks(blocks, counter, 8)
+    )
+    torch._dynamo.reset()
+    config = settings(tmp_path / "run", 2, compile="block", compile_backend="eager")
+    run(config)
+    torch._dynamo.reset()
+    assert (counter.frame_count, len(rows(config))) == (1, 3)
+
+
+# --------------------------------------------------------------------------------------------------- the averages
+
+
+class _Sudden(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "same"), (torch.bfloat16, "cpu")])
+def test_averages_are_exchanged_and_come_back_after_an_error(dtype: torch.dtype, device: Any) -> None:
+    model = torch.nn.Linear(5, 3).to(dtype)
+    ema = EMA(model, EmaConfig(device=device))
+    for value in ema.values.values():
+        value.add_(torch.randn_like(value))
+    before = [{name: t.clone() for name, t in tree.items()} for tree in (dict(model.named_parameters()), ema.values)]
+    with pytest.raises(_Sudden), ema.swapped_in():
+        assert all(torch.equal(p, before[1][name].to(dtype)) for name, p in model.named_parameters())
+        raise _Sudden
+    for tree, earlier in zip((dict(model.named_parameters()), ema.values), before, strict=True):
+        assert all(torch.equal(tree[name], earlier[name]) for name in earlier)
+
+
+# ------------------------------------------------------------------------------------------------ when, and how long
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    whole, parts = (settings(tmp_path / name, 5, every=2, save_every=2) for name in ("whole", "parts"))
+    run(whole)
+    assert list(values(whole)) == [0, 2, 4, 5]
+    run(settings(tmp_path / "parts", 3, every=2, save_every=2))
+    assert list(values(parts)) == [0, 2, 3]
+    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000003")
+    run(parts, resume="auto")
+    assert values(parts) == values(whole), "the row after step 3 is of an earlier attempt"
+    assert [row["step"] for row in metrics.read(tmp_path / "parts/metrics.jsonl")] == [1, 2, 3, 4, 5]
+    lines = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    assert Counter(line["step"] for line in lines if line.get("event") == "validation")[2] == 1
+
+
+def interrupted_task(config: Config, at: int, action: Callable[[], None]) -> Task:
+    """`action` is called before the second microbatch of validation number `at` (0 for the first)."""
+    task, passes = tiny_run.task(config), iter(range(100))
+    samples = task.validation
+
+    class Parts:
+        def __iter__(self) -> Iterator[tuple[Batch, int]]:
+            assert samples is not None
+            number = next(passes)
+            for i, part in enumerate(samples(None)):  # type: ignore[arg-type]
+                if (number, i) == (at, 1):
+                    action()
+                yield part
+
+    return replace(task, validation=lambda layout: Parts())
+
+
+def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 4, every=2)
+    report = run(config, task=interrupted_task(config, 1, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert (report.step, report.stopped_by) == (2, "SIGTERM")
+    assert report.checkpoint == tmp_path / "run/checkpoints/step-00000002"
+    assert list(values(config)) == [0]
+    run(config, resume="auto")
+    whole = settings(tmp_path / "whole", 4, every=2)
+    run(whole)
+    assert values(config) == values(whole)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise UserError("a record is damaged")
+
+    config = settings(tmp_path / "run", 4, every=2)
+    with pytest.raises(UserError, match="a record is damaged"):
+        run(config, task=interrupted_task(config, 1, fail))
+    assert checkpoint.read_document(tmp_path / "run/checkpoints/step-00000002").state.step == 2
+
+
+def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
+    printed: list[str] = []
+    config = settings(tmp_path / "run", 2, ema={"decay": 0.5}, trackers=[])
+    run(config, say=printed.append)
+    lines = [line for line in printed if line.startswith("validation ")]
+    row = rows(config)
+    assert f"loss {row[1]['loss']:.4f} ({row[1]['loss'] - row[0]['loss']:+.4f})" in lines[1]
+    assert f"EMA {row[1]['ema_loss']:.4f} ({row[1]['ema_loss'] - row[0]['ema_loss']:+.4f})" in lines[1]
+    assert "(" not in lines[0]
+    assert [entry["step"] for entry in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    assert all(entry["images_per_s"] > 0 for entry in metrics.read(tmp_path / "run/metrics.jsonl"))
+
+
+# -------------------------------------------------------------------------------------------------- processes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("validations")
+    command = [sys.executable, "-m", "tests.support.workers.validations", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in validations.CASES]
+    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for cases in validations.CASES.values() for name in cases])
+def test_every_strategy_measures_what_one_process_measures(results: dict[str, Any], name: str) -> None:
+    row = results[name]
+    assert row["steps"] == ([1, 2] if "resumed" in name else [0, 1, 2])
+    assert set(row["samples"]) == {sum(tiny_run.HELD_OUT)}
+    assert row["distance"] <= 1e-5
+    assert all(row["same training"]), "bit for bit, on every process"
+
+
+# ------------------------------------------------------------------------------------------------ which samples
+
+
+def loader(cache: Cache, rank: int, world: int, samples: int, seed: int = 0, size: int = 2) -> ValidationLoader:
+    given = LoaderSettings(
+        seed=seed,
+        phase=0,
+        rank=rank,
+        world=world,
+        microbatch=size,
+        caption_drop=0.0,
+        null_mask="caption",
+        prefetch=2,
+        threads=1,
+    )
+    return ValidationLoader(cache.open_snapshot(), given, samples)
+
+
+def counted(cache: Cache, world: int, samples: int, **options: Any) -> dict[int, tuple[Any, ...]]:
+    """The samples that count on all ranks together, with the bytes that the model would see."""
+    found: dict[int, tuple[Any, ...]] = {}
+    lengths = set()
+    for rank in range(world):
+        parts = list(loader(cache, rank, world, samples, **options))
+        lengths.add(len(parts))
+        for batch, count in parts:
+            assert len(batch.sample_ids) == options.get("size", 2)
+            for i, identity in enumerate(batch.sample_ids[:count]):
+                assert identity not in found, "counted twice"
+                text = batch.captions[i][batch.mask[i]].view(torch.int16)
+                tensors = batch.latents[i].view(torch.int16), batch.noise[i], text
+                found[identity] = (batch.bucket, *(tensor.numpy().tobytes() for tensor in tensors))
+    assert len(lengths) == 1, "equally many microbatches on every rank"
+    return found
+
+
+def test_every_topology_sees_the_same_samples(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path)
+    for samples in (20, 1000):
+        alone = counted(cache, 1, samples)
+        assert len(alone) == min(samples, 63)
+        assert counted(cache, 1, samples, size=5) == alone
+        assert all(counted(cache, world, samples) == alone for world in (2, 4))
+    shares = Counter(bucket for bucket, *_ in counted(cache, 1, 20).values())
+    for size, count in tiny_cache.SIZES.items():
+        assert abs(shares[size] - 20 * count / 63) < 1
+    again, other = counted(cache, 1, 20), counted(cache, 1, 20, seed=1)
+    assert counted(cache, 1, 20) == again
+    assert other.keys() != again.keys()
+
+
+def test_each_sample_counts_once_in_a_fixed_order() -> None:
+    order = FixedOrder([7, 0, 1, 30], 1000, 4, seed=3)
+    seen = Counter(
+        (order.step(step).bucket, position)
+        for step in range(len(order))
+        for position in order.step(step).positions[: order.counted(step)].tolist()
+    )
+    assert seen == Counter({(bucket, i): 1 for bucket, count in enumerate([7, 0, 1, 30]) for i in range(count)})
+    assert all(len(order.step(step).positions) == 4 for step in range(len(order)))
+
+
+# --------------------------------------------------------------------------------------------------- the stage
+
+
+@pytest.fixture
+def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callable[..., Config]:
+    """The tiny configuration on a copy of the photographs' cache, with a few steps."""
+
+    def make(*overrides: str) -> Config:
+        short = ["train.steps=2", "train.validation={samples: 3, levels: 2, every: 1}", "train.log_every=1"]
+        return make_config(small_cache_copy.parent, *short, *overrides)
+
+    return make
+
+
+def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config], tmp_path: Path) -> None:
+    config = small("bucket.heldout=0.3")
+    trained = stages.bucket.run(config)
+    cache = Cache(config.cache)
+    part = cache.snapshot_of("latest.heldout")
+    assert heldout.find(cache, cache.open_snapshot()) == part
+    printed: list[str] = []
+    stages.train.run(config, say=printed.append)
+    assert {row["snapshot"] for row in rows(config)} == {part}
+    assert cache.names_of(part or "") == sorted(["latest.heldout", f"trained-{part[:16]}"] if part else [])
+    # A newer part does not take its place in a run that is resumed.
+    stages.bucket.run(small("bucket.heldout=0.5"))
+    assert heldout.find(cache, cache.open_snapshot(trained)) is None
+    stages.train.run(small("train.steps=3"), resume="auto", say=printed.append)
+    assert {row["snapshot"] for row in rows(config)} == {part}
+    assert not [line for line in printed if line.startswith("changed since") and "snapshot" in line]
+    # Without the option a line says that there is one.
+    stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), say=printed.append)
+    assert any("train.validation={}" in line for line in printed)
+
+
+def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:
+    plain = small()
+    stages.bucket.run(plain, name="all")
+    with pytest.raises(ConfigError, match=r"nothing was held out(?s:.*)sana-pipe bucket --set bucket.heldout"):
+        stages.train.run(plain)
+    stages.bucket.run(small("bucket.heldout=0.3"), name="some")
+    cache = Cache(plain.cache)
+    every, part = cache.open_snapshot("all"), cache.open_snapshot("some.heldout")
+    with pytest.raises(ConfigError, match=f"{len(part)} of the {len(part)} samples .* are trained on"):
+        stages.train.run(small("train.validation.snapshot=some.heldout"), snapshot="all")
+    assert not (Path(plain.train.output) / "checkpoints").exists()
+    with pytest.raises(ConfigError, match="are trained on"):
+        heldout.check_disjoint(cache.open_snapshot("some"), every)
+    heldout.check_disjoint(cache.open_snapshot("some"), part)
+
+
+def test_other_recipes_are_refused(tmp_path: Path) -> None:
+    ours, other = (tiny_cache.build(tmp_path / name, weights=name).open_snapshot() for name in ("w", "v"))
+    heldout.check(ours, ours)
+    with pytest.raises(ConfigError, match=r"(?s)latent records of another recipe.*weights: 'w' \| 'v'"):
+        heldout.check(ours, other)
