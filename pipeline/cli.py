@@ -347,17 +347,27 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
     examples=[
         "sana-pipe train --resume auto",
         "sana-pipe train --snapshot round2 --set train.optim.lr=2e-5 --set train.steps=4000",
+        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2",
         "sana-pipe train --config sana_600m_512 --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
         "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto",
     ]
 )
 @_configured
-@click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+@click.option(
+    "--snapshot", metavar="NAME|ID", help="Default: the newest of the cache; a resumed run keeps that it began with."
+)
 @click.option(
     "--resume",
     metavar="auto|PATH",
     help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
+)
+@click.option(
+    "--from",
+    "begin",
+    metavar="CHECKPOINT|RUN",
+    help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
+    "until the new run has a checkpoint.",
 )
 @click.option(
     "--quarantine",
@@ -369,13 +379,14 @@ def train(
     overrides: tuple[str, ...],
     snapshot: str | None,
     resume: str | None,
+    begin: str | None,
     quarantine: str | None,
 ) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, begin=begin)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 

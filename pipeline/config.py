@@ -64,7 +64,9 @@ def _check_microbatch(size: Any) -> Any:
 
 if TYPE_CHECKING:
     Microbatch = int  # once `pipeline.planning.auto.decide` has decided
+    Steps = int  # once the stage has counted those of `train.epochs`
 else:
+    Steps = Positive | None
     Microbatch = Annotated[Any, AfterValidator(_check_microbatch), "integer above 0 | auto"]
 
 
@@ -607,12 +609,16 @@ class TrainConfig(_Section):
 
     output: str = "./runs/default"
     """The run directory: checkpoints, metrics.jsonl, the configuration."""
-    steps: Positive = 10_000
-    """Optimizer steps."""
+    steps: Steps = 10_000
+    """Optimizer steps; null: those of `epochs`."""
+    epochs: Positive | None = None
+    """In place of `steps`: epochs of the snapshot, as its batches and weights define one. The run directory has their
+    number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
     phase: NotNegative = 0
-    """Number of a later pass over the data with the same seed: another order, other noise."""
+    """Number of this round of training: with the same seed, each has another order and other noise. `--from` counts on
+    from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = 8
     """Samples per process and forward pass; lower it if memory runs out. auto: the largest that is predicted to leave a
     tenth of the GPU's memory free; chosen as with `parallel.sizes: auto`. On a CPU, half of the main memory (or of
@@ -710,6 +716,20 @@ class TrainConfig(_Section):
         """`microbatch` for `sample`, which does not train."""
         size: Any = self.microbatch
         return 8 if size == "auto" else size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("epochs") is not None:
+            if data.get("steps") is not None:
+                raise ValueError(
+                    f"give either train.steps (it is {data['steps']}) or train.epochs (it is {data['epochs']}), not "
+                    "both: the other one is null"
+                )
+            data = {**data, "steps": None}
+        elif isinstance(data, dict) and "steps" in data and data["steps"] is None:
+            raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -1044,6 +1064,9 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag replaces what the file says of the other
+        if f"train.{name}" in names and f"train.{other}" not in names and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other, None)
     for keys, value, text in assignments:
         name = ".".join(keys)
         current = RENAMED.get(name, name)

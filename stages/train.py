@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, State
+from pipeline.loader.schedule import Schedule
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import auto
 from pipeline.planning.expect import expect
@@ -35,6 +36,7 @@ def run(
     resume: str | Path | None = None,
     quarantine: str | Path | None = None,
     say: Callable[[str], None] | None = None,
+    begin: str | Path | None = None,
 ) -> Report:
     """Train on a snapshot.
 
@@ -43,6 +45,8 @@ def run(
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
         say: prints one line (default: print, flushed); called on the first process only.
+        begin: a checkpoint or run directory that a new run begins from (`--from`); `train.phase` follows its phase
+            unless the configuration gives one.
 
     Raises:
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
@@ -51,34 +55,66 @@ def run(
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
     cache = Cache.of(config)
-    resumed = checkpoint.document_of(config, resume)
-    opened = cache.open_snapshot(snapshot or (resumed.state.snapshot if resumed is not None else None))
+    resumed = checkpoint.origin(Path(config.train.output), resume, begin)
+    continued = None if resumed is None or resumed.begins else resumed.document
+    if resumed is not None and "phase" not in config.train.model_fields_set:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"phase": resumed.phase})})
+    opened = cache.open_snapshot(snapshot or (None if continued is None else continued.state.snapshot))
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+        latest = cache.snapshot_of("latest")
+        if continued is not None and snapshot is None and latest not in (None, opened.id):
+            speak(
+                f"the run began with this snapshot and keeps it; the newest is {str(latest)[:12]}: to train on that, "
+                f"sana-pipe train {checkpoint.beginning(Path(config.train.output))}"
+            )
         if (warning := shard_prefetch.advice(opened)) is not None:
             speak(warning)
+    if config.train.epochs is not None:
+        config = _with_steps(config, opened)
+        if launch.is_main:
+            speak(f"{config.train.steps} steps: train.epochs of this snapshot")
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
-    earlier = None if resumed is None else resumed.config
+    earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
         shape = architecture_of(config, task(config, opened, launch))
-        config, lines = auto.decide(config, shape, data, auto.present(device, launch), earlier)
+        as_begun = None if continued is None else continued.config
+        config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
         for line in lines if launch.is_main else []:
             speak(line)
 
     def expected(context: Context) -> Expected | None:
-        as_begun = with_residual(context.config, earlier)
-        return expect(as_begun, lambda: architecture_of(as_begun, context.task), data, device, launch, context.log)
+        decided = with_residual(context.config, earlier)
+        return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
     return fit(
         config,
         task(config, opened, launch, quarantine),
         launch,
         resume=resume,
+        begin=begin,
         say=speak,
         accepted=lambda: cache.keep(opened.id),
         expect=expected,
     )
+
+
+def _with_steps(config: Config, snapshot: Snapshot) -> Config:
+    """The configuration with the steps of `train.epochs` on a snapshot.
+
+    Raises:
+        ConfigError: in so few epochs no bucket fills a batch.
+    """
+    train = config.train
+    assert train.epochs is not None
+    steps = Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(train.epochs)
+    if not steps:
+        raise ConfigError(
+            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",
+            fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
 
 
 def task(config: Config, snapshot: Snapshot, launch: Launch, quarantine: str | Path | None = None) -> Task:

@@ -7,7 +7,8 @@ have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
-prediction `prediction.json`, with `train.profile` `profile/`, and, while a training uses it, `lock.json`.
+prediction `prediction.json`, with `train.profile` `profile/`, with `--from` `from.json`, and, while a training uses it,
+`lock.json`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def fit(
     launch: Launch,
     *,
     resume: str | Path | None = None,
+    begin: str | Path | None = None,
     say: Log = print,
     accepted: Callable[[], None] = lambda: None,
     expect: Callable[[Context], Expected | None] = lambda context: None,
@@ -64,6 +66,8 @@ def fit(
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
+        begin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
+            another than its phase. With `resume="auto"` it counts until the run has a checkpoint.
         say: prints one line; called on the first process only.
         accepted: called on the first process once it is certain that this run may start or resume.
         expect: predicts memory and speed; called on the first process, before there is a process group.
@@ -84,12 +88,12 @@ def fit(
         catch_signals(launch.is_main, launcher) as stop,
         run_lock(context.folder, log) as lock,
     ):
-        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume))
+        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, begin))
         for line in notes:
             log(line)
         architecture = run_on_all(lambda: architecture_of(config, task))
         check_start(context, architecture, resumed)
-        if resumed is not None and (done := resumed.document.state.step) >= train.steps:
+        if resumed is not None and (done := resumed.done) >= train.steps:
             log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
             return Report(done, resumed.folder, None, None)
         context = replace(context, config=with_residual(config, resumed and resumed.document.config))
@@ -121,6 +125,7 @@ def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
         make_folder(folder)
         if path.exists() and (earlier := path.read_text(encoding="utf-8")) != text:
             (folder / f"config-until-step-{run.done:08d}.yaml").write_text(earlier, encoding="utf-8")
+        checkpoint.record(folder, run.resumed)
         fresh = path.with_suffix(".yaml.tmp")
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(path)
@@ -134,6 +139,7 @@ def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
         device=context.device.type,
         tf32=context.train.tf32,
         snapshot=context.task.origin.snapshot,
+        **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
     return journal
 
@@ -176,7 +182,7 @@ class _Loop:
         self.throughput = Throughput(context.train, run.architecture, context.layout, context.device, context.log)
         self.part = context.layout.data_rank(dist.get_rank())
         self.saver = checkpoint.Saver(
-            context.folder / "checkpoints", run.architecture, context.config, context.log, lock
+            context.folder / "checkpoints", run.architecture, context.config, context.log, lock, run.began_from
         )
         launch, device = context.launch, context.device
         self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
@@ -231,7 +237,7 @@ class _Loop:
         stop = self.stop.reason() is not None or self.saver.failed or self.lock.lost
         outcome = self.step(batches, step, stop=stop)
         if self.run.ema is not None:
-            self.run.ema.update(step)
+            self.run.ema.update(self.run.steps_before + step)
         self.done = step
         return outcome
 
