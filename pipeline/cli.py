@@ -410,6 +410,7 @@ def train(
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
 )
+@click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
 @click.option(
@@ -435,7 +436,7 @@ def plan(
     if encoding != (data is not None):
         raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
     if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "search", "write", "calibrate")
+        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write", "calibrate")
         if any(options[name] for name in others) or options["nodes"] > 1:
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
         config = _load(config_path, overrides, "--encode")

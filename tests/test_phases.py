@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,10 @@ import torch
 
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
-from pipeline.errors import ConfigError
+from pipeline.errors import CacheError, ConfigError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
-from pipeline.training import checkpoint, metrics
+from pipeline.training import checkpoint, metrics, trainer
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
@@ -247,3 +250,189 @@ def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
     for refused in (["train.epochs=4", "train.steps=7"], ["train.steps=null"]):
         with pytest.raises(ConfigError, match=r"(?s)train\.steps.*train\.epochs"):
             load("tiny", refused)
+
+
+# ------------------------------------------------------------------------------------------------------------- phases
+
+
+def phases(*parts: dict[str, Any]) -> str:
+    return f"phases={json.dumps(list(parts))}"
+
+
+A: dict[str, Any] = {"name": "a", "snapshot": "one", "steps": 3}
+B: dict[str, Any] = {"name": "b", "snapshot": "two", "steps": 2, "lr": 5e-4, "set": {"train.ema.decay": 0.5}}
+C: dict[str, Any] = {"name": "c", "snapshot": "two", "epochs": 2, "caption_drop": 0.0}
+
+
+@pytest.fixture
+def rounds(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> Callable[..., Config]:
+    """`rounds(A, B)`: configurations of phases over a cache with snapshots `one` and `two`."""
+    import stages.bucket
+
+    common = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=1", "train.ema={decay: 0.9}"]
+
+    def make(*parts: dict[str, Any], output: str = "run") -> Config:
+        return make_config(tmp_path, *common, f"train.output={tmp_path / output}", phases(*parts))
+
+    stages.bucket.run(make(), name="one")
+    stages.bucket.run(make_config(tmp_path, "bucket.batch=4"), name="two")
+    return make
+
+
+def run_phases(settings: Config, **options: Any) -> tuple[Report, list[str]]:
+    import stages.train
+
+    printed: list[str] = []
+    return stages.train.run(settings, say=printed.append, **options), printed
+
+
+def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    """Bit for bit what `--from` gives by hand; nothing of a phase is in memory when the next is built."""
+    import stages.train
+
+    alive: list[int] = []
+    models: list[weakref.ref[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = trainer.build
+
+        def build(*args: Any) -> Any:
+            alive.append(sum(model() is not None for model in models))
+            run = original(*args)
+            models.append(weakref.ref(run.model.module))
+            return run
+
+        patch.setattr(trainer, "build", build)
+        report, printed = run_phases(rounds(A, B, C))
+    assert alive == [0, 0, 0]
+    assert report.step == 6 and report.checkpoint == step(tmp_path / "run/c", 6)
+    before = None
+    for number, name in enumerate("abc"):
+        part = rounds(A, B, C, output="hand").of_phase(name)
+        snapshot = "one" if name == "a" else "two"
+        hand = stages.train.run(part, snapshot=snapshot, begin=before, say=lambda line: None)
+        before = hand.checkpoint
+        assert before is not None
+        assert tensors(step(tmp_path / f"run/{name}", hand.step)) == tensors(before)
+        assert checkpoint.read_document(before).state.phase == number
+    summaries = [json.loads((tmp_path / f"run/{name}/summary.json").read_text()) for name in "abc"]
+    assert [(s["name"], s["phase"], s["steps"], s["samples"]) for s in summaries] == [
+        *(("a", 0, 3, 36), ("b", 1, 2, 8), ("c", 2, 6, 24))
+    ]
+    rows = metrics.read(tmp_path / "run/b/metrics.jsonl")
+    assert summaries[1]["loss"] == rows[-1]["loss"] and summaries[1]["lr"] == 5e-4
+    assert summaries[1]["validation"] is None and summaries[1]["seconds"] >= rows[-1]["seconds"]
+    table = [line.split()[0] for line in printed[-4:]]
+    assert table == ["phase", "a", "b", "c"]
+
+
+def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    run_phases(rounds(A, B))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("step-*")}
+    (tmp_path / "run/a/summary.json").unlink()
+    with open(tmp_path / "run/a/metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "validation", "step": 3, "loss": 0.25}) + "\n")
+    report, printed = run_phases(rounds({**A, "lr": 2e-4, "snapshot": "two"}, B, C), resume="auto")
+    assert report.checkpoint == step(tmp_path / "run/c", 6)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert any("phase a (1 of 3): finished after step 3" in line for line in printed)
+    (note,) = [line for line in printed if line.startswith("note: phase a")]
+    assert "train.optim.lr: 0.001 -> 0.0002" in note and "-> two" in note
+    assert not any(line.startswith("note: phase b") for line in printed)
+    assert json.loads((tmp_path / "run/a/summary.json").read_text())["validation"]["loss"] == 0.25
+    assert any(line.startswith("a ") and "0.2500" in line for line in printed)
+    _, printed = run_phases(rounds(A, B, C), resume="auto")
+    assert not any(line.startswith("training ") for line in printed), "nothing is left to do"
+    assert printed[-1].startswith("c ")
+    with pytest.raises(ConfigError, match=r"'a2' has no checkpoint and stands before 'b'"):
+        run_phases(rounds(A, {**A, "name": "a2"}, B, C), resume="auto")
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        run_phases(rounds(A, B, C))
+
+
+@pytest.mark.slow
+def test_a_phase_that_has_begun_keeps_its_snapshot_and_says_so(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    """Also when its name now points to another, and when it was stopped in the middle."""
+    import stages.bucket
+
+    run_phases(rounds(A))
+    first = Cache(rounds().cache).snapshot_of("two")
+    longer = {**B, "steps": 4}
+
+    def stops(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = trainer._Loop._step
+
+        def stepped(loop: Any, batches: Any, number: int) -> Any:
+            stops(number)
+            return original(loop, batches, number)
+
+        patch.setattr(trainer._Loop, "_step", stepped)
+        report, _ = run_phases(rounds(A, longer, C), resume="auto")
+    assert (report.stopped_by, report.step) == ("SIGTERM", 3)
+    assert not (tmp_path / "run/c").exists(), "the signal ends the chain"
+    assert not (tmp_path / "run/b/summary.json").exists()
+    other = rounds(A).model_copy(update={"bucket": rounds().bucket.model_copy(update={"batch": 3})})
+    stages.bucket.run(other, name="two", move=True)
+    second = Cache(rounds().cache).snapshot_of("two")
+    report, printed = run_phases(rounds(A, longer, {**C, "epochs": None, "steps": 1}), resume="auto")
+    assert first != second
+    states = [checkpoint.read_document(step(tmp_path / "run" / name, n)).state for name, n in (("b", 4), ("c", 1))]
+    assert [(state.snapshot, state.phase) for state in states] == [(first, 1), (second, 2)]
+    (line,) = [line for line in printed if "keeps it" in line]
+    assert str(second)[:12] in line
+
+
+def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> None:
+    for wrong, says in (
+        ({**A, "set": {"train.optim.lrr": 1.0}}, r"phases: a: unknown key 'train\.optim\.lrr'; did you mean"),
+        ({**A, "set": {"train.precision": "fp8"}}, r"phases: a: 'train\.precision'"),
+        ({**A, "set": {"bucket.batch": 3}}, r"does not read bucket\.batch"),
+        ({**A, "set": {"train.steps": 3}}, r"train\.steps is given by the option steps"),
+        ({**A, "epochs": 2}, r"(?s)train\.steps.*train\.epochs"),
+        ({**A, "lrr": 1.0}, r"unknown key 'phases\.0\.lrr'; did you mean 'phases\.0\.lr'"),
+        ({**A, "name": "../a"}, r"phases\.0\.name"),
+        ({**A, "name": "checkpoints"}, "'checkpoints' is a folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load("tiny", [phases(wrong)])
+    with pytest.raises(ConfigError, match="'a' is given twice"):
+        load("tiny", [phases(A, B, A)])
+    config = load("tiny", ["train.phase=3", "train.epochs=7", phases(A, B, {"name": "c", "snapshot": "x"})])
+    a, b, c = (config.of_phase(name).train for name in "abc")
+    assert (a.phase, a.steps, a.epochs, a.optim.lr, a.output) == (3, 3, None, 1e-3, "runs/tiny/a")
+    assert "phase" not in b.model_fields_set and b.optim.lr == 5e-4 and b.ema is not None and b.ema.decay == 0.5
+    assert (c.steps, c.epochs) == (None, 7)
+    file = tmp_path / "own.yaml"
+    file.write_text(dump(config))
+    assert load(file) == config
+
+
+@pytest.mark.slow
+def test_a_chain_begins_where_it_is_told_and_nowhere_by_accident(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    run_phases(
+        rounds(output="plain").model_copy(
+            update={
+                "train": rounds(A, output="plain")
+                .of_phase("a")
+                .train.model_copy(update={"output": str(tmp_path / "plain")})
+            }
+        ),
+        snapshot="one",
+    )
+    with pytest.raises(ConfigError, match=r"--from .*plain"):
+        run_phases(rounds(B, output="plain"), resume="auto")
+    missing = {**C, "name": "later", "snapshot": "nowhere"}
+    with pytest.raises(CacheError, match="nowhere"):
+        run_phases(rounds(B, missing, output="plain"), resume="auto", begin=tmp_path / "plain")
+    assert checkpoint.read_document(step(tmp_path / "plain/b", 2)).state.phase == 1
+    _, printed = run_phases(rounds(B, output="plain"), resume="auto", begin=tmp_path / "plain")
+    assert any("not used" in line for line in printed)
+    for refused in ({"snapshot": "one"}, {"resume": tmp_path / "plain"}):
+        with pytest.raises(ConfigError, match="does not go with phases"):
+            run_phases(rounds(B), **refused)
+    assert checkpoint.find(rounds(A, B, C, output="plain"), "auto") == step(tmp_path / "plain/b", 2)
+    assert rounds(A, B, output="plain").at(step(tmp_path / "plain/b", 2)).train.optim.lr == 5e-4
+    assert rounds(A, B, output="plain").at(tmp_path / "elsewhere").train.optim.lr == 1e-3

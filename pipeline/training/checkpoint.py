@@ -575,12 +575,15 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
 
 
 def find(config: Config, which: str) -> Path:
-    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`.
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
+    has one; else see `resolve`.
 
     Raises:
         ConfigError: there is none.
     """
-    root = Path(config.train.output) / "checkpoints"
+    output = Path(config.train.output)
+    roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
+    root = next((root for root in roots if newest(root) is not None), roots[-1])
     folder = resolve(root, which)
     if folder is None:
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")

@@ -14,10 +14,9 @@ prediction `prediction.json`, with `train.profile` `profile/`, with `--from` `fr
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +42,7 @@ from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
-from pipeline.training.stop import StopRequest, catch_signals
+from pipeline.training.stop import StopRequest, catch_signals_of
 from pipeline.training.task import Context, Log, Report, Task
 from pipeline.training.throughput import Throughput
 
@@ -60,6 +59,7 @@ def fit(
     say: Log = print,
     accepted: Callable[[], None] = lambda: None,
     expect: Callable[[Context], Expected | None] = lambda context: None,
+    stop: StopRequest | None = None,
 ) -> Report:
     """Train until `config.train.steps`. Called by every process of the launch.
 
@@ -71,6 +71,7 @@ def fit(
         say: prints one line; called on the first process only.
         accepted: called on the first process once it is certain that this run may start or resume.
         expect: predicts memory and speed; called on the first process, before there is a process group.
+        stop: of a caller that catches the signals; None: they are caught here.
 
     Raises:
         UserError: the same message on every process.
@@ -81,13 +82,13 @@ def fit(
     for line in launch.advice:
         log(f"note: {line}")
     expected = expect(context) if launch.is_main else None
-    launcher = os.getppid() if launch.kind in ("torchrun", "accelerate") else None
     with (
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
         memory_errors(train),
-        catch_signals(launch.is_main, launcher) as stop,
+        catch_signals_of(launch) if stop is None else nullcontext(stop) as stop,
         run_lock(context.folder, log) as lock,
     ):
+        stop.looping = False
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, begin))
         for line in notes:
             log(line)
