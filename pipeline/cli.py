@@ -347,17 +347,27 @@ def forget(config_path: str | None, overrides: tuple[str, ...], source: str | No
     examples=[
         "sana-pipe train --resume auto",
         "sana-pipe train --snapshot round2 --set train.optim.lr=2e-5 --set train.steps=4000",
+        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2",
         "sana-pipe train --config sana_600m_512 --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
         "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto",
     ]
 )
 @_configured
-@click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+@click.option(
+    "--snapshot", metavar="NAME|ID", help="Default: the newest of the cache; a resumed run keeps that it began with."
+)
 @click.option(
     "--resume",
     metavar="auto|PATH",
     help="`auto`: the newest complete checkpoint of train.output. PATH: a run directory or a checkpoint.",
+)
+@click.option(
+    "--from",
+    "begin",
+    metavar="CHECKPOINT|RUN",
+    help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
+    "until the new run has a checkpoint.",
 )
 @click.option(
     "--quarantine",
@@ -369,13 +379,14 @@ def train(
     overrides: tuple[str, ...],
     snapshot: str | None,
     resume: str | None,
+    begin: str | None,
     quarantine: str | None,
 ) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
     config = _load(config_path, overrides)
     from stages import train as stage
 
-    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, begin=begin)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
@@ -399,6 +410,7 @@ def train(
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
 )
+@click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
 @click.option(
@@ -424,7 +436,7 @@ def plan(
     if encoding != (data is not None):
         raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
     if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "search", "write", "calibrate")
+        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write", "calibrate")
         if any(options[name] for name in others) or options["nodes"] > 1:
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
         config = _load(config_path, overrides, "--encode")

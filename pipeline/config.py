@@ -64,7 +64,9 @@ def _check_microbatch(size: Any) -> Any:
 
 if TYPE_CHECKING:
     Microbatch = int  # once `pipeline.planning.auto.decide` has decided
+    Steps = int  # once the stage has counted those of `train.epochs`
 else:
+    Steps = Positive | None
     Microbatch = Annotated[Any, AfterValidator(_check_microbatch), "integer above 0 | auto"]
 
 
@@ -623,12 +625,16 @@ class TrainConfig(_Section):
 
     output: str = "./runs/default"
     """The run directory: checkpoints, metrics.jsonl, the configuration."""
-    steps: Positive = 10_000
-    """Optimizer steps."""
+    steps: Steps = 10_000
+    """Optimizer steps; null: those of `epochs`."""
+    epochs: Positive | None = None
+    """In place of `steps`: epochs of the snapshot, as its batches and weights define one. The run directory has their
+    number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
     phase: NotNegative = 0
-    """Number of a later pass over the data with the same seed: another order, other noise."""
+    """Number of this round of training: with the same seed, each has another order and other noise. `--from` counts on
+    from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = 8
     """Samples per process and forward pass; lower it if memory runs out. auto: the largest that is predicted to leave a
     tenth of the GPU's memory free; chosen as with `parallel.sizes: auto`. On a CPU, half of the main memory (or of
@@ -731,6 +737,20 @@ class TrainConfig(_Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _steps_or_epochs(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("epochs") is not None:
+            if data.get("steps") is not None:
+                raise ValueError(
+                    f"give either train.steps (it is {data['steps']}) or train.epochs (it is {data['epochs']}), not "
+                    "both: the other one is null"
+                )
+            data = {**data, "steps": None}
+        elif isinstance(data, dict) and "steps" in data and data["steps"] is None:
+            raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _parallel_by_word(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("parallel") == "auto":
             data = {**data, "parallel": {"sizes": "auto"}}
@@ -817,6 +837,46 @@ class TrainConfig(_Section):
         return self
 
 
+class PhaseConfig(_Section):
+    """A phase of training: a run of its own that begins from the last checkpoint of the phase before. What it leaves
+    out is as in the rest of the configuration."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    """Its run directory is `train.output`/NAME."""
+    snapshot: str
+    """Name, id or beginning of the id of its snapshot. A phase that has begun keeps the snapshot it began with."""
+    steps: Positive | None = None
+    """`train.steps`."""
+    epochs: Positive | None = None
+    """`train.epochs`."""
+    resolution: Positive | None = None
+    """`data.resolution`."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """`train.optim.lr`."""
+    warmup_steps: NotNegative | None = None
+    """`train.optim.warmup_steps`; the warm-up of every phase begins anew."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] | None = None
+    """`train.optim.schedule`, over the steps of this phase."""
+    caption_drop: Share | None = None
+    """`train.caption_drop`."""
+    set: dict[str, Any] = {}
+    """Any other option that `train` reads, such as `{train.microbatch: 4, train.flow.shift: 4.0}`."""
+
+
+_OF_PHASE = {
+    "steps": "train.steps",
+    "epochs": "train.epochs",
+    "resolution": "data.resolution",
+    "lr": "train.optim.lr",
+    "warmup_steps": "train.optim.warmup_steps",
+    "schedule": "train.optim.schedule",
+    "caption_drop": "train.caption_drop",
+}
+"""The option that a field of `PhaseConfig` sets."""
+_NO_PHASE = ("checkpoints", "profile")
+"""Names of folders in a run directory."""
+
+
 class SampleConfig(_Section):
     """Pictures drawn from a checkpoint. Defaults: Sana's."""
 
@@ -885,11 +945,76 @@ class Config(_Section):
     """The stage `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
+    phases: list[PhaseConfig] = []
+    """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
+    newest checkpoint of the last phase that has one."""
+
+    def phase(self, name: str) -> PhaseConfig:
+        """The phase of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        known = ", ".join(phase.name for phase in self.phases)
+        raise ConfigError(
+            f"there is no phase {name!r} in the configuration", expected=f"one of {known}" if known else "phases: [...]"
+        )
+
+    def of_phase(self, name: str) -> Config:
+        """The configuration of a phase's run.
+
+        Raises:
+            ConfigError: there is no such phase, or its options cannot be.
+        """
+        phase = self.phase(name)
+        tree = self.model_dump(exclude_unset=True, exclude={"phases"})
+        train = tree.setdefault("train", {})
+        if phase is not self.phases[0]:
+            train.pop("phase", None)
+        fields = {_OF_PHASE[key]: value for key, value in phase if key in _OF_PHASE and value is not None}
+        options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
+        where = f"phases: {name}"
+        for option in options:
+            if option in fields or option == "train.output":
+                other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
+                raise ConfigError(f"{where}: set: {option} is given by {other}", fix="leave it out")
+            if option in _all_paths() and not reads("train", option):
+                raise ConfigError(f"{where}: set: sana-pipe train does not read {option}", fix="leave it out")
+        options = {**fields, **options}
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if f"train.{one}" in options and f"train.{other}" not in options:
+                train.pop(other, None)
+        for option, value in options.items():
+            _assign(tree, option.split("."), value, f"{option}={value}")
+        train["output"] = str(Path(self.train.output) / name)
+        try:
+            return Config.model_validate(tree)
+        except ValidationError as error:
+            raise _explain(error, tree, Path(where), []) from None
+
+    def at(self, folder: str | Path) -> Config:
+        """The configuration of the phase to which a folder belongs; of no phase: this one."""
+        inside = [p.name for p in self.phases if (Path(self.train.output) / p.name) in (*Path(folder).parents, folder)]
+        return self.of_phase(inside[0]) if inside else self
 
     @model_validator(mode="before")
     @classmethod
     def _current_names(cls, data: Any) -> Any:
         return _rename(data)
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> Config:
+        names = [phase.name.lower() for phase in self.phases]
+        for name in names:
+            if names.count(name) > 1 or name in _NO_PHASE:
+                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
+                raise ValueError(f"phases: the name {name!r} {why}")
+        for phase in self.phases:
+            self.of_phase(phase.name)
+        return self
 
     @model_validator(mode="after")
     def _check_precision(self) -> Config:
@@ -928,7 +1053,15 @@ _JOIN = (
 )
 _PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
 _EXPORT = (
-    *("train.output", "train.flow.shift", "sample.steps", "sample.guidance", "data.resolution", "data.buckets"),
+    *(
+        "phases",
+        "train.output",
+        "train.flow.shift",
+        "sample.steps",
+        "sample.guidance",
+        "data.resolution",
+        "data.buckets",
+    ),
     *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
     *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
@@ -936,6 +1069,7 @@ _EXPORT = (
 _SAMPLE = (
     *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
     *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
+    "phases",
 )
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,
@@ -944,9 +1078,9 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
     "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
-    "train": (*_CACHE, "model", "train", "data.resolution"),
+    "train": (*_CACHE, "model", "train", "data.resolution", "phases"),
     "plan": (
-        *(*_CACHE, "model", "train", "data.resolution", "data.buckets", "text.max_length"),
+        *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
     ),
     "plan --encode": _ENCODE,
@@ -1062,6 +1196,9 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag replaces what the file says of the other
+        if f"train.{name}" in names and f"train.{other}" not in names and isinstance(tree.get("train"), dict):
+            tree["train"].pop(other, None)
     for keys, value, text in assignments:
         name = ".".join(keys)
         current = RENAMED.get(name, name)
@@ -1182,10 +1319,17 @@ def section_of(field: FieldInfo) -> type[_Section] | None:
     return next((part for part in parts if hasattr(part, "model_fields")), None)
 
 
+def holds_several(field: FieldInfo) -> bool:
+    """Whether a field is a mapping or a list of sections."""
+    return get_origin(field.annotation) in (dict, list)
+
+
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     """Names that are valid beside the last element of `location`."""
     model: type[_Section] = Config
     for part in location[:-1]:
+        if isinstance(part, int):  # of a list of sections
+            continue
         field = model.model_fields.get(str(part))
         below = None if field is None else section_of(field)
         if below is None:
@@ -1196,12 +1340,12 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
 
 def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every option and section with its field, in the order of the file; a section comes before its options. Below a
-    mapping NAME stands for any key (`bucket.sources.NAME.weight`)."""
+    mapping or a list NAME stands for any element (`bucket.sources.NAME.weight`)."""
     for name, field in (model or Config).model_fields.items():
         yield prefix + name, field
         below = section_of(field)
         if below is not None:
-            yield from option_fields(below, f"{prefix}{name}.{'NAME.' if get_origin(field.annotation) is dict else ''}")
+            yield from option_fields(below, f"{prefix}{name}.{'NAME.' if holds_several(field) else ''}")
 
 
 def _all_paths() -> list[str]:

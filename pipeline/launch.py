@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
@@ -36,6 +36,8 @@ class Launch:
         local_rank, local_world: the same within this node.
         rendezvous: init method of `torch.distributed`; None for a single process, which needs no port.
         advice: remarks about the environment for the user; they change nothing.
+        stores: of the process groups that this process opens one after the other (`mesh.reopening`); None: it opens
+            one.
     """
 
     rank: int = 0
@@ -45,6 +47,7 @@ class Launch:
     kind: Kind = "single"
     rendezvous: str | None = None
     advice: tuple[str, ...] = ()
+    stores: Iterator[Any] | None = None
 
     @property
     def is_main(self) -> bool:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import Config, Given, option_fields, section_of, written
+from pipeline.config import Config, Given, holds_several, option_fields, section_of, written
 from pipeline.errors import ConfigError
 
 WIDTH = 110
@@ -69,7 +69,7 @@ def markdown() -> str:
     about = {"": "Options outside of sections."}
     for name, field in option_fields():
         above, _, key = name.rpartition(".")
-        below, mapping = section_of(field), get_origin(field.annotation) is dict
+        below, mapping = section_of(field), holds_several(field)
         if below is not None:
             path = f"{name}.NAME" if mapping else name
             sections[path], about[path] = [], _one_line(below.__doc__)
@@ -103,7 +103,7 @@ def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
         if "NAME" in sections or not isinstance(parent, dict):  # below a mapping, or a section that is null
             continue
         value = parent[key]
-        if section_of(field) is not None and value and get_origin(field.annotation) is not dict:
+        if section_of(field) is not None and value and not holds_several(field):
             continue  # a section: its options follow
         yield {
             "name": name,
@@ -145,7 +145,7 @@ def _default(field: FieldInfo) -> str | None:
     return _as_yaml(plain)
 
 
-_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 

@@ -97,6 +97,7 @@ def run(
     out = Path(out).absolute()
     _check_dtype(config, dtype)
     folder = checkpoints.find(config, checkpoint)
+    config = config.at(folder)
     document = checkpoints.read_document(folder)
     state = {"run": _run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)

@@ -45,6 +45,7 @@ def run(
     nodes: int = 1,
     price: float | None = None,
     snapshot: str | None = None,
+    phase: str | None = None,
     search: bool = False,
     write: str | None = None,
     calibrate: bool = False,
@@ -53,6 +54,7 @@ def run(
     """Predict one configuration, search for the fastest that fits, or measure this device.
 
     Args:
+        phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
         write: file for the configuration that was searched for.
         calibrate: run real steps on `train.device`, and store the constants that follow.
 
@@ -62,6 +64,13 @@ def run(
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
+    if phase is not None:
+        config, snapshot = config.of_phase(phase), snapshot or config.phase(phase).snapshot
+    elif config.phases:
+        raise UserError(
+            f"the configuration has {len(config.phases)} phases: which one?",
+            fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
+        )
     machine = None if calibrate else machine_of(gpus, gpu, gpu_memory, nodes)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)

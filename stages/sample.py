@@ -74,6 +74,7 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
+    config = config.at(folder)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     architecture, weights = checkpoints.load_model_state(folder, ema=ema)

@@ -1,36 +1,46 @@
 """Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
 
-What: opens the snapshot, prints its size, decides what is `auto`, and hands the trainer a `Task` that makes the loader.
+What: opens the snapshot, prints its size, decides what is `auto`, and hands the trainer a `Task` that makes the loader;
+with `phases` for each phase in turn (`pipeline.training.phases`).
 Why apart from the trainer: the trainer knows no cache, this file no optimizer. No encoder is imported here.
 Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.config import Config, ParallelConfig
+from pipeline.errors import CacheError, ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, State
+from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
-from pipeline.parallel.mesh import Layout
+from pipeline.parallel.collectives import broadcast_from_rank_0
+from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expect import expect
 from pipeline.planning.predict import Data
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
-from pipeline.training import checkpoint
+from pipeline.training import checkpoint, phases
 from pipeline.training.build import architecture_of, with_residual
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
-from pipeline.training.task import Context, Report, Task
+from pipeline.training.stop import StopRequest, catch_signals_of
+from pipeline.training.task import Context, Log, Report, Task
 from pipeline.training.trainer import fit
+
+T = TypeVar("T")
 
 
 def run(
@@ -39,14 +49,17 @@ def run(
     resume: str | Path | None = None,
     quarantine: str | Path | None = None,
     say: Callable[[str], None] | None = None,
+    begin: str | Path | None = None,
 ) -> Report:
-    """Train on a snapshot.
+    """Train on a snapshot, or the phases of the configuration one after the other.
 
     Args:
         snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the one it began with.
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
         say: prints one line (default: print, flushed); called on the first process only.
+        begin: a checkpoint or run directory that a new run begins from (`--from`); `train.phase` follows its phase
+            unless the configuration gives one.
 
     Raises:
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
@@ -54,26 +67,159 @@ def run(
     """
     launch = detect()
     speak = say or (lambda line: print(line, flush=True))
+    if not config.phases:
+        return _train(config, launch, snapshot, resume, quarantine, speak, begin)
+    if snapshot is not None or resume not in (None, "auto"):
+        raise ConfigError(
+            f"--resume {resume} does not go with phases" if snapshot is None else "--snapshot does not go with phases",
+            fix="give each phase its snapshot in the configuration, and --resume auto",
+        )
+    launch = reopening(launch, config.train.parallel.timeout_s)
+    with catch_signals_of(launch) as stop:
+        return _chain(config, launch, resume, quarantine, speak if launch.is_main else lambda line: None, begin, stop)
+
+
+def _chain(
+    config: Config,
+    launch: Launch,
+    resume: str | Path | None,
+    quarantine: str | Path | None,
+    say: Log,
+    begin: str | Path | None,
+    stop: StopRequest,
+) -> Report:
+    """Train the phases that are not finished. The first process reads where they stand, for all."""
     cache = Cache.of(config)
-    resumed = checkpoint.document_of(config, resume)
-    opened = cache.open_snapshot(snapshot or (resumed.state.snapshot if resumed is not None else None))
+    places = _agreed(config, launch, lambda: _survey(config, cache, resume, begin, say))
+    summaries: list[dict[str, Any]] = []
+    report = Report(0, None, None, None)
+    for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
+        own, last = config.of_phase(phase.name), place.last
+        title = f"phase {phase.name} ({number} of {len(places)})"
+        if place.finished and last is not None:
+            say(f"{title}: finished after step {last.done}")
+            changed = place.changed(own)
+            if cache.snapshot_of(phase.snapshot) not in (None, last.document.state.snapshot):
+                changed.append(f"snapshot: {last.document.state.snapshot[:12]} -> {phase.snapshot}")
+            if changed:
+                say(f"note: {title} is finished; what changed since is not used: {', '.join(changed)}")
+            report = Report(last.done, last.folder, None, None)
+        else:
+            say(title)
+            report = _train(own, launch, phase.snapshot, resume, quarantine, say, begin, stop)
+            if report.stopped_by is not None:
+                return report
+            _give_back(own)
+        if launch.is_main and report.checkpoint is not None:
+            summaries.append(_summary(cache, place, report.checkpoint))
+            if not place.finished or number == len(places):
+                for line in phases.table(summaries):
+                    say(line)
+        begin = report.checkpoint
+    return report
+
+
+def _survey(
+    config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, say: Log
+) -> list[phases.Place]:
+    """Where the phases stand; refuses a chain that cannot go on from there."""
+    places = phases.survey(config)
+    begun = [place for place in places if place.last is not None]
+    output = Path(config.train.output)
+    if begun and resume is None:
+        raise ConfigError(
+            f"{output}: phase {begun[-1].name!r} already holds checkpoints",
+            fix="--resume auto to continue the phases, or --set train.output=DIR for new ones",
+        )
+    if begun and begin is not None:
+        say(f"--from {begin} is not used: phase {begun[0].name!r} has begun")
+    if not begun and begin is None and checkpoint.newest(output / "checkpoints") is not None:
+        raise ConfigError(
+            f"{output} holds checkpoints of a run without phases, from which the first phase would not begin",
+            fix=f"--from {output}, or --set train.output=DIR",
+        )
+    for place, phase in zip(places, config.phases, strict=True):
+        if place.last is None:
+            try:
+                cache.open_snapshot(phase.snapshot)
+            except CacheError as error:
+                say(f"note: phase {phase.name!r} cannot begin yet: {error.what}")
+    return places
+
+
+def _summary(cache: Cache, place: phases.Place, folder: Path) -> dict[str, Any]:
+    last = checkpoint.Resumed(folder, checkpoint.read_document(folder))
+    try:
+        head = cache.open_snapshot(last.document.state.snapshot).head
+    except CacheError:
+        head = None
+    return phases.summarize(replace(place, last=last), head)
+
+
+def _agreed(config: Config, launch: Launch, function: Callable[[], T]) -> T:
+    """What the first process finds, on every process."""
+    parallel = ParallelConfig(timeout_s=config.train.parallel.timeout_s)
+    with open_mesh(launch, parallel, torch.device("cpu")):
+        return broadcast_from_rank_0(function)
+
+
+def _give_back(config: Config) -> None:
+    """Free the memory of a phase: models and graphs refer to each other in circles."""
+    if config.train.compile != "none":
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _train(
+    config: Config,
+    launch: Launch,
+    snapshot: str | None,
+    resume: str | Path | None,
+    quarantine: str | Path | None,
+    speak: Log,
+    begin: str | Path | None,
+    stop: StopRequest | None = None,
+) -> Report:
+    """One run. `stop`: it is a phase, which keeps the snapshot that it began with whatever the configuration says."""
+    cache = Cache.of(config)
+
+    def origin() -> tuple[checkpoint.Resumed | None, str]:
+        resumed = checkpoint.origin(Path(config.train.output), resume, begin)
+        kept = None if resumed is None or resumed.begins else resumed.document.state.snapshot
+        wanted = kept if stop is not None and kept is not None else snapshot or kept
+        return resumed, cache.open_snapshot(wanted).id
+
+    resumed, chosen = origin() if stop is None else _agreed(config, launch, origin)
+    continued = None if resumed is None or resumed.begins else resumed.document
+    if resumed is not None and "phase" not in config.train.model_fields_set:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"phase": resumed.phase})})
+    opened = cache.open_snapshot(chosen)
     if launch.is_main:
         samples = sum(bucket.samples for bucket in opened.buckets)
         speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+        for line in [] if continued is None else _newer(config, cache, opened, snapshot, stop is not None):
+            speak(line)
         if (warning := shard_prefetch.advice(opened)) is not None:
             speak(warning)
-    config, part = _heldout(config, cache, opened, resumed, speak if launch.is_main else lambda line: None)
+    if config.train.epochs is not None:
+        config = _with_steps(config, opened)
+        if launch.is_main:
+            speak(f"{config.train.steps} steps: train.epochs of this snapshot")
+    config, part = _heldout(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
-    earlier = None if resumed is None else resumed.config
+    earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
         shape = architecture_of(config, task(config, opened, launch))
-        config, lines = auto.decide(config, shape, data, auto.present(device, launch), earlier)
+        as_begun = None if continued is None else continued.config
+        config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
         for line in lines if launch.is_main else []:
             speak(line)
 
     def expected(context: Context) -> Expected | None:
-        as_begun = with_residual(context.config, earlier)
-        return expect(as_begun, lambda: architecture_of(as_begun, context.task), data, device, launch, context.log)
+        decided = with_residual(context.config, earlier)
+        return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
     def accepted() -> None:
         cache.keep(opened.id)
@@ -86,10 +232,45 @@ def run(
         task(config, opened, launch, quarantine, part),
         launch,
         resume=resume,
+        begin=begin,
         say=speak,
         accepted=accepted,
         expect=expected,
+        stop=stop,
     )
+
+
+def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None, is_phase: bool) -> list[str]:
+    """What to print when a resumed run could train on another snapshot."""
+    other = cache.snapshot_of(str(snapshot) if is_phase else "latest")
+    if other in (None, opened.id) or (snapshot is not None and not is_phase):
+        return []
+    if is_phase:
+        return [
+            f"the phase began with this snapshot and keeps it; {snapshot} is {str(other)[:12]} now: to train on that, "
+            "add a phase"
+        ]
+    return [
+        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that, sana-pipe "
+        f"train {checkpoint.beginning(Path(config.train.output))}"
+    ]
+
+
+def _with_steps(config: Config, snapshot: Snapshot) -> Config:
+    """The configuration with the steps of `train.epochs` on a snapshot.
+
+    Raises:
+        ConfigError: in so few epochs no bucket fills a batch.
+    """
+    train = config.train
+    assert train.epochs is not None
+    steps = Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(train.epochs)
+    if not steps:
+        raise ConfigError(
+            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",
+            fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
 
 
 def _heldout(

@@ -46,6 +46,14 @@ def test_resumed_under_other_strategies_is_uninterrupted(folder: Path) -> None:
     assert results["averages from weights"] > 1e-4
 
 
+@pytest.mark.parametrize("name", [name for name, _, _ in checkpoints.CHAIN[:4]])
+def test_begun_from_a_checkpoint_under_other_strategies_is_begun_on_one_process(folder: Path, name: str) -> None:
+    """Losses, weights and averages are those of the run that goes on with the same batches."""
+    result = read(folder, "begun")[name]
+    assert result["refused"] == ""
+    assert max(result["losses"] + result["weights"]) <= 1e-5
+
+
 @pytest.mark.parametrize("name", checkpoints.LAYOUTS)
 def test_start_values_in_slices_are_those_of_one_process(folder: Path, name: str) -> None:
     results = read(folder, f"filled {name}")

@@ -597,8 +597,8 @@ def test_a_forgotten_moment_would_be_noticed(finished: Path, tmp_path: Path, mon
     """The comparison above goes red when resuming restores the weights alone."""
     original = checkpoint.load
 
-    def weights_only(folder: Path, document: Any, model: Any, optimizer: Any, more: Any) -> set[str]:
-        absent = original(folder, document, model, optimizer, more)
+    def weights_only(folder: Path, document: Any, model: Any, optimizer: Any, more: Any, **options: Any) -> set[str]:
+        absent = original(folder, document, model, optimizer, more, **options)
         optimizer.state.clear()
         return absent
 

@@ -441,6 +441,15 @@ class Schedule:
     def steps_in(self, epoch: int) -> int:
         return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
 
+    def samples_upto(self, steps: int) -> int:
+        """Samples in the global batches of the first `steps` steps."""
+        if len(set(self.batches)) == 1:
+            return steps * self.batches[0]
+        epoch = self.epoch_of(steps)
+        before = [bucket.batches_before(epoch) for bucket in self._buckets]
+        whole = sum(count * batch for count, batch in zip(before, self.batches, strict=True))
+        return whole + sum(self.batches[self._place(step)[1]] for step in range(sum(before), steps))
+
     def epoch_of(self, step: int) -> int:
         """The epoch of a step: steps_upto(epoch) <= step < steps_upto(epoch + 1)."""
         low, high = 0, 1
@@ -453,6 +462,12 @@ class Schedule:
 
     def step(self, step: int) -> ScheduledBatch:
         """The global batch of a step."""
+        epoch, bucket, number = self._place(step)
+        positions, visits = self._buckets[bucket].members(epoch, number)
+        return ScheduledBatch(step, epoch, bucket, positions, visits)
+
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """The epoch and bucket of a step, and the number of its batch in that epoch of the bucket."""
         epoch = self.epoch_of(step)
         before = [bucket.batches_before(epoch) for bucket in self._buckets]
         batches = [bucket.batches_before(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
@@ -464,8 +479,7 @@ class Schedule:
                 batches[b] -= 1
             bucket, number = self._batch_at(epoch, place - len(shown), batches)
             number += bucket in shown
-        positions, visits = self._buckets[bucket].members(epoch, number)
-        return ScheduledBatch(step, epoch, bucket, positions, visits)
+        return epoch, bucket, number
 
     def _batch_at(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
         """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""

@@ -9,10 +9,11 @@ Price: a group of one process costs some milliseconds at the start.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -90,6 +91,20 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
     return layout
 
 
+def reopening(launch: Launch, timeout_s: int) -> Launch:
+    """The launch for a process that opens several groups, one after the other. They share one store, each with a prefix
+    of its own: closed and opened again, a store would still have the addresses of the group before (torchrun's), or its
+    port would not be free yet."""
+
+    def stores() -> Iterator[dist.Store]:
+        limit = timedelta(seconds=timeout_s)
+        store, _, _ = next(dist.rendezvous(str(launch.rendezvous), launch.rank, launch.world, timeout=limit))
+        for number in itertools.count():
+            yield dist.PrefixStore(f"group-{number}", store)
+
+    return launch if launch.world == 1 else replace(launch, stores=stores())
+
+
 @contextmanager
 def open_mesh(
     launch: Launch, parallel: ParallelConfig, device: torch.device, layout: Layout | None = None
@@ -114,10 +129,12 @@ def open_mesh(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    rendezvous: dict[str, Any] = (
-        {"store": dist.HashStore()} if launch.world == 1 else {"init_method": launch.rendezvous}
-    )
+    rendezvous: dict[str, Any] = {"init_method": launch.rendezvous}
     try:
+        if launch.world == 1:
+            rendezvous = {"store": dist.HashStore()}
+        elif launch.stores is not None:
+            rendezvous = {"store": next(launch.stores)}
         dist.init_process_group(
             backend,
             rank=launch.rank,

@@ -42,6 +42,7 @@ class Run:
     Attributes:
         done: optimizer steps done.
         checkpoint: the one that the run was resumed from.
+        resumed: the one that it was resumed or begun from.
     """
 
     context: Context
@@ -52,6 +53,17 @@ class Run:
     ema: EMA | None
     done: int = 0
     checkpoint: Path | None = None
+    resumed: Resumed | None = None
+
+    @property
+    def began_from(self) -> dict[str, Any] | None:
+        """See `pipeline.training.checkpoint.Document`."""
+        return self.resumed and self.resumed.began_from
+
+    @property
+    def steps_before(self) -> int:
+        """Optimizer steps of the runs before this one, which its average of the weights covers, too."""
+        return self.began_from["total"] if self.began_from else 0
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint beside those of model and optimizer."""
@@ -105,16 +117,49 @@ def _load_start(model: ParallelModel, start: Start, context: Context) -> None:
 
 
 def _restore(run: Run, resumed: Resumed) -> Run:
-    folder, document = resumed
+    folder, document, begins = resumed
     log, done = run.context.log, document.state.step
-    absent = checkpoint.load(folder, document, run.model.module, run.optimizer, run.sections())
+    fresh = _why_fresh(run.context.train, document.config["train"]) if begins else None
+    absent = checkpoint.load(folder, document, run.model.module, run.optimizer, run.sections(), moments=fresh is None)
+    if begins:
+        return _begin(run, resumed, fresh, absent)
     for line in changed_options(document.config, run.context.config):
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
         run.ema.restart()
         log(f"note: {folder} holds no running average: it starts from the weights of step {done}")
     log(f"resumed from {folder} after step {done}")
-    return replace(run, done=done, checkpoint=folder)
+    return replace(run, done=done, checkpoint=folder, resumed=resumed)
+
+
+def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
+    """Why a run cannot take the moments of a checkpoint; None: it can, by the rule for a resumed run."""
+    try:
+        recipes = earlier.get("recipe", "default"), train.recipe
+        optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
+    except ConfigError as error:
+        return error.what
+    return None
+
+
+def _begin(run: Run, resumed: Resumed, fresh: str | None, absent: set[str]) -> Run:
+    """The run before its first step, with the values of a checkpoint of another run."""
+    folder, state = resumed.folder, resumed.document.state
+    kept = ["weights", *(["moments"] if fresh is None else [])]
+    if run.ema is not None and "ema" in absent:
+        run.ema.restart()
+    elif run.ema is not None:
+        kept.append("averages")
+    if run.step.scale.dynamic:
+        run.step.scale.state["skipped_steps"].zero_()
+    lost = [] if fresh is None else [f"moments are fresh ({fresh})"]
+    lost += ["averages begin with its weights"] if run.ema is not None and "ema" in absent else []
+    run.context.log(
+        f"begins from {folder} (phase {state.phase}, step {state.step}): {', '.join(kept)} are kept"
+        + "".join(f"; {part}" for part in lost)
+        + f"; phase {run.context.train.phase}, steps, warm-up and schedule from 0"
+    )
+    return replace(run, resumed=resumed)
 
 
 def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:

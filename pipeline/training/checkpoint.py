@@ -1,8 +1,8 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
 What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, then renames the folder
-(in a background thread with `train.async_save`); `choose` decides what a run resumes from; `load` restores on any
-number of processes; `ModelTensors` reads the weights one by one in one process without a group.
+(in a background thread with `train.async_save`); `choose` decides what a run resumes or begins from; `load` restores
+on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a killed run leaves a folder that looks
 nearly right. Here a folder without `.tmp` in its name is complete or was damaged later, and the document has the size
 and xxh3-128 digest of every file, so that damage is found on reading.
@@ -39,7 +39,13 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, written
@@ -54,6 +60,10 @@ from pipeline.training.metadata_reader import CheckpointError, Reader, read_meta
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
 DOCUMENT = "checkpoint.json"
+ORIGIN = "from.json"
+"""In a run directory: the checkpoint that the run began from (`train --from`)."""
+FREE = ("sample_size", "interpolation_scale")
+"""Fields of the architecture that decide no parameter: the position embedding is computed."""
 LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
     "...]; moments and averages alike"
@@ -67,19 +77,44 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Document:
-    """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128]."""
+    """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128].
+
+    began_from: the state in the checkpoint that the run began from, and in `total` the steps of all runs before; None
+        if the run began from start weights.
+    """
 
     state: State
     architecture: SanaConfig
     config: dict[str, Any]
     files: dict[str, list[Any]]
+    began_from: dict[str, Any] | None = None
 
 
 class Resumed(NamedTuple):
-    """The checkpoint that a run continues from."""
+    """The checkpoint that a run continues from, or, if `begins`, that a new run begins from (`train --from`)."""
 
     folder: Path
     document: Document
+    begins: bool = False
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps of the run that are done."""
+        return 0 if self.begins else self.document.state.step
+
+    @property
+    def phase(self) -> int:
+        """`train.phase` of the run, unless the configuration gives another."""
+        return self.document.state.phase + self.begins
+
+    @property
+    def began_from(self) -> dict[str, Any] | None:
+        """As in the documents of the run."""
+        before = self.document.began_from
+        if not self.begins:
+            return before
+        state = self.document.state
+        return {**state.as_dict(), "total": state.step + (before["total"] if before else 0)}
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -98,11 +133,20 @@ class Saver:
         config: stored in every checkpoint; decides by `train.async_save`, `keep_checkpoints` and `keep_every`.
         log: prints one line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
+        began_from: see `Document`.
     """
 
-    def __init__(self, root: Path, architecture: SanaConfig, config: Config, log: Callable[[str], None], lock: Lock):
+    def __init__(
+        self,
+        root: Path,
+        architecture: SanaConfig,
+        config: Config,
+        log: Callable[[str], None],
+        lock: Lock,
+        began_from: dict[str, Any] | None = None,
+    ):
         self._root, self._architecture, self._config, self._log = root, architecture, config, log
-        self._lock = lock
+        self._lock, self._began_from = lock, began_from
         self._earlier_leftovers = leftovers(root)  # of this attempt's predecessors: no later one begins during the lock
         self._thread = _thread_of_this_device() if config.train.async_save else None
         self._host_copy = HostCopy(log)
@@ -169,6 +213,7 @@ class Saver:
             "processes": dist.get_world_size(),
             "torch": torch.__version__,
             "files": files,
+            **({"began_from": self._began_from} if self._began_from else {}),
         }
         broadcast_from_rank_0(lambda: _publish(work, final, document, self._lock), group)
         broadcast_from_rank_0(self._remove_old, group)
@@ -339,6 +384,7 @@ def read_document(folder: Path) -> Document:
         SanaConfig.from_dict(values["architecture"], str(path)),
         values["config"],
         values["files"],
+        values.get("began_from"),
     )
 
 
@@ -378,8 +424,32 @@ def check_belongs(folder: Path, document: Document, origin: State, architecture:
     if differences:
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
-            fix="restore those settings (--snapshot takes the id), or start a new run from an export of this "
-            "checkpoint: --set train.output=DIR --set model.weights=EXPORT --set model.arch=null",
+            fix="restore those settings (--snapshot takes the id), or begin a new run with the weights, moments and "
+            f"averages of this checkpoint: {beginning(folder)} in place of --resume",
+        )
+
+
+def beginning(place: Path) -> str:
+    """The options that begin a new run from a checkpoint or a run directory."""
+    return f"--from {place} --set train.output=DIR"
+
+
+def check_begins(folder: Path, document: Document, architecture: SanaConfig) -> None:
+    """Refuse to begin from a checkpoint of another model.
+
+    Raises:
+        CheckpointError: naming every field that differs, except those of the position embedding.
+    """
+    here, stored = architecture.to_dict(), document.architecture.to_dict()
+    differing = [name for name in sorted({*here, *stored}) if name not in FREE and here.get(name) != stored.get(name)]
+    if differing:
+        raise CheckpointError(
+            f"--from {folder}: is a checkpoint of another model\n  "
+            + "\n  ".join(
+                f"model {n}: the checkpoint has {stored.get(n)!r}, this run {here.get(n)!r}" for n in differing
+            ),
+            fix="give the section `model` of the configuration the checkpoint's values (config.yaml in its run "
+            f"directory has them); only {' and '.join(FREE)} may differ",
         )
 
 
@@ -392,11 +462,13 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     more: Sections | None = None,
+    moments: bool = True,
 ) -> set[str]:
     """Restore model and optimizer in place, on any number of processes. The optimizer's settings stay as they are.
 
     Args:
         more: as given to `save`; its tensors are overwritten.
+        moments: False: the optimizer's state stays as it is.
 
     Returns:
         The sections of `more` that the checkpoint lacks; their tensors stay as they are.
@@ -413,11 +485,16 @@ def load(
     except (CheckpointError, OSError) as caught:
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
     raise_first_error(error)
-    tensors = _tensors(model, optimizer, {name: part for name, part in (more or {}).items() if name in sections})
-    _, settings = get_state_dict(model, optimizer, options=_OPTIONS)
+    present = {name: part for name, part in (more or {}).items() if name in sections}
+    tensors: dict[str, Any]
+    tensors = _tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
+    _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
     _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
-    moments = {**settings, **tensors["optim"]}
-    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=moments, options=_OPTIONS)
+    if moments:
+        state = {**settings, **tensors["optim"]}
+        set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
+    else:
+        set_model_state_dict(model, tensors["model"])
     return set(more or {}) - sections
 
 
@@ -477,43 +554,49 @@ def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[SanaConf
     return weights.architecture, dict(weights)
 
 
-def resolve(root: Path, resume: str | Path) -> Path | None:
-    """The folder that `--resume` or `--checkpoint` means: `auto` is the newest in `root` (None if there is none), a run
-    directory its newest checkpoint, any other folder itself.
+def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:
+    """The folder that `--resume`, `--from` or `--checkpoint` means: `auto` is the newest in `root` (None if there is
+    none; not for `--from`), a run directory its newest checkpoint, any other folder itself.
 
     Raises:
         ConfigError: a path that is no folder, or a run directory without checkpoints.
     """
-    if str(resume) == "auto":
+    if str(resume) == "auto" and option != "--from":
         return newest(root)
     folder = Path(resume)
     inside = newest(folder / "checkpoints")
     if not folder.is_dir() or (inside is None and (folder / "checkpoints").is_dir()):
         raise ConfigError(
             f"{resume}: there is no such folder" if not folder.is_dir() else f"{resume} holds no checkpoint yet",
-            expected=f"auto, a run directory, or a folder such as {folder_of(root, 500)}",
+            expected=f"{'' if option == '--from' else 'auto, '}a run directory, or a folder such as "
+            f"{folder_of(root, 500)}",
         )
     return inside or folder
 
 
 def find(config: Config, which: str) -> Path:
-    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`.
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
+    has one; else see `resolve`.
 
     Raises:
         ConfigError: there is none.
     """
-    root = Path(config.train.output) / "checkpoints"
+    output = Path(config.train.output)
+    roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
+    root = next((root for root in roots if newest(root) is not None), roots[-1])
     folder = resolve(root, which)
     if folder is None:
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return folder
 
 
-def choose(run: Path, resume: str | Path | None) -> tuple[Resumed | None, list[str]]:
-    """The checkpoint that a run resumes from, if any, and lines to print. Writes nothing.
+def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:
+    """The checkpoint that a run resumes or begins from, if any, and lines to print. Writes nothing.
 
     Args:
-        run: the run directory. resume: `--resume`; None starts anew.
+        run: the run directory.
+        resume: `--resume`; None starts anew.
+        begin: `--from`.
 
     Raises:
         ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
@@ -521,34 +604,73 @@ def choose(run: Path, resume: str | Path | None) -> tuple[Resumed | None, list[s
     root = run / "checkpoints"
     last = newest(root)
     notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
-    if resume is None:
-        if last is not None:
-            raise ConfigError(
-                f"the run directory {run} already holds checkpoints, the newest is {last.name}",
-                fix="--resume auto to continue it, or --set train.output=DIR for a new run",
-            )
-        return None, notes
-    folder = resolve(root, resume)
-    if folder is None:
-        return None, [*notes, f"no checkpoint in {root} yet: starting from the beginning"]
-    if last is not None and last.resolve() != folder.resolve():
+    if resume is None and last is not None:
         raise ConfigError(
-            f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
+            f"the run directory {run} already holds checkpoints, the newest is {last.name}",
+            fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+        )
+    resumed = origin(run, resume, begin)
+    if resumed is None:
+        notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
+        return None, notes
+    if not resumed.begins and begin is not None:
+        notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")
+    if not resumed.begins and last is not None and last.resolve() != resumed.folder.resolve():
+        raise ConfigError(
+            f"--resume {resumed.folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
             fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
         )
-    return Resumed(folder, read_document(folder)), notes
+    return resumed, notes
 
 
-def document_of(config: Config, resume: str | Path | None) -> Document | None:
-    """The checkpoint that the run would resume from; None for a new run.
+def origin(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
+    """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
+    before its first checkpoint begins again where it began.
 
     Raises:
-        UserError: the checkpoint cannot be read.
+        UserError: the checkpoint cannot be found or read.
     """
-    if resume is None:
+    root = run / "checkpoints"
+    if begin is not None and resume is not None and str(resume) != "auto":
+        raise ConfigError(
+            f"--from {begin} and --resume {resume} name two checkpoints",
+            fix="--from begins a new run, --resume continues one; --from with --resume auto begins it once, then "
+            "continues it",
+        )
+    folder = None if resume is None else resolve(root, resume)
+    if folder is not None:
+        return Resumed(folder, read_document(folder))
+    if begin is None and resume is not None:
+        begin = _recorded(run)
+    if begin is None:
         return None
-    folder = resolve(Path(config.train.output) / "checkpoints", resume)
-    return None if folder is None else read_document(folder)
+    folder = resolve(root, begin, "--from")
+    assert folder is not None
+    return Resumed(folder, read_document(folder), begins=True)
+
+
+def record(run: Path, resumed: Resumed | None) -> None:
+    """Write `from.json`: the checkpoint that this run begins from; without one, remove what an earlier run left."""
+    path = run / ORIGIN
+    if resumed is None:
+        path.unlink(missing_ok=True)
+    elif resumed.begins:
+        fresh = path.with_suffix(".json.tmp")
+        values = {"checkpoint": str(resumed.folder.resolve()), **(resumed.began_from or {})}
+        fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+
+
+def _recorded(run: Path) -> str | None:
+    path = run / ORIGIN
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {error}", fix="give the checkpoint that the run began from: --from CHECKPOINT"
+        ) from None
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -34,6 +34,11 @@ def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Contex
             f"train.{train.undecided[0]}: auto is not decided",
             fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
         )
+    if train.epochs is not None:
+        raise ConfigError(
+            "train.epochs is not counted in steps",
+            fix="start the run by sana-pipe train, or set train.steps",
+        )
     layout = check_sizes(train.parallel, launch.world)
     check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
     check_restart()
@@ -58,7 +63,11 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     run_on_all(lambda: _check_widths(architecture, context.task))
     if resumed is None:
         return
-    run_on_all(lambda: checkpoint.check_belongs(*resumed, context.task.origin, architecture))
+    folder, document, begins = resumed
+    if begins:
+        run_on_all(lambda: checkpoint.check_begins(folder, document, architecture))
+        return
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.origin, architecture))
     train, earlier = context.train, resumed.document.config["train"]
     recipes = earlier.get("recipe", "default"), train.recipe
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)

@@ -12,10 +12,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from pipeline.launch import Launch
 from pipeline.processes import catching
 from pipeline.training.feeding import Interrupted
 
@@ -49,6 +50,11 @@ class StopRequest:
         """Raise Interrupted if the run is to end."""
         if self.reason() is not None:
             raise Interrupted(self.name)
+
+
+def catch_signals_of(launch: Launch) -> AbstractContextManager[StopRequest]:
+    """`catch_signals` in a process of a launch."""
+    return catch_signals(launch.is_main, os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
 
 
 @contextmanager

@@ -7,16 +7,16 @@ have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
-prediction `prediction.json`, with `train.profile` `profile/`, and, while a training uses it, `lock.json`.
+prediction `prediction.json`, with `train.profile` `profile/`, with `--from` `from.json`, and, while a training uses it,
+`lock.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -42,7 +42,7 @@ from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
-from pipeline.training.stop import StopRequest, catch_signals
+from pipeline.training.stop import StopRequest, catch_signals_of
 from pipeline.training.task import Context, Log, Report, Task
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
@@ -56,18 +56,23 @@ def fit(
     launch: Launch,
     *,
     resume: str | Path | None = None,
+    begin: str | Path | None = None,
     say: Log = print,
     accepted: Callable[[], None] = lambda: None,
     expect: Callable[[Context], Expected | None] = lambda context: None,
+    stop: StopRequest | None = None,
 ) -> Report:
     """Train until `config.train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
+        begin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
+            another than its phase. With `resume="auto"` it counts until the run has a checkpoint.
         say: prints one line; called on the first process only.
         accepted: called on the first process once it is certain that this run may start or resume.
         expect: predicts memory and speed; called on the first process, before there is a process group.
+        stop: of a caller that catches the signals; None: they are caught here.
 
     Raises:
         UserError: the same message on every process.
@@ -78,19 +83,19 @@ def fit(
     for line in launch.advice:
         log(f"note: {line}")
     expected = expect(context) if launch.is_main else None
-    launcher = os.getppid() if launch.kind in ("torchrun", "accelerate") else None
     with (
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
         memory_errors(train),
-        catch_signals(launch.is_main, launcher) as stop,
+        catch_signals_of(launch) if stop is None else nullcontext(stop) as stop,
         run_lock(context.folder, log) as lock,
     ):
-        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume))
+        stop.looping = False
+        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, begin))
         for line in notes:
             log(line)
         architecture = run_on_all(lambda: architecture_of(config, task))
         check_start(context, architecture, resumed)
-        if resumed is not None and (done := resumed.document.state.step) >= train.steps:
+        if resumed is not None and (done := resumed.done) >= train.steps:
             log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
             return Report(done, resumed.folder, None, None)
         context = replace(context, config=with_residual(config, resumed and resumed.document.config))
@@ -122,6 +127,7 @@ def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
         make_folder(folder)
         if path.exists() and (earlier := path.read_text(encoding="utf-8")) != text:
             (folder / f"config-until-step-{run.done:08d}.yaml").write_text(earlier, encoding="utf-8")
+        checkpoint.record(folder, run.resumed)
         fresh = path.with_suffix(".yaml.tmp")
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(path)
@@ -135,6 +141,7 @@ def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
         device=context.device.type,
         tf32=context.train.tf32,
         snapshot=context.task.origin.snapshot,
+        **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
     return journal
 
@@ -177,7 +184,7 @@ class _Loop:
         self.throughput = Throughput(context.train, run.architecture, context.layout, context.device, context.log)
         self.part = context.layout.data_rank(dist.get_rank())
         self.saver = checkpoint.Saver(
-            context.folder / "checkpoints", run.architecture, context.config, context.log, lock
+            context.folder / "checkpoints", run.architecture, context.config, context.log, lock, run.began_from
         )
         launch, device = context.launch, context.device
         self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
@@ -237,7 +244,7 @@ class _Loop:
         stop = self.stop.reason() is not None or self.saver.failed or self.lock.lost
         outcome = self.step(batches, step, stop=stop)
         if self.run.ema is not None:
-            self.run.ema.update(step)
+            self.run.ema.update(self.run.steps_before + step)
         self.done = step
         return outcome
 

@@ -181,15 +181,14 @@ def check_resumable(before: str, now: str, recipes: tuple[str, str] = ("default"
             "the checkpoint holds the state of another CAME",
             expected=f"train.recipe: {recipes[0]}",
             found=f"train.recipe: {recipes[1]}",
-            fix=f"--set train.recipe={recipes[0]}, or start a new run in another train.output with model.weights set "
-            "to an export of the checkpoint",
+            fix=f"--set train.recipe={recipes[0]}, or begin a new run, with fresh moments: --from CHECKPOINT --set "
+            "train.output=DIR",
         )
     if _STATE[before] != _STATE[now]:
         raise ConfigError(
             f"the checkpoint holds the state of {before}, this run has train.optim.name: {now}",
             expected=" or ".join(name for name, kind in _STATE.items() if kind == _STATE[before]),
-            fix="restore it, or start a new run in another train.output with model.weights set to an export of the "
-            "checkpoint",
+            fix="restore it, or begin a new run, with fresh moments: --from CHECKPOINT --set train.output=DIR",
         )
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import ArchConfig, Config
 from pipeline.errors import UserError
 from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import load_weights, save_weights
@@ -82,12 +83,12 @@ def launch(name: str, world: int, function: Callable[[Launch], Any]) -> None:
     strategies.launches(world, where, process)
 
 
-def run(own: Launch, settings: Config, **options: Any) -> str:
+def run(own: Launch, settings: Config, begin: Path | None = None, **options: Any) -> str:
     """`fit` with made-up batches; what it refused."""
     try:
         layout = mesh.check_sizes(settings.train.parallel, own.world)
         task = tiny_run.task(settings, layout.data_rank(own.rank), layout.data_world, **options)
-        fit(settings, task, own, resume="auto", say=lambda line: None)
+        fit(settings, task, own, resume="auto", begin=begin, say=lambda line: None)
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -126,6 +127,36 @@ def chain() -> None:
         "processes": [row["processes"] for row in starts(FOLDER / "chain run/metrics.jsonl")],
     }
     (FOLDER / "chain.json").write_text(json.dumps(result))
+
+
+def begun() -> None:
+    """Runs that begin from a checkpoint of one process, with the batches of its further steps, on other processes."""
+    common, origin = {"ema": {"decay": 0.9}}, FOLDER / "origin run"
+    launch("origin", 1, lambda own: run(own, tiny_run.config(origin, steps=5, save_every=2, **common)))
+    expected = [row["loss"] for row in metrics.read(origin / "metrics.jsonl")][2:]
+    whole = [
+        dict(checkpoint.ModelTensors(checkpoint.folder_of(origin / "checkpoints", 5), ema=ema)) for ema in (False, True)
+    ]
+    since, result = checkpoint.folder_of(origin / "checkpoints", 2), {}
+
+    def touch(step: int) -> Batch:
+        return tiny_run.global_batch(step + 2)
+
+    for name, world, parallel in CHAIN[:4]:
+        settings = tiny_run.config(
+            FOLDER / f"begun {name}", steps=3, phase=1, parallel=parallel, microbatch=2, **common
+        )
+        launch(f"begun {name}", world, lambda own, s=settings: run(own, s, since, touch=touch))  # type: ignore[misc]
+        losses = [row["loss"] for row in metrics.read(FOLDER / f"begun {name}/metrics.jsonl")]
+        end = checkpoint.folder_of(FOLDER / f"begun {name}/checkpoints", 3)
+        result[name] = {
+            "refused": json.loads((FOLDER / f"begun {name}.json").read_text()),
+            "losses": [abs(a - b) for a, b in zip(expected, losses, strict=True)],
+            "weights": [
+                tiny_run.distance(dict(checkpoint.ModelTensors(end, ema=ema)), whole[ema]) for ema in (False, True)
+            ],
+        }
+    (FOLDER / "begun.json").write_text(json.dumps(result))
 
 
 def starts(path: Path) -> list[dict[str, Any]]:
@@ -270,6 +301,7 @@ def main() -> None:
     aside()
     failing()
     chain()
+    begun()
 
 
 if __name__ == "__main__":

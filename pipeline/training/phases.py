@@ -1,0 +1,159 @@
+"""A chain of phases: which are finished, and what each has learned.
+
+What: a phase is a run directory of its own, `train.output`/NAME, that begins from the last checkpoint of the phase
+before; `survey` reads from the directories where the chain stands, `summarize` writes `summary.json` of a finished
+phase, and `table` shows the phases side by side.
+Why from the directories alone: there is no second record that could contradict them, and a phase may be added or edited
+between two starts.
+Price: a phase is taken for finished when its last checkpoint has the steps that it began with; more steps for it are
+another phase.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.amounts import duration
+from pipeline.cache.snapshot import Head
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+from pipeline.loader.schedule import Schedule
+from pipeline.training import checkpoint
+from pipeline.training.build import changed_options
+
+NAME = "summary.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the run directory of a phase says.
+
+    Attributes:
+        folder: the run directory.
+        last: its newest checkpoint and the contents of its document; None: the phase has no checkpoint.
+        finished: its steps are done, or a later phase has begun.
+    """
+
+    name: str
+    folder: Path
+    last: checkpoint.Resumed | None
+    finished: bool
+
+    def changed(self, config: Config) -> list[str]:
+        """Options of the phase, as they are now, that are not those it was trained with."""
+        assert self.last is not None
+        places = ("cache: ", "mirror.", "patience_s: ", "train.output: ")
+        decided = ("train.phase: ", "train.residual: ", *(f"train.{name}" for name in config.train.undecided))
+        counted = ("train.epochs: ", "train.steps: ") if config.train.epochs is not None else ()
+        lines = changed_options(self.last.document.config, config)
+        return [line for line in lines if not line.startswith((*places, *decided, *counted))]
+
+
+def survey(config: Config) -> list[Place]:
+    """The phases in their order.
+
+    Raises:
+        ConfigError: a phase without a checkpoint stands before one that has begun.
+        CheckpointError: the newest checkpoint of a phase is damaged.
+    """
+    places: list[Place] = []
+    for phase in config.phases:
+        folder = Path(config.train.output) / phase.name
+        last = checkpoint.newest(folder / "checkpoints")
+        resumed = None if last is None else checkpoint.Resumed(last, checkpoint.read_document(last))
+        if resumed is not None:
+            missing = next((place.name for place in places if place.last is None), None)
+            if missing is not None:
+                raise ConfigError(
+                    f"phases: {missing!r} has no checkpoint and stands before {phase.name!r}, which has begun",
+                    fix=f"put {missing!r} behind the phases that have begun, or set another train.output",
+                )
+            places = [Place(place.name, place.folder, place.last, True) for place in places]
+        done = resumed is not None and resumed.done >= resumed.document.config["train"]["steps"]
+        places.append(Place(phase.name, folder, resumed, done))
+    return places
+
+
+def summarize(place: Place, head: Head | None) -> dict[str, Any]:
+    """Write `summary.json` of a finished phase and return it.
+
+    name, phase: the phase, and its number. snapshot: id. steps; samples: of their global batches (null without `head`).
+    loss: mean of the rows of the last tenth of the steps. lr: the highest rate. seconds: of all attempts. images_per_s:
+    median of the rows. validation: the last row `event: validation` of the journal, or null. checkpoint: its name.
+
+    Args:
+        head: of the phase's snapshot; None: it is not there any more.
+    """
+    assert place.last is not None
+    state = place.last.document.state
+    rows, seconds, validation = _journal(place.folder / "metrics.jsonl")
+    late = [row for row in rows if row["step"] > 0.9 * state.step] or rows[-1:]
+    speeds = sorted(row["images_per_s"] for row in rows)
+    schedule = None if head is None else Schedule.of(head, seed=state.seed, phase=state.phase)
+    summary = {
+        "name": place.name,
+        "phase": state.phase,
+        "snapshot": state.snapshot,
+        "steps": state.step,
+        "samples": None if schedule is None else schedule.samples_upto(state.step),
+        "loss": sum(row["loss"] for row in late) / len(late) if late else None,
+        "lr": max((row["lr"] for row in rows), default=None),
+        "seconds": seconds,
+        "images_per_s": speeds[len(speeds) // 2] if speeds else None,
+        "validation": validation,
+        "checkpoint": place.last.folder.name,
+    }
+    fresh = place.folder / f"{NAME}.tmp"
+    fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(place.folder / NAME)
+    return summary
+
+
+def _journal(path: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any] | None]:
+    """The rows of the steps that count, the seconds of all attempts, and the last row of a validation."""
+    rows: dict[int, dict[str, Any]] = {}
+    attempts, validation = [0.0], None
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:  # torn by a kill
+            continue
+        event = values.get("event")
+        if event == "start":
+            rows = {step: row for step, row in rows.items() if step <= values["step"]}
+            attempts.append(0.0)
+        elif event == "validation":
+            validation = values
+        elif event is None and "step" in values:
+            rows[values["step"]] = values
+            attempts[-1] = values.get("seconds", 0.0)
+    return [rows[step] for step in sorted(rows)], sum(attempts), validation
+
+
+def table(summaries: list[dict[str, Any]]) -> list[str]:
+    """The phases side by side, for people."""
+
+    def shown(value: Any, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [("phase", "snapshot", "steps", "samples", "rate", "loss", "validation", "images/s", "time")]
+    for row in summaries:
+        validation = (row["validation"] or {}).get("loss")
+        lines.append(
+            (
+                row["name"],
+                row["snapshot"][:12],
+                str(row["steps"]),
+                shown(row["samples"], "d"),
+                shown(row["lr"], ".2e"),
+                shown(row["loss"], ".4f"),
+                shown(validation if isinstance(validation, float) else None, ".4f"),
+                shown(row["images_per_s"], ".1f"),
+                duration(row["seconds"]),
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]

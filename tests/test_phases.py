@@ -1,0 +1,438 @@
+"""Rounds of training: a run that begins from another run's checkpoint, and chains of such runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.cache.root import Cache
+from pipeline.config import Config, dump, load
+from pipeline.errors import CacheError, ConfigError
+from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
+from pipeline.training import checkpoint, metrics, trainer
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EMA = {"ema": {"decay": 0.9, "every": 2}}
+
+
+def train(settings: Config, *, printed: list[str] | None = None, snapshot: str = "5eed", **options: Any) -> Report:
+    """`fit` with made-up batches; `after`: they are those of a run that has done so many steps."""
+    after, touch = options.pop("after", 0), options.pop("touch", None)
+
+    def batch(step: int) -> Batch:
+        return (touch(step) if touch else None) or tiny_run.global_batch(step + after)
+
+    task = tiny_run.task(settings, touch=batch, snapshot=snapshot)
+    say = (lambda line: None) if printed is None else printed.append
+    return fit(settings, task, Launch(), say=say, **options)
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Digests of the files that hold weights, moments and averages."""
+    return {name: value for name, value in checkpoint.read_document(folder).files.items() if name != ".metadata"}
+
+
+def step(run: Path, number: int) -> Path:
+    return checkpoint.folder_of(run / "checkpoints", number)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints after 2, 4 and 6, and averages. Not to be changed."""
+    run = tmp_path_factory.mktemp("first") / "run"
+    train(tiny_run.config(run, steps=6, save_every=2, **EMA))
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- one run, one origin
+
+
+def test_a_run_that_begins_from_a_checkpoint_has_its_weights_moments_and_averages(first: Path, tmp_path: Path) -> None:
+    """With the batches of the first run's further steps the end is the first run's, bit for bit; through two origins,
+    too. The decay of the averages goes on: it depends on all steps."""
+    printed: list[str] = []
+    second = tiny_run.config(tmp_path / "second", steps=2, phase=1, **EMA)
+    train(second, begin=step(first, 2), after=2, printed=printed)
+    third = tiny_run.config(tmp_path / "third", steps=2, phase=2, **EMA)
+    train(third, begin=tmp_path / "second", after=4)
+    assert tensors(step(tmp_path / "second", 2)) == tensors(step(first, 4))
+    assert tensors(step(tmp_path / "third", 2)) == tensors(step(first, 6))
+    (line,) = [line for line in printed if line.startswith("begins from")]
+    assert "weights, moments, averages are kept" in line and "phase 1, steps, warm-up and schedule from 0" in line
+    document = checkpoint.read_document(step(tmp_path / "third", 2))
+    assert (document.state.step, document.state.phase) == (2, 2)
+    assert document.began_from == {"snapshot": "5eed", "seed": 0, "phase": 1, "step": 2, "total": 4}
+    assert checkpoint.read_document(step(first, 6)).began_from is None
+
+
+def test_warm_up_and_schedule_begin_anew(first: Path, tmp_path: Path) -> None:
+    rule = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
+    train(tiny_run.config(tmp_path / "run", steps=4, phase=1, optim=rule), begin=first)
+    rates = [row["lr"] for row in metrics.read(tmp_path / "run/metrics.jsonl")]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+def test_interrupted_after_a_beginning_and_resumed_is_uninterrupted(first: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint of the new run and after it; the origin need not be given again."""
+
+    def settings(run: str) -> Config:
+        return tiny_run.config(tmp_path / run, steps=4, phase=1, save_every=2, async_save=False, **EMA)
+
+    def dies_at(number: int) -> Callable[[int], None]:
+        def touch(step: int) -> None:
+            if step == number:
+                raise KeyboardInterrupt
+
+        return touch
+
+    train(settings("whole"), begin=step(first, 4))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings("parts"), begin=step(first, 4), touch=dies_at(1))
+    assert json.loads((tmp_path / "parts/from.json").read_text())["checkpoint"] == str(step(first, 4))
+    printed: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(settings("parts"), resume="auto", touch=dies_at(3), printed=printed)
+    assert any(line.startswith(f"begins from {step(first, 4)}") for line in printed)
+    printed = []
+    train(settings("parts"), resume="auto", begin=step(first, 6), printed=printed)
+    assert any("--from" in line and "not used" in line and "step-00000002" in line for line in printed)
+    assert tensors(step(tmp_path / "parts", 4)) == tensors(step(tmp_path / "whole", 4))
+    whole, parts = (metrics.read(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
+    assert [row["loss"] for row in parts] == [row["loss"] for row in whole]
+
+
+def test_a_new_run_forgets_where_an_earlier_attempt_began(first: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "from.json").write_text(json.dumps({"checkpoint": str(step(first, 2))}))
+    train(tiny_run.config(run, steps=1))
+    assert not (run / "from.json").exists()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "from.json").write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match=r"(?s)from\.json.*--from"):
+        train(tiny_run.config(damaged, steps=1), resume="auto")
+
+
+def test_another_optimizer_begins_with_fresh_moments(first: Path, tmp_path: Path) -> None:
+    printed: list[str] = []
+    came = {"optim": {"name": "came", "eps": None, "betas": None}}
+    run = tiny_run.config(tmp_path / "run", steps=2, phase=1, **came)
+    train(run, begin=step(first, 2), after=2, printed=printed)
+    (line,) = [line for line in printed if line.startswith("begins from")]
+    assert "weights are kept" in line and "moments are fresh" in line and "adamw" in line and "came" in line
+    expected = metrics.read(first / "metrics.jsonl")[2]["loss"]
+    assert metrics.read(tmp_path / "run/metrics.jsonl")[0]["loss"] == expected, "the weights are the checkpoint's"
+
+
+def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, tmp_path: Path) -> None:
+    train(tiny_run.config(tmp_path / "plain", steps=1, save_every=1))
+    printed: list[str] = []
+    settings = tiny_run.config(tmp_path / "run", steps=1, phase=1, ema={"decay": 0.9, "every": 9})
+    train(settings, begin=tmp_path / "plain", printed=printed)
+    assert any("averages begin with its weights" in line for line in printed)
+    average = checkpoint.load_model_state(step(tmp_path / "run", 1), ema=True)[1]
+    weights = checkpoint.load_model_state(step(tmp_path / "plain", 1))[1]
+    assert all(torch.equal(average[name], weights[name]) for name in weights)
+
+
+def test_only_the_position_embedding_may_differ(first: Path, tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match="num_layers: the checkpoint has 3, this run 4") as caught:
+        train(tiny_run.config(tmp_path / "a", layers=4), begin=first)
+    assert str(caught.value).count("the checkpoint has") == 1
+    with pytest.raises(checkpoint.CheckpointError, match="qk_norm"):
+        train(tiny_run.config(tmp_path / "b", arch={"qk_norm": "rms_norm_across_heads"}), begin=first)
+    larger = {"interpolation_scale": 1.0, "sample_size": 16}
+    train(tiny_run.config(tmp_path / "c", arch=larger, steps=1, phase=1), begin=step(first, 2), after=2)
+    (row,) = metrics.read(tmp_path / "c/metrics.jsonl")
+    assert row["loss"] != metrics.read(first / "metrics.jsonl")[2]["loss"], "the embedding is on"
+    assert checkpoint.read_document(step(tmp_path / "c", 1)).architecture.interpolation_scale == 1.0
+
+
+def test_origins_that_cannot_be_are_refused(first: Path, tmp_path: Path) -> None:
+    run = tiny_run.config(tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match="name two checkpoints"):
+        train(run, begin=first, resume=step(first, 2))
+    with pytest.raises(ConfigError, match="no such folder"):
+        train(run, begin="auto")
+    assert not (tmp_path / "run").exists()
+    train(run)
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        train(run, begin=first)
+    (tmp_path / "other/checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds no checkpoint yet"):
+        train(tiny_run.config(tmp_path / "new", steps=1), begin=tmp_path / "other")
+
+
+def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
+    """Phase and snapshot: a new run from a checkpoint takes the newest and the next number; what is resumed keeps both,
+    says so, and gives the command that would not."""
+    import stages.bucket
+    import stages.train
+
+    def settings(run: str, *more: str) -> Config:
+        few = [
+            "train.save_every=2",
+            "train.log_every=1",
+            "train.optim.warmup_steps=0",
+            f"train.output={tmp_path / run}",
+        ]
+        return make_config(tmp_path, *few, *more)
+
+    def state(run: str) -> tuple[str, int, int]:
+        newest = checkpoint.newest(tmp_path / run / "checkpoints")
+        assert newest is not None
+        found = checkpoint.read_document(newest).state
+        return found.snapshot, found.phase, found.step
+
+    printed: list[str] = []
+    stages.train.run(settings("one", "train.steps=2"), say=printed.append)
+    stages.bucket.run(settings("one", "bucket.batch=6"))
+    old, new = state("one")[0], Cache(settings("one").cache).open_snapshot(None).id
+    assert old != new
+    stages.train.run(settings("two", "train.steps=2"), begin=tmp_path / "one", say=printed.append)
+    assert state("two") == (new, 1, 2)
+    stages.train.run(settings("two", "train.steps=3"), resume="auto", say=printed.append)
+    assert state("two") == (new, 1, 3)
+    assert not any("the newest is" in line for line in printed)
+    stages.train.run(settings("one", "train.steps=3"), resume="auto", say=printed.append)
+    assert state("one") == (old, 0, 3)
+    (line,) = [line for line in printed if "the newest is" in line]
+    assert new[:12] in line and f"--from {tmp_path / 'one'} --set train.output=DIR" in line
+    with pytest.raises(checkpoint.CheckpointError, match=r"--from .*step-00000003 --set train.output=DIR"):
+        stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", say=printed.append)
+    stages.train.run(settings("three", "train.steps=1", "train.phase=7"), begin=tmp_path / "two", say=printed.append)
+    assert state("three") == (new, 7, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- epochs
+
+
+def test_epochs_are_counted_in_steps_of_the_snapshot(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
+    """Three buckets of four pictures and batches of twelve, carried on: three steps in three epochs. A resumed run that
+    is given more epochs goes on."""
+    import stages.train
+
+    def settings(*more: str) -> Config:
+        return make_config(tmp_path, "train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0", *more)
+
+    printed: list[str] = []
+    assert stages.train.run(settings("train.epochs=3"), say=printed.append).step == 3
+    assert "3 steps: train.epochs of this snapshot" in printed
+    assert "steps: 3\n" in (tmp_path / "run/config.yaml").read_text()
+    assert stages.train.run(settings("train.epochs=6"), resume="auto", say=printed.append).step == 6
+    with pytest.raises(ConfigError, match=r"train\.epochs = 1"):
+        stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), say=printed.append)
+    with pytest.raises(ConfigError, match=r"train\.epochs"):
+        train(settings("train.epochs=3"))
+
+
+def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
+    """A flag replaces what the file says of the other; two of one origin are refused by their names."""
+    assert load("tiny", ["train.epochs=4"]).train.steps is None
+    file = tmp_path / "own.yaml"
+    file.write_text(dump(load("tiny", ["train.epochs=4"])))
+    assert load(file).train.epochs == 4
+    chosen = load(file, ["train.steps=7"]).train
+    assert (chosen.steps, chosen.epochs) == (7, None)
+    for refused in (["train.epochs=4", "train.steps=7"], ["train.steps=null"]):
+        with pytest.raises(ConfigError, match=r"(?s)train\.steps.*train\.epochs"):
+            load("tiny", refused)
+
+
+# ------------------------------------------------------------------------------------------------------------- phases
+
+
+def phases(*parts: dict[str, Any]) -> str:
+    return f"phases={json.dumps(list(parts))}"
+
+
+A: dict[str, Any] = {"name": "a", "snapshot": "one", "steps": 3}
+B: dict[str, Any] = {"name": "b", "snapshot": "two", "steps": 2, "lr": 5e-4, "set": {"train.ema.decay": 0.5}}
+C: dict[str, Any] = {"name": "c", "snapshot": "two", "epochs": 2, "caption_drop": 0.0}
+
+
+@pytest.fixture
+def rounds(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> Callable[..., Config]:
+    """`rounds(A, B)`: configurations of phases over a cache with snapshots `one` and `two`."""
+    import stages.bucket
+
+    common = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=1", "train.ema={decay: 0.9}"]
+
+    def make(*parts: dict[str, Any], output: str = "run") -> Config:
+        return make_config(tmp_path, *common, f"train.output={tmp_path / output}", phases(*parts))
+
+    stages.bucket.run(make(), name="one")
+    stages.bucket.run(make_config(tmp_path, "bucket.batch=4"), name="two")
+    return make
+
+
+def run_phases(settings: Config, **options: Any) -> tuple[Report, list[str]]:
+    import stages.train
+
+    printed: list[str] = []
+    return stages.train.run(settings, say=printed.append, **options), printed
+
+
+def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    """Bit for bit what `--from` gives by hand; nothing of a phase is in memory when the next is built."""
+    import stages.train
+
+    alive: list[int] = []
+    models: list[weakref.ref[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = trainer.build
+
+        def build(*args: Any) -> Any:
+            alive.append(sum(model() is not None for model in models))
+            run = original(*args)
+            models.append(weakref.ref(run.model.module))
+            return run
+
+        patch.setattr(trainer, "build", build)
+        report, printed = run_phases(rounds(A, B, C))
+    assert alive == [0, 0, 0]
+    assert report.step == 6 and report.checkpoint == step(tmp_path / "run/c", 6)
+    before = None
+    for number, name in enumerate("abc"):
+        part = rounds(A, B, C, output="hand").of_phase(name)
+        snapshot = "one" if name == "a" else "two"
+        hand = stages.train.run(part, snapshot=snapshot, begin=before, say=lambda line: None)
+        before = hand.checkpoint
+        assert before is not None
+        assert tensors(step(tmp_path / f"run/{name}", hand.step)) == tensors(before)
+        assert checkpoint.read_document(before).state.phase == number
+    summaries = [json.loads((tmp_path / f"run/{name}/summary.json").read_text()) for name in "abc"]
+    assert [(s["name"], s["phase"], s["steps"], s["samples"]) for s in summaries] == [
+        *(("a", 0, 3, 36), ("b", 1, 2, 8), ("c", 2, 6, 24))
+    ]
+    rows = metrics.read(tmp_path / "run/b/metrics.jsonl")
+    assert summaries[1]["loss"] == rows[-1]["loss"] and summaries[1]["lr"] == 5e-4
+    assert summaries[1]["validation"] is None and summaries[1]["seconds"] >= rows[-1]["seconds"]
+    table = [line.split()[0] for line in printed[-4:]]
+    assert table == ["phase", "a", "b", "c"]
+
+
+def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    run_phases(rounds(A, B))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("step-*")}
+    (tmp_path / "run/a/summary.json").unlink()
+    with open(tmp_path / "run/a/metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "validation", "step": 3, "loss": 0.25}) + "\n")
+    report, printed = run_phases(rounds({**A, "lr": 2e-4, "snapshot": "two"}, B, C), resume="auto")
+    assert report.checkpoint == step(tmp_path / "run/c", 6)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert any("phase a (1 of 3): finished after step 3" in line for line in printed)
+    (note,) = [line for line in printed if line.startswith("note: phase a")]
+    assert "train.optim.lr: 0.001 -> 0.0002" in note and "-> two" in note
+    assert not any(line.startswith("note: phase b") for line in printed)
+    assert json.loads((tmp_path / "run/a/summary.json").read_text())["validation"]["loss"] == 0.25
+    assert any(line.startswith("a ") and "0.2500" in line for line in printed)
+    _, printed = run_phases(rounds(A, B, C), resume="auto")
+    assert not any(line.startswith("training ") for line in printed), "nothing is left to do"
+    assert printed[-1].startswith("c ")
+    with pytest.raises(ConfigError, match=r"'a2' has no checkpoint and stands before 'b'"):
+        run_phases(rounds(A, {**A, "name": "a2"}, B, C), resume="auto")
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        run_phases(rounds(A, B, C))
+
+
+@pytest.mark.slow
+def test_a_phase_that_has_begun_keeps_its_snapshot_and_says_so(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    """Also when its name now points to another, and when it was stopped in the middle."""
+    import stages.bucket
+
+    run_phases(rounds(A))
+    first = Cache(rounds().cache).snapshot_of("two")
+    longer = {**B, "steps": 4}
+
+    def stops(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = trainer._Loop._step
+
+        def stepped(loop: Any, batches: Any, number: int) -> Any:
+            stops(number)
+            return original(loop, batches, number)
+
+        patch.setattr(trainer._Loop, "_step", stepped)
+        report, _ = run_phases(rounds(A, longer, C), resume="auto")
+    assert (report.stopped_by, report.step) == ("SIGTERM", 3)
+    assert not (tmp_path / "run/c").exists(), "the signal ends the chain"
+    assert not (tmp_path / "run/b/summary.json").exists()
+    other = rounds(A).model_copy(update={"bucket": rounds().bucket.model_copy(update={"batch": 3})})
+    stages.bucket.run(other, name="two", move=True)
+    second = Cache(rounds().cache).snapshot_of("two")
+    report, printed = run_phases(rounds(A, longer, {**C, "epochs": None, "steps": 1}), resume="auto")
+    assert first != second
+    states = [checkpoint.read_document(step(tmp_path / "run" / name, n)).state for name, n in (("b", 4), ("c", 1))]
+    assert [(state.snapshot, state.phase) for state in states] == [(first, 1), (second, 2)]
+    (line,) = [line for line in printed if "keeps it" in line]
+    assert str(second)[:12] in line
+
+
+def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> None:
+    for wrong, says in (
+        ({**A, "set": {"train.optim.lrr": 1.0}}, r"phases: a: unknown key 'train\.optim\.lrr'; did you mean"),
+        ({**A, "set": {"train.precision": "fp8"}}, r"phases: a: 'train\.precision'"),
+        ({**A, "set": {"bucket.batch": 3}}, r"does not read bucket\.batch"),
+        ({**A, "set": {"train.steps": 3}}, r"train\.steps is given by the option steps"),
+        ({**A, "epochs": 2}, r"(?s)train\.steps.*train\.epochs"),
+        ({**A, "lrr": 1.0}, r"unknown key 'phases\.0\.lrr'; did you mean 'phases\.0\.lr'"),
+        ({**A, "name": "../a"}, r"phases\.0\.name"),
+        ({**A, "name": "checkpoints"}, "'checkpoints' is a folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load("tiny", [phases(wrong)])
+    with pytest.raises(ConfigError, match="'a' is given twice"):
+        load("tiny", [phases(A, B, A)])
+    config = load("tiny", ["train.phase=3", "train.epochs=7", phases(A, B, {"name": "c", "snapshot": "x"})])
+    a, b, c = (config.of_phase(name).train for name in "abc")
+    assert (a.phase, a.steps, a.epochs, a.optim.lr, a.output) == (3, 3, None, 1e-3, "runs/tiny/a")
+    assert "phase" not in b.model_fields_set and b.optim.lr == 5e-4 and b.ema is not None and b.ema.decay == 0.5
+    assert (c.steps, c.epochs) == (None, 7)
+    file = tmp_path / "own.yaml"
+    file.write_text(dump(config))
+    assert load(file) == config
+
+
+@pytest.mark.slow
+def test_a_chain_begins_where_it_is_told_and_nowhere_by_accident(rounds: Callable[..., Config], tmp_path: Path) -> None:
+    run_phases(
+        rounds(output="plain").model_copy(
+            update={
+                "train": rounds(A, output="plain")
+                .of_phase("a")
+                .train.model_copy(update={"output": str(tmp_path / "plain")})
+            }
+        ),
+        snapshot="one",
+    )
+    with pytest.raises(ConfigError, match=r"--from .*plain"):
+        run_phases(rounds(B, output="plain"), resume="auto")
+    missing = {**C, "name": "later", "snapshot": "nowhere"}
+    with pytest.raises(CacheError, match="nowhere"):
+        run_phases(rounds(B, missing, output="plain"), resume="auto", begin=tmp_path / "plain")
+    assert checkpoint.read_document(step(tmp_path / "plain/b", 2)).state.phase == 1
+    _, printed = run_phases(rounds(B, output="plain"), resume="auto", begin=tmp_path / "plain")
+    assert any("not used" in line for line in printed)
+    for refused in ({"snapshot": "one"}, {"resume": tmp_path / "plain"}):
+        with pytest.raises(ConfigError, match="does not go with phases"):
+            run_phases(rounds(B), **refused)
+    assert checkpoint.find(rounds(A, B, C, output="plain"), "auto") == step(tmp_path / "plain/b", 2)
+    assert rounds(A, B, output="plain").at(step(tmp_path / "plain/b", 2)).train.optim.lr == 5e-4
+    assert rounds(A, B, output="plain").at(tmp_path / "elsewhere").train.optim.lr == 1e-3
