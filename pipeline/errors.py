@@ -130,6 +130,7 @@ _CACHE = (
     "verify",
     "gc",
     "forget",
+    "inspect",
 )
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
