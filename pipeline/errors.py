@@ -131,6 +131,7 @@ _CACHE = (
     "gc",
     "forget",
     "inspect",
+    "report",
 )
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),

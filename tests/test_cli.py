@@ -93,6 +93,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "gc",
         "inspect",
         "plan",
+        "report",
         "sample",
         "snapshots",
         "status",

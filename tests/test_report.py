@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import shutil
-from dataclasses import dataclass
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +27,7 @@ from pipeline.models import tiny
 from pipeline.reporting import data_figures, run_figures
 from pipeline.reporting.figures import collect
 from pipeline.training import metrics
-from stages import bucket, encode, inspect, train
+from stages import bucket, encode, inspect, report, train
 from tests.support import tiny_cache
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
@@ -307,3 +314,226 @@ def test_two_runs_differ_in_these_options(made: Made, run_copy: Path) -> None:
     (run_copy / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"config\.yaml"):
         collect(made.config, compare=run_copy)
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page contains; a tag that is not closed, or closed by another, is an error."""
+
+    text: str = ""
+    open: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tags: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        self.tags.append((tag, values))
+        self.ids += [values["id"]] if "id" in values else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def sections(self) -> list[str]:
+        return [values["id"] for tag, values in self.tags if tag == "section"]
+
+    @property
+    def shown(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def checked(path: Path) -> Page:
+    """The page, after the checks that hold for every page: well formed, self-contained, pictures and plots whole."""
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base", "form", "style-src"}
+    for tag, values in page.tags:
+        assert not any(name.startswith("on") for name in values), (tag, values)
+        for name in ("src", "href", "srcset", "action", "xlink:href"):
+            if name in values:
+                assert values[name].startswith("data:image/webp;base64," if name == "src" else "#"), (tag, values)
+        if values.get("href"):
+            assert values["href"][1:] in page.ids
+        if tag == "img":
+            assert values["alt"]
+            with Image.open(io.BytesIO(base64.b64decode(values["src"].partition(",")[2]))) as picture:
+                picture.load()
+                assert picture.size == (int(values["width"]), int(values["height"]))
+        if "aria-labelledby" in values:
+            assert set(values["aria-labelledby"].split()) <= set(page.ids)
+    outside = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]+", "", text)
+    assert not re.search(r"(url\(|@import|https?:)", outside)
+    for drawing in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        root = ElementTree.fromstring(drawing)
+        assert root.find("title").text and root.find("desc").text  # type: ignore[union-attr]
+        numbers = " ".join(v for node in root.iter() for k, v in node.attrib.items() if k in ("points", "x", "y", "d"))
+        assert "nan" not in numbers and "inf" not in numbers
+    return page
+
+
+@pytest.fixture(scope="module")
+def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about a run that has everything: validation, a plan, memory, two phases; compared with another run."""
+    root = tmp_path_factory.mktemp("whole")
+    for i, name in enumerate(("first", "second")):
+        folder = Path(shutil.copytree(made.root / "run", root / "chain" / name))
+        with (folder / "metrics.jsonl").open("a") as file:
+            for step in (1, 2, 3):
+                file.write(json.dumps(validation(step, 2.0 / step + i)) + "\n")
+                row = {"step": step, "loss": 1.0 / step, "memory_gib": 7.5, "reserved_gib": 8.0, "data_wait": 0.01}
+                file.write(json.dumps({**row, "images_per_s": 10.0, "lr": 1e-4, "grad_norm": 0.5}) + "\n")
+        (folder / "summary.json").write_text(json.dumps({"name": name, "steps": 3, "validation": {"new": 0.25}}))
+        plan = {"kinds": {"weights": 3 << 30}, "total": 5 << 30, "memory": 24 << 30}
+        measured = {"memory_gib_predicted": 5.0, "memory_gib": 7.5}
+        (folder / "prediction.json").write_text(json.dumps({"prediction": plan, "until_step": 2, "measured": measured}))
+    out = root / "page" / "report.html"
+    assert report.run(made.config, out, run=root / "chain", compare=made.root / "run") == 0
+    return out
+
+
+def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
+    from pipeline.reporting.page import TITLES
+
+    page = checked(whole)
+    assert page.sections == [name for name in TITLES if name not in ("gallery", "trained-on")] + ["missing"]
+    assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown
+    assert whole.stat().st_size < 1 << 20
+
+
+def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, whole: Path) -> None:
+    shown = checked(whole).shown
+    data = collect(made.config)[0]["snapshot"]
+    assert data["id"] in shown and f"{data['samples']} samples in {len(data['buckets'])} buckets" in shown
+    for row in data["buckets"]:
+        assert f"{row['height']}x{row['width']} {row['samples']} {row['batch']} {row['steps']:.2f}" in shown
+    assert f"{100 * data['crop']['mean']:.1f} % of a picture's area" in shown
+    assert f"{data['captions']['mean_tokens']:.1f} tokens on average" in shown
+    assert "1 new samples, 7 old ones" in shown
+    assert "predicted in all 5.0 GiB" in shown and "7.5 GiB" in shown
+    assert "loss of the last row 0.3333 0.3333" in shown and "summary: validation.new 0.25 0.25" in shown
+    assert "held-out loss, last 0.6667 1.667" in shown
+    losses = [row["loss"] for row in metrics.read(made.root / "run" / "metrics.jsonl")]
+    first, last, low, high = (f"{value:.4g}" for value in (losses[0], losses[-1], min(losses), max(losses)))
+    assert f"run: from {first} to {last}, lowest {low}, highest {high}" in shown, "the description of the plot"
+    for entry in data["left_out"]:
+        assert entry["reason"] in shown
+
+
+def test_rejects_are_shown_where_they_can_still_be_read(made: Made, whole: Path) -> None:
+    page = checked(whole)
+    pictures = {values["alt"] for tag, values in page.tags if tag == "img"}
+    assert pictures == {"small.png"} and "broken.png: cannot be read any more" in page.shown
+
+
+def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.reporting import photos
+
+    monkeypatch.setattr(photos, "reopen", None)
+    assert report.run(made.config, tmp_path / "report.html", pictures=False) == 0
+    assert "img" not in {tag for tag, _ in checked(tmp_path / "report.html").tags}
+
+
+def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
+    """Names of sources, items, runs, phases and options, reasons, and keys of the journal."""
+    shutil.copytree(made.root / "cache", tmp_path / "cache")
+    config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
+    folder = tmp_path / "run" / "<b>phase"
+    shutil.copytree(made.root / "run", folder)
+    row = {**validation(3, 1.0), "by_sigma": {HOSTILE: 1.0}, "by_bucket": {"</svg><script>": 2.0}}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (folder / "summary.json").write_text(json.dumps({HOSTILE: HOSTILE, "name": "\ud800"}))
+    report.run(config, tmp_path / "report.html", run=tmp_path / "run")
+    page = checked_of_hostile(tmp_path / "report.html")
+    assert HOSTILE in page.shown and "<b>phase" in page.shown
+
+
+def checked_of_hostile(path: Path) -> Page:
+    """`checked`; the address in the hostile text is text."""
+    text = path.read_text(encoding="utf-8")
+    assert "http://evil.example" in text and "<script" not in text and "<img src=http" not in text
+    path.write_text(text.replace("http://evil.example", "ADDRESS"), encoding="utf-8")
+    page = checked(path)
+    page.words = [word.replace("ADDRESS", "http://evil.example") for word in page.words]
+    return page
+
+
+def test_pages_about_little(made: Made, tmp_path: Path) -> None:
+    """No cache; an empty journal; a run without validation: what is missing is listed with its command."""
+    nowhere = made.config.model_copy(update={"cache": str(tmp_path / "none")})
+    out = tmp_path / "report.html"
+    report.run(nowhere, out, run=journal(tmp_path / "empty"))
+    page = checked(out)
+    assert page.sections == ["run", "missing"]
+    assert "Losses: the journal has no rows yet. sana-pipe train --resume auto" in page.shown
+    assert "Snapshot: " in page.shown and "sana-pipe encode --data DIR" in page.shown
+    report.run(made.config, out, snapshot="round1")
+    page = checked(out)
+    assert {"losses", "throughput", "data-wait", "buckets"} <= set(page.sections)
+    assert not {"validation", "ema", "phases", "compare", "new"} & set(page.sections)
+    assert "Held-out loss: no held-out loss was measured" in page.shown
+
+
+def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        report.run(made.config, tmp_path / "file" / "report.html", pictures=False)
+
+
+def test_a_long_journal_gives_a_small_page(made: Made, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    rows = [
+        {"step": step, "loss": float(loss), "lr": 1e-4, "images_per_s": 100 * float(loss), "grad_norm": float(loss)}
+        for step, loss in enumerate(generator.random(100_000), start=1)
+    ]
+    checks = [validation(step, 1.0 + 1 / step) for step in range(100, 100_001, 100)]
+    folder = journal(tmp_path / "run", *rows, *checks)
+    out = tmp_path / "report.html"
+    report.run(made.config.model_copy(update={"cache": str(tmp_path / "none")}), out, run=folder)
+    page = checked(out)
+    assert {"losses", "validation", "throughput"} <= set(page.sections) and "100,000" in page.shown
+    assert out.stat().st_size < 1 << 20
+
+
+def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
+    """setuptools builds what a wheel would hold."""
+    root = Path(__file__).parent.parent
+    for name in ("pipeline", "stages", "configs", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    code = "import setuptools; setuptools.setup()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-q", "build", "--build-base", "built"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    templates = {path.name for path in (root / "pipeline" / "reporting" / "templates").iterdir()}
+    built = {path.name for path in (tmp_path / "built" / "lib" / "pipeline" / "reporting" / "templates").iterdir()}
+    assert built == templates and "report.html" in templates
