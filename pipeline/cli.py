@@ -563,6 +563,68 @@ def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -
     return stage.run(config, as_json=as_json)
 
 
+_run = click.option("--run", metavar="DIR", help="A run directory. Default: train.output, if there is one.")
+_report_snapshot = click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+@cli.command(
+    examples=[
+        "sana-pipe report",
+        "sana-pipe report --snapshot round2 --out round2.html",
+        "sana-pipe report --run ./runs/sana_1600m_1024 --compare ./runs/lower_rate",
+    ]
+)
+@_configured
+@_run
+@_report_snapshot
+@click.option("--compare", metavar="RUN", help="A second run directory: curves over each other, differing options.")
+@click.option(
+    "--pictures/--no-pictures", default=True, show_default=True, help="Read the sources for thumbnails of rejects."
+)
+@click.option("--out", default="./report.html", show_default=True, metavar="FILE", help="The page.")
+def report(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    run: str | None,
+    compare: str | None,
+    out: str,
+    **options: Any,
+) -> Any:
+    """Write one HTML page about a snapshot and a run: numbers, plots, pictures; opens without network.
+
+    A section without data is left out; the page names the command that makes its data.
+    """
+    config = _load(config_path, overrides)
+    from stages import report as stage
+
+    return stage.run(config, Path(out), run=_path(run), compare=_path(compare), **options)
+
+
+@cli.command(
+    examples=[
+        "sana-pipe inspect",
+        "sana-pipe inspect --snapshot round2 --json",
+        "sana-pipe inspect --run ./runs/sana_1600m_1024 --json",
+    ]
+)
+@_configured
+@_run
+@_report_snapshot
+@_json
+def inspect(
+    config_path: str | None, overrides: tuple[str, ...], run: str | None, snapshot: str | None, as_json: bool
+) -> Any:
+    """Print the numbers of a snapshot and of a run: those of `report`, for scripts."""
+    config = _load(config_path, overrides)
+    from stages import inspect as stage
+
+    return stage.run(config, run=_path(run), snapshot=snapshot, as_json=as_json)
+
+
 @cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])
 @_configured
 @click.option("--repair", is_flag=True, help="Restore documents, and encode the damaged records again.")

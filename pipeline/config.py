@@ -1087,6 +1087,8 @@ READS: dict[str, tuple[str, ...]] = {
     "export": _EXPORT,
     "sample": _SAMPLE,
     "decode": ("vae", "encode.device"),
+    "inspect": (*_CACHE, "train.output"),
+    "report": (*_CACHE, *_SOURCE, "train.output", "data.background"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }
 """The options that a command reads, by the words that choose what it does; a section stands for all of its options.

@@ -130,6 +130,8 @@ _CACHE = (
     "verify",
     "gc",
     "forget",
+    "inspect",
+    "report",
 )
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),

@@ -17,7 +17,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,15 +24,13 @@ from safetensors.torch import save_file
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, dump
-from pipeline.encoding.scan import reopen
 from pipeline.errors import ConfigError, UserError
-from pipeline.images import decoding
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.sana_config import SanaConfig
 from pipeline.processes import command
 from pipeline.reporting import drawing
 from pipeline.reporting.drawing import Drawn
-from pipeline.sources.source import Source, Unreadable
+from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
 
 SHEET = "contact_sheet.png"
@@ -167,7 +164,7 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     cards, lines = [], []
     photos = Photos(config, cache)
     for i, (sample, hit) in enumerate(zip(drawn, hits, strict=True)):
-        pictures: list[Image.Image | None] = [photos.of(sample)]
+        pictures: list[Image.Image | None] = [photos.cropped(sample.source, sample.item, sample.bucket)]
         for name in (f"{i:04d}-reconstruction.png", f"{i:04d}.png"):
             os.replace(work / "pictures" / name, out / name)
             with Image.open(out / name) as picture:
@@ -190,43 +187,6 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
     os.replace(table, out / TABLE)
     contact_sheet(cards, TITLES, out / SHEET)
     return out / SHEET
-
-
-class Photos:
-    """The original pictures of samples, where their sources still exist."""
-
-    def __init__(self, config: Config, cache: Cache):
-        self.config, self.cache = config, cache
-        self.sources: dict[str, Source | None] = {}
-
-    def of(self, sample: Drawn) -> Any:
-        from PIL import Image
-
-        if sample.source not in self.sources:
-            self.sources[sample.source] = self._open(sample.source)
-        source = self.sources[sample.source]
-        if source is None:
-            return None
-        try:
-            pixels = decoding.load(
-                source.read(sample.item),
-                sample.bucket,
-                self.config.data.background,
-                self.config.data.max_pixels,
-                max_bytes=self.config.data.max_bytes,
-            )
-        except (Unreadable, decoding.ImageReject):  # moved or changed since
-            return None
-        except UserError:  # the source is unreachable: do not wait for each of its pictures
-            self.sources[sample.source] = None
-            return None
-        return Image.fromarray(pixels)
-
-    def _open(self, name: str) -> Source | None:
-        try:
-            return reopen(self.cache, name, self.config.data)
-        except UserError:  # removed or unreachable
-            return None
 
 
 def _say(line: str) -> None:

@@ -91,7 +91,9 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "export",
         "forget",
         "gc",
+        "inspect",
         "plan",
+        "report",
         "sample",
         "snapshots",
         "status",
@@ -461,7 +463,19 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     }
     # export and sample read checkpoints with the module that also writes them, under the run's lock
     apart = {(10, "export"), (10, "sample")}
-    for name in ("encode", "bucket", "snapshots", "diff", "train", "export", "sample", "status", "verify", "gc"):
+    for name in (
+        "encode",
+        "bucket",
+        "snapshots",
+        "diff",
+        "train",
+        "export",
+        "sample",
+        "status",
+        "verify",
+        "gc",
+        "inspect",
+    ):
         reached, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
         while todo:
             module = todo.pop()

@@ -22,10 +22,10 @@ from pipeline import cli, processes
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import AwayError, ConfigError, UserError
-from pipeline.images import decoding
 from pipeline.models import tiny
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import drawing
+from pipeline.reporting import photos as reading
 from pipeline.reporting.sheet import Card, contact_sheet
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
@@ -459,19 +459,18 @@ def test_a_missing_source_leaves_a_gap_on_the_sheet(
         (AwayError("s3://photos: no answer"), 1),
         (UserError("s3://photos: refused"), 1),
         (Unreadable("moved"), 2),
-        (decoding.ImageReject("no picture"), 2),
+        ([b"no picture"] * 2, 2),
     ],
     ids=repr,
 )
 def test_a_picture_that_cannot_be_had_leaves_a_gap(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, error: Exception, asked: int
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, error: Exception | list[bytes], asked: int
 ) -> None:
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
-    monkeypatch.setattr(sample, "reopen", lambda *_: source)
-    photos = sample.Photos(trained.config, Mock())
-    one = Mock(source="photos", item="a.png", bucket=(48, 80))
-    assert [photos.of(one), photos.of(one)] == [None, None]
+    monkeypatch.setattr(reading, "reopen", lambda *_: source)
+    photos = reading.Photos(trained.config, Mock())
+    assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 
 

@@ -107,7 +107,9 @@ def test_the_table_holds_what_the_stages_really_read(
     import stages.encode
     import stages.export
     import stages.gc
+    import stages.inspect
     import stages.pack
+    import stages.report
     import stages.sample
     import stages.snapshots
     import stages.status
@@ -157,6 +159,8 @@ def test_the_table_holds_what_the_stages_really_read(
     run("verify", stages.verify.run)
     run("gc", stages.gc.run, yes=False, older_than_hours=1)
     run("snapshots", stages.snapshots.run)
+    run("inspect", stages.inspect.run)
+    run("report", stages.report.run, out=tmp_path / "report.html")
     odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in result.items()}
     assert {words: options for words, options in odd.items() if options} == {}
     assert {"train.steps", "train.optim.lr", "data.resolution"} <= result["train"]

@@ -397,6 +397,12 @@ class Cache:
             return None
         return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
 
+    def history(self, name: str) -> list[str]:
+        """The snapshot ids to which a name points and pointed, the first one first."""
+        numbers = self.files.numbers(Paths.names(name))
+        documents = self.files.documents([Paths.numbered(Paths.names(name), number) for number in numbers])
+        return [body["snapshot"] for body in documents if body["snapshot"] is not None]
+
     def snapshot_names(self) -> list[str]:
         """The names that point to a snapshot, and those whose documents are damaged."""
 

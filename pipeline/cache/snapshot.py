@@ -536,6 +536,11 @@ class Snapshot:
         for number in range(len(self.head.chunks)):
             yield self._map(number, "samples", self._schema)
 
+    def name_tables(self) -> Iterator[pa.Table]:
+        """The names in the order of rows, chunk after chunk (schema: `NAMES`)."""
+        for number in range(len(self.head.chunks)):
+            yield self._map(number, "names", NAMES)
+
     def sample_id(self, row: int) -> int:
         chunk, at = self._locate(row)
         return int(chunk.sample_id[at])

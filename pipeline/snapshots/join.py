@@ -456,7 +456,7 @@ def _grouped(
             if size[bucket]
         )
         visits = sum((entry.samples * entry.weight for entry in parts), Fraction(0))
-        steps, note = _steps(visits, batch, small)
+        steps, note = epoch_steps(visits, batch, small)
         if small == "drop" and not steps:
             left_out[bucket] = True
             # The reason enters the snapshot's id, so the option has its earlier name here.
@@ -472,7 +472,7 @@ def _grouped(
     return entries, report, left_out
 
 
-def _steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
+def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
     """Optimizer steps per epoch of a bucket, and a note on what does not fill a batch."""
     if small == "carry":
         note = "smaller than one batch: batches repeat samples of later epochs" if visits < batch else ""

@@ -144,31 +144,44 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file is missing.
     """
-    return _rows(path, None)
+    return read_events(path).get(None, [])
 
 
 def validations(path: Path) -> list[dict[str, Any]]:
     """The rows of validations by step, as `read` returns those of steps."""
-    return _rows(path, "validation")
+    return read_events(path).get("validation", [])
 
 
-def _rows(path: Path, event: str | None) -> list[dict[str, Any]]:
+def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
+    """All rows with a step by their `event` (None: logged steps), each step once (the last attempt's); `start` rows are
+    those of all attempts.
+
+    Raises:
+        UserError: the file is missing.
+    """
+    starts: list[dict[str, Any]] = []
+    events: dict[str | None, dict[int, dict[str, Any]]] = {}
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    values = json.loads(line)
+                except ValueError:
+                    continue
+                if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+                    continue
+                if values.get("event") == "start":
+                    starts.append(values)
+                    # drop the steps of an earlier attempt after the one that this attempt starts from
+                    events = {
+                        event: {step: row for step, row in rows.items() if step <= values["step"]}
+                        for event, rows in events.items()
+                    }
+                else:
+                    events.setdefault(values.get("event"), {})[values["step"]] = values
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    rows: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if values.get("event") == "start":
-            # drop the steps of an earlier attempt after the one that this attempt starts from
-            rows = {step: row for step, row in rows.items() if step <= values["step"]}
-        elif "step" in values and values.get("event") == event:
-            rows[values["step"]] = values
-    return [rows[step] for step in sorted(rows)]
+    return {"start": starts} | {event: [rows[step] for step in sorted(rows)] for event, rows in events.items()}
 
 
 def _line(row: dict[str, Any], steps: int) -> str:

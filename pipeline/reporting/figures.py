@@ -1,0 +1,86 @@
+"""All numbers of a report: those of a snapshot, of its cache, of a run, and of another run beside it.
+
+`collect` serves the page (`sana-pipe report`) and scripts (`sana-pipe inspect`), so both show the same numbers. What
+cannot be had is in `missing`, with the command that makes it; only what the user named and is not there is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.status import status
+from pipeline.config import Config
+from pipeline.errors import CacheError, UserError
+from pipeline.reporting.data_figures import snapshot_figures
+from pipeline.reporting.run_figures import differing_options, is_run, run_figures
+
+TRAIN = "sana-pipe train --resume auto"
+
+
+def collect(
+    config: Config, *, run: Path | None = None, snapshot: str | None = None, compare: Path | None = None
+) -> tuple[dict[str, Any], Cache | None, Snapshot | None]:
+    """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and the cache and snapshot that
+    they are of, as far as they exist.
+
+    Args:
+        run: a run directory; None: `train.output`, if something was trained there.
+        snapshot: a name or id; None: the newest.
+        compare: a second run directory.
+
+    Raises:
+        UserError: `run` or `compare` is no run directory.
+        CacheError: `snapshot` does not exist, or the snapshot is damaged.
+    """
+    missing: dict[str, dict[str, str]] = {}
+
+    def lacks(section: str, what: str, command: str) -> None:
+        missing[section] = {"what": what, "command": command}
+
+    figures: dict[str, Any] = {"cache": None, "snapshot": None, "run": None, "compare": None, "missing": missing}
+    cache = opened = None
+    try:
+        cache = Cache.of(config)
+        figures["cache"] = status(cache)
+        opened = cache.open_snapshot(snapshot)
+    except CacheError as error:
+        if snapshot is not None:
+            raise
+        lacks("snapshot", error.what, error.fix or "sana-pipe status")
+    if cache is not None and opened is not None:
+        figures["snapshot"] = data = snapshot_figures(cache, opened)
+        if data["crop"] is None:
+            lacks("crop", data["crop_missing"] or "there are no sizes of pictures", "sana-pipe encode --data DIR")
+        if data["new"] is None:
+            lacks("new", "the snapshot has no earlier one to compare with", "sana-pipe bucket --name NAME")
+    folder = Path(config.train.output) if run is None else run
+    if run is not None or is_run(folder):
+        figures["run"] = run_figures(folder)
+        _lacks_of_run(figures, lacks)
+    else:
+        lacks("run", f"{folder}: nothing was trained there", TRAIN)
+    if compare is not None:
+        if figures["run"] is None:
+            raise UserError("--compare needs a first run", found=f"nothing in {folder}", fix="--run DIR names it")
+        figures["compare"] = other = run_figures(compare)
+        other["options"] = differing_options(figures["run"], other)
+    return figures, cache, opened
+
+
+def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
+    parts, snapshot = figures["run"]["parts"], figures["snapshot"]
+    if not any(part["rows"] for part in parts):
+        lacks("losses", "the journal has no rows yet", TRAIN)
+    if not any(part["validation"] for part in parts):
+        lacks("validation", "no held-out loss was measured", "sana-pipe bucket --set bucket.heldout=0.05")
+    if not any(part["prediction"] for part in parts):
+        lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
+    if len(parts) < 2:
+        lacks("phases", "the run has one phase", "sana-pipe train --set train.phase=1")
+    used = {name for part in parts for name in part["snapshots"]}
+    if snapshot is not None and used and snapshot["id"] not in used:
+        names = ", ".join(sorted(name[:12] for name in used))
+        lacks("trained-on", f"the run was trained on {names}, not on this snapshot", "sana-pipe snapshots")

@@ -1,0 +1,510 @@
+"""The page of `sana-pipe report`: sections with numbers, tables, plots and pictures in one HTML file.
+
+The page needs no network, no script and no font: plots are SVG (`pipeline.reporting.plots`), pictures are inside it.
+Captions and file names are foreign text: Jinja2 escapes every value, and a content security policy in the page forbids
+loading anything. A section without data is listed at the end with the command that makes its data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline import __version__
+from pipeline.amounts import amount
+from pipeline.errors import UserError
+from pipeline.reporting.data_figures import bucket_name
+from pipeline.reporting.photos import Embedded
+from pipeline.reporting.plots import Line, bar_plot, column_plot, line_plot, number_text
+
+GIB = 2**30
+ROWS = 60
+"""Limit on the rows of a table; the rest is added up."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """heads: of the columns. numbers: the columns that are aligned to the right."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """Pictures side by side with a text."""
+
+    images: Sequence[Embedded]
+    text: str
+    note: str = ""
+
+
+@dataclass
+class Section:
+    """One part of the page; without content it is left out."""
+
+    id: str
+    title: str
+    lines: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Markup] = field(default_factory=list)
+    cards: list[Card] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.lines or any(table.rows for table in self.tables) or any(self.plots) or self.cards)
+
+
+TITLES = {
+    "snapshot": "Snapshot",
+    "buckets": "Buckets",
+    "crop": "Crop loss",
+    "sources": "Sources",
+    "captions": "Caption lengths",
+    "duplicates": "Duplicates",
+    "rejects": "Rejects and samples left out",
+    "storage": "Storage",
+    "new": "New samples against old ones",
+    "gallery": "Decoded latents",
+    "run": "Run",
+    "losses": "Losses",
+    "validation": "Held-out loss",
+    "ema": "EMA",
+    "throughput": "Throughput",
+    "data-wait": "Data wait",
+    "memory": "Memory beside the plan",
+    "phases": "Phases side by side",
+    "compare": "Two runs compared",
+    "trained-on": "Snapshot of the run",
+}
+"""Sections by id, in the order of the page."""
+
+
+def write_page(
+    figures: dict[str, Any],
+    out: Path,
+    *,
+    thumbnails: Callable[[str | None, str], Embedded] | None = None,
+    gallery: Sequence[Card] = (),
+) -> list[str]:
+    """Write the page, whole or not at all.
+
+    Args:
+        figures: of `pipeline.reporting.figures.collect`.
+        thumbnails: (source or None, item) -> picture of a reject; None: without pictures.
+        gallery: cards of decoded latents.
+
+    Returns:
+        Ids of the sections.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    sections = [section for section in _sections(figures, thumbnails, gallery) if section]
+    sections.sort(key=lambda section: list(TITLES).index(section.id))
+    missing = [{"title": TITLES[name], **entry} for name, entry in figures["missing"].items()]
+    if figures["snapshot"] is not None and not gallery:
+        missing.append(_absent("gallery", "no latents were decoded", "sana-pipe report --gallery 8"))
+    if figures["run"] is not None and figures["compare"] is None:
+        missing.append(_absent("compare", "no second run was named", "sana-pipe report --compare RUN"))
+    text = render("report.html", title=_title(figures), sections=sections, missing=missing)
+    write(text, out)
+    return [section.id for section in sections]
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of `templates/`, with `version` and `time` added."""
+    environment = Environment(
+        loader=PackageLoader("pipeline.reporting"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template(template).render(version=__version__, time=now, **values)
+
+
+def write(text: str, out: Path) -> None:
+    """Replace a file, whole or not at all. Raises a UserError if it cannot be written."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
+
+
+def _absent(section: str, what: str, command: str) -> dict[str, str]:
+    return {"title": TITLES[section], "what": what, "command": command}
+
+
+def _title(figures: dict[str, Any]) -> str:
+    parts = []
+    if figures["run"] is not None:
+        parts.append(f"run {Path(figures['run']['folder']).name}")
+    if (data := figures["snapshot"]) is not None:
+        names = [name for name in data["names"] if not name.startswith("trained-")]
+        parts.append(f"snapshot {names[0] if names else data['id'][:12]}")
+    return "sana-pipe report" + (f": {', '.join(parts)}" if parts else "")
+
+
+def _sections(
+    figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Card]
+) -> Iterator[Section]:
+    if figures["snapshot"] is not None:
+        yield from _data_sections(figures["snapshot"], figures["cache"], thumbnails)
+    yield Section("gallery", TITLES["gallery"], cards=list(gallery))
+    if figures["run"] is not None:
+        yield from _run_sections(figures["run"])
+        if figures["compare"] is not None:
+            yield _compare(figures["run"], figures["compare"])
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _limited(rows: list[list[str]], what: str) -> list[list[str]]:
+    if len(rows) <= ROWS:
+        return rows
+    return [
+        *rows[:ROWS],
+        [f"and {len(rows) - ROWS} more {what} (sana-pipe inspect --json)", *[""] * (len(rows[0]) - 1)],
+    ]
+
+
+# ---------------------------------------------------------------- data
+
+
+def _data_sections(
+    data: dict[str, Any], cache: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None
+) -> Iterator[Section]:
+    def section(name: str, *lines: str) -> Section:
+        return Section(name, TITLES[name], lines=list(lines))
+
+    yield section(
+        "snapshot",
+        f"Snapshot {data['id']}" + (f" ({', '.join(data['names'])})" if data["names"] else ""),
+        f"{data['samples']:,} samples in {len(data['buckets'])} buckets, {data['steps_per_epoch']:,.2f} optimizer "
+        "steps per epoch" + (", packed" if data["packed"] else ""),
+    )
+
+    part = section("buckets")
+    names = [bucket_name(bucket) for bucket in data["buckets"]]
+    heads = ("bucket (height x width)", "samples", "batch", "steps per epoch", "mean crop loss", "")
+    rows = [
+        [
+            *(name, f"{b['samples']:,}", f"{b['batch']:,}", f"{b['steps']:,.2f}", _percent(b["crop"])),
+            b["note"],
+        ]
+        for name, b in zip(names, data["buckets"], strict=True)
+    ]
+    part.tables.append(Table(heads, rows, (1, 2, 3, 4)))
+    samples = [bucket["samples"] for bucket in data["buckets"]]
+    part.plots.append(bar_plot("buckets-plot", "Samples by bucket", names, [("samples", samples)]))
+    yield part
+
+    if (crop := data["crop"]) is not None:
+        part = section(
+            "crop",
+            f"The crop to the bucket removes {_percent(crop['mean'])} of a picture's area on average, at most "
+            f"{_percent(crop['largest'])}. {crop['enlarged']:,} pictures are enlarged.",
+        )
+        edges = [100 * edge for edge in crop["edges"]]
+        title = "Samples by crop loss (the last column also has larger ones)"
+        part.plots.append(column_plot("crop-plot", title, edges, crop["samples"], "area removed, %", "samples"))
+        yield part
+
+    part = section("sources")
+    part.tables.append(
+        Table(
+            ("source", "samples", "items in the cache", "rejected by the scan"),
+            _limited([_source(name, count, cache) for name, count in data["sources"].items()], "sources"),
+            (1, 2, 3),
+        )
+    )
+    yield part
+
+    yield _captions(data["captions"], section)
+
+    part = section("duplicates")
+    part.tables.append(
+        Table(
+            ("", "in the snapshot", "distinct", "that occur more than once", "most often"),
+            [
+                [title, *(f"{data['duplicates'][name][key]:,}" for key in ("entries", "distinct", "repeated", "most"))]
+                for name, title in (("pictures", "pictures (same file, same bucket)"), ("captions", "captions"))
+            ],
+            (1, 2, 3, 4),
+        )
+    )
+    yield part
+
+    part = section("rejects")
+    if data["left_out"]:
+        rows = [[entry["reason"], f"{entry['samples']:,}"] for entry in data["left_out"]]
+        part.tables.append(Table(("reason", "items"), _limited(rows, "reasons"), (1,)))
+    for entry in data["rejects"]:
+        images = [thumbnails(e["source"], e["item"]) for e in entry["examples"]] if thumbnails is not None else []
+        text = f"{entry['samples']:,} {entry['stage']}: {entry['kind']}"
+        items = ", ".join(example["item"] for example in entry["examples"])
+        part.cards.append(Card(images, text, f"for instance {items}" if items else ""))
+    yield part
+
+    yield _storage(data, cache, section)
+
+    if (new := data["new"]) is not None:
+        before = ", ".join(new["earlier_names"]) or new["earlier"][:12]
+        part = section(
+            "new",
+            f"Against the earlier snapshot {before}: {new['new']:,} new samples, {new['old']:,} old ones, "
+            f"{new['removed']:,} removed.",
+        )
+        tokens = new["mean_tokens"]
+        if tokens["new"] is not None and tokens["old"] is not None:
+            part.lines.append(
+                f"Tokens per caption: {tokens['new']:.1f} of new samples, {tokens['old']:.1f} of old ones."
+            )
+        labels = [bucket_name(bucket) for bucket in new["buckets"]]
+        series = [(f"{side} samples", [bucket[side] for bucket in new["buckets"]]) for side in ("old", "new")]
+        part.plots.append(bar_plot("new-plot", "Old and new samples by bucket", labels, series))
+        rows = [[name, f"{pair['new']:,}", f"{pair['old']:,}"] for name, pair in new["sources"].items()]
+        part.tables.append(Table(("source", "new", "old"), _limited(rows, "sources"), (1, 2)))
+        yield part
+
+
+def _source(name: str, samples: int, cache: dict[str, Any]) -> list[str]:
+    known = cache["sources"].get(name)
+    counts = ("", "") if known is None else (f"{known['items']:,}", f"{known['rejected']:,}")
+    return [name, f"{samples:,}", *counts]
+
+
+def _captions(captions: dict[str, Any], section: Callable[..., Section]) -> Section:
+    longest = captions["max_length"]
+    part = section(
+        "captions",
+        f"{captions['captions']:,} captions, {captions['mean_tokens']:.1f} tokens on average"
+        + (f", half of them at most {captions['p50']}, 95 % at most {captions['p95']}." if "p50" in captions else "."),
+        f"{captions['at_max_length']:,} ({_percent(captions['share_at_max_length'])}) have {longest} tokens: they were "
+        "cut there, or just fit.",
+    )
+    counts = captions["by_tokens"]
+    width = max(1, -(-len(counts) // 60))
+    columns = [sum(counts[start : start + width]) for start in range(0, len(counts), width)]
+    edges = [float(start * width) for start in range(len(columns) + 1)]
+    part.plots.append(column_plot("captions-plot", "Captions by length", edges, columns, "tokens", "captions"))
+    rows = [[number, f"{samples:,}"] for number, samples in captions["per_sample"].items()]
+    part.tables.append(Table(("captions of a sample", "samples"), rows, (0, 1)))
+    return part
+
+
+def _storage(data: dict[str, Any], cache: dict[str, Any], section: Callable[..., Section]) -> Section:
+    storage = data["storage"]
+    free = cache["free_bytes"]
+    part = section(
+        "storage",
+        f"The snapshot's shards have {amount(storage['shards_bytes'])}, its tables {amount(storage['tables_bytes'])}"
+        + (f"; {amount(free)} are free." if free is not None else "."),
+    )
+    kinds = {"latent": "latents", "text": "text rows"}
+    rows = [
+        [title, entry["storage"], f"{entry['shards']:,}", amount(entry["bytes"]), amount(entry["payload"])]
+        for kind, title in kinds.items()
+        for entry in [storage[kind]]
+    ]
+    heads = ("kind", "stored as", "shards", "bytes of its shards", "tensors of this snapshot")
+    part.tables.append(Table(heads, rows, (2, 3, 4)))
+    rows = [
+        [name, f"{store['records']:,}", amount(store["bytes"]), f"{store['rejects']:,}"]
+        for name, store in cache["stores"].items()
+    ]
+    part.tables.append(Table(("whole cache", "records", "bytes", "rejected"), _limited(rows, "stores"), (1, 2, 3)))
+    sizes = [storage[kind]["payload"] / 2**20 for kind in kinds]
+    part.plots.append(bar_plot("storage-plot", "Tensors of the snapshot, MiB", list(kinds.values()), [("MiB", sizes)]))
+    return part
+
+
+# ---------------------------------------------------------------- runs
+
+
+def _series(parts: Sequence[tuple[str, dict[str, Any]]], column: str, scale: float = 1.0) -> list[Line]:
+    """A column of the journal as curves of several parts of runs. parts: (name, part)."""
+    return [_line(name, part["curves"][column], scale) for name, part in parts if column in part["curves"]]
+
+
+def _line(name: str, curve: dict[str, list[float]], scale: float = 1.0) -> Line:
+    value, low, high = ([scale * y for y in curve.get(key, ())] for key in ("value", "low", "high"))
+    return Line(name, curve["step"], value, low, high)
+
+
+def _named(run: dict[str, Any], prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
+    return [(f"{prefix}{part['name']}", part) for part in run["parts"]]
+
+
+def _run_sections(run: dict[str, Any]) -> Iterator[Section]:
+    parts = _named(run)
+
+    def section(name: str, *plots: tuple[str, str, str, float]) -> Section:
+        """plots: (column of the journal, title, label with unit, factor)."""
+        drawn = [line_plot(f"{c}-plot", title, _series(parts, c, scale), label) for c, title, label, scale in plots]
+        return Section(name, TITLES[name], plots=[plot for plot in drawn if plot])
+
+    about = Section("run", TITLES["run"], lines=[f"Run directory {run['folder']}"])
+    heads = ("part", "steps", "attempts", "processes", "device", "last loss", "images/s", "data wait", "snapshot")
+    about.tables.append(Table(heads, [_part_row(name, part) for name, part in parts], (1, 2, 3, 5, 6, 7)))
+    yield about
+    yield section(
+        "losses",
+        ("loss", "Training loss", "loss", 1.0),
+        ("grad_norm", "Gradient norm before clipping", "norm", 1.0),
+        ("lr", "Learning rate", "rate", 1.0),
+        ("loss_scale", "Loss scale (fp16)", "factor", 1.0),
+    )
+    yield from _validation_sections(parts)
+    yield section(
+        "throughput",
+        ("images_per_s", "Images per second, all processes", "images/s", 1.0),
+        ("tokens_per_s", "Image tokens per second, all processes", "tokens/s", 1.0),
+        ("mfu", "Model FLOPs utilisation", "MFU, %", 100.0),
+    )
+    yield section(
+        "data-wait", ("data_wait", "Time that the slowest process waited for data", "% of the wall time", 100.0)
+    )
+    memory = section(
+        "memory",
+        ("memory_gib", "Peak of allocated GPU memory", "GiB", 1.0),
+        ("reserved_gib", "Peak of reserved GPU memory", "GiB", 1.0),
+        ("rss_gib", "Main memory of the largest process", "GiB", 1.0),
+    )
+    memory.tables += [table for name, part in parts for table in _plan_tables(name, part)]
+    yield memory
+    if len(parts) > 1:
+        yield _phases(parts)
+
+
+def _part_row(name: str, part: dict[str, Any]) -> list[str]:
+    mean, last = part["mean"], part["last"]
+    return [
+        name,
+        _number(part["steps"]),
+        str(part["attempts"]),
+        _number(part["processes"]),
+        part["device"] or "",
+        _number(last.get("loss")),
+        _number(mean.get("images_per_s")),
+        _percent(mean["data_wait"]) if "data_wait" in mean else "",
+        ", ".join(name[:12] for name in part["snapshots"]),
+    ]
+
+
+def _number(value: Any) -> str:
+    return number_text(value) if isinstance(value, int | float) else "" if value is None else str(value)
+
+
+def _validation_sections(parts: list[tuple[str, dict[str, Any]]]) -> Iterator[Section]:
+    section, ema = Section("validation", TITLES["validation"]), Section("ema", TITLES["ema"])
+    several = len(parts) > 1
+    measured = [(name, part["validation"]) for name, part in parts if part["validation"] is not None]
+    totals = [_line(name, checks["loss"]) for name, checks in measured if checks["loss"] is not None]
+    section.plots.append(line_plot("validation-plot", "Held-out loss, mean over sigmas", totals, "loss"))
+    rows = []
+    for number, (name, checks) in enumerate(measured):
+        of = f" ({name})" if several else ""
+        for key, what in (("by_sigma", "sigma"), ("by_bucket", "bucket")):
+            lines = [_line(f"{what} {value}", curve) for value, curve in checks[key].items()]
+            section.plots.append(line_plot(f"{key}-plot-{number}", f"Held-out loss by {what}{of}", lines, "loss"))
+            for value, curve in checks[key].items():
+                first, last = curve["value"][0], curve["value"][-1]
+                rows.append([f"{what} {value}{of}", _number(first), _number(last), f"{last - first:+.4g}"])
+        if checks["samples"] is not None:
+            section.lines.append(f"{name}: {checks['rows']} times on {_number(checks['samples'])} held-out samples.")
+        if checks["ema_loss"] is not None and checks["loss"] is not None:
+            lines = [_line("weights", checks["loss"]), _line("EMA", checks["ema_loss"])]
+            ema.plots.append(line_plot(f"ema-plot-{number}", f"Held-out loss, weights and EMA{of}", lines, "loss"))
+    section.tables.append(Table(("held-out loss of", "first", "last", "change"), rows, (1, 2, 3)))
+    section.plots = [plot for plot in section.plots if plot]
+    yield section
+    yield ema
+
+
+def _plan_tables(name: str, part: dict[str, Any]) -> list[Table]:
+    document = part["prediction"]
+    if document is None:
+        return []
+    plan = document.get("prediction") or {}
+    rows = []
+    for kind, size in (plan.get("kinds") or {}).items():
+        rows.append([f"predicted: {kind}", amount(size)])
+    if "total" in plan:
+        rows.append(["predicted in all", amount(plan["total"])])
+    if "memory" in plan:
+        rows.append(["memory of the device", amount(plan["memory"])])
+    for key, value in (document.get("measured") or {}).items():
+        unit = " GiB" if key.startswith("memory_gib") else " images/s"
+        what = "predicted for the steps measured" if key.endswith("_predicted") else "measured"
+        rows.append([f"{what}, until step {document.get('until_step')}", f"{_number(value)}{unit}"])
+    return [Table((f"plan of {name}", "bytes"), rows, (1,))]
+
+
+def _phases(parts: list[tuple[str, dict[str, Any]]]) -> Section:
+    """Each phase as a column."""
+    rows: dict[str, list[str]] = {}
+    for column, (_, part) in enumerate(parts):
+        checks = part["validation"] or {}
+        held_out = (checks.get("loss") or {}).get("value") or [None]
+        values = {
+            "steps": part["steps"],
+            "loss of the last row": part["last"].get("loss"),
+            "held-out loss, first": held_out[0],
+            "held-out loss, last": held_out[-1],
+            "images/s": part["mean"].get("images_per_s"),
+            **{f"summary: {key}": value for key, value in _flat(part["summary"] or {}, "")},
+        }
+        for name, value in values.items():
+            if value is not None:
+                rows.setdefault(name, [""] * len(parts))[column] = _number(value)
+    section = Section("phases", TITLES["phases"])
+    section.tables.append(Table(("", *(name for name, _ in parts)), [[name, *cells] for name, cells in rows.items()]))
+    return section
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _compare(first: dict[str, Any], second: dict[str, Any]) -> Section:
+    names = [Path(run["folder"]).name for run in (first, second)]
+    if names[0] == names[1]:
+        names = [run["folder"] for run in (first, second)]
+    several = any(len(run["parts"]) > 1 for run in (first, second))
+    parts = [
+        (f"{label}: {name}" if several else label, part)
+        for label, run in zip(names, (first, second), strict=True)
+        for name, part in _named(run)
+    ]
+    section = Section("compare", TITLES["compare"], lines=[f"{first['folder']} and {second['folder']}"])
+    for column, title, unit in (
+        ("loss", "Training loss of both runs", "loss"),
+        ("grad_norm", "Gradient norm of both runs", "norm"),
+        ("images_per_s", "Images per second of both runs", "images/s"),
+    ):
+        section.plots.append(line_plot(f"compare-{column}", title, _series(parts, column), unit))
+    checks = [(name, part["validation"]) for name, part in parts if part["validation"] is not None]
+    lines = [_line(name, values["loss"]) for name, values in checks if values["loss"] is not None]
+    section.plots.append(line_plot("compare-validation", "Held-out loss of both runs", lines, "loss"))
+    section.plots = [plot for plot in section.plots if plot]
+    rows = [[entry["option"], str(entry["here"]), str(entry["there"])] for entry in second["options"]]
+    if rows:
+        section.tables.append(Table(("option", *names), rows))
+    else:
+        section.lines.append("No option differs.")
+    return section

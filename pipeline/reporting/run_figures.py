@@ -1,0 +1,198 @@
+"""The numbers of a run: losses, validation, speed, waiting, memory beside the plan, and the differences of two runs.
+
+What: `run_figures` reads a run directory, or a folder of phases (run directories with `summary.json`), into JSON
+values. Curves are thinned to `POINTS` points, each the mean of its steps with their lowest and highest value, so that a
+page about a long run stays small and a spike stays visible.
+Price: the journal is parsed once; all its rows are in memory meanwhile (0.2 GB for 100,000 rows).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pipeline.config import LOCAL_NAME
+from pipeline.errors import UserError
+from pipeline.training.metrics import read_events
+
+JOURNAL = "metrics.jsonl"
+SUMMARY = "summary.json"
+POINTS = 400
+CURVES = (
+    *("loss", "grad_norm", "lr", "images_per_s", "tokens_per_s", "data_wait", "mfu"),
+    *("memory_gib", "reserved_gib", "rss_gib", "quarantined", "loss_scale"),
+)
+"""Columns of the journal that become curves."""
+Curve = dict[str, list[float]]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory or a folder of phases."""
+    return _is_part(folder) or any(_is_part(path) for path in _folders(folder))
+
+
+def _is_part(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (JOURNAL, SUMMARY))
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def run_figures(folder: Path) -> dict[str, Any]:
+    """The numbers of a run: `folder` and `parts`, one for each phase in the order in which they began; a run without
+    phases has one.
+
+    Raises:
+        UserError: it is no run directory.
+    """
+    if not is_run(folder):
+        raise UserError(
+            f"{folder}: is no run directory",
+            expected=f"a folder with {JOURNAL}, or with phases that have one",
+            fix="sana-pipe train writes one to train.output; --run DIR names another",
+        )
+    parts = [_part(path) for path in (folder, *_folders(folder)) if _is_part(path)]
+    return {"folder": str(folder), "parts": sorted(parts, key=lambda part: part["began"] or "")}
+
+
+def _part(folder: Path) -> dict[str, Any]:
+    events = read_events(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
+    rows, starts = events.get(None, []), events.get("start", [])
+    curves = {name: curve for name in CURVES if (curve := _curve(rows, name)) is not None}
+    return {
+        "name": folder.name,
+        "folder": str(folder),
+        "began": starts[0].get("time") if starts else None,
+        "attempts": len(starts),
+        "processes": starts[-1].get("processes") if starts else None,
+        "device": starts[-1].get("device") if starts else None,
+        "snapshots": list(dict.fromkeys(start["snapshot"] for start in starts if start.get("snapshot"))),
+        "rows": len(rows),
+        "steps": rows[-1]["step"] if rows else None,
+        "last": {name: rows[-1][name] for name in CURVES if _number(rows[-1].get(name))} if rows else {},
+        "mean": {name: float(np.mean(_column(rows, name)[1])) for name in curves},
+        "highest": {name: float(np.max(_column(rows, name)[1])) for name in curves},
+        "curves": curves,
+        "validation": _validation(events.get("validation", [])),
+        "prediction": _document(folder / "prediction.json"),
+        "summary": _document(folder / SUMMARY),
+    }
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def _column(rows: Iterable[dict[str, Any]], *path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (n,) and values (n,) float64 of the rows that have a number there."""
+    steps, values = [], []
+    for row in rows:
+        value: Any = row
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if _number(value):
+            steps.append(row["step"])
+            values.append(value)
+    return np.array(steps, np.float64), np.array(values, np.float64)
+
+
+def _curve(rows: list[dict[str, Any]], *path: str) -> Curve | None:
+    steps, values = _column(rows, *path)
+    return thinned(steps, values) if len(steps) else None
+
+
+def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> Curve:
+    """`step`, `value`, and for more than `points` points `low` and `high`, of equally many neighbours each. A point
+    stands at the last of its steps, so that the last step stays."""
+    if len(steps) <= points:
+        return {"step": steps.tolist(), "value": values.tolist()}
+    first = np.arange(points) * len(steps) // points
+    counts = np.diff(np.append(first, len(steps)))
+    return {
+        "step": steps[first + counts - 1].tolist(),
+        "value": (np.add.reduceat(values, first) / counts).tolist(),
+        "low": np.minimum.reduceat(values, first).tolist(),
+        "high": np.maximum.reduceat(values, first).tolist(),
+    }
+
+
+def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Curves of the held-out loss: `loss`, `ema_loss` (null without EMA), `by_sigma`, `by_bucket`."""
+    if not rows:
+        return None
+
+    def several(name: str) -> dict[str, Curve]:
+        keys = dict.fromkeys(key for row in rows for key in (row.get(name) or {}))
+        found = {key: _curve(rows, name, key) for key in keys}
+        return {key: curve for key, curve in found.items() if curve is not None}
+
+    return {
+        "rows": len(rows),
+        "samples": rows[-1].get("samples"),
+        "seconds": float(np.sum(_column(rows, "seconds")[1])),
+        "loss": _curve(rows, "loss"),
+        "ema_loss": _curve(rows, "ema_loss"),
+        "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),
+        "by_bucket": several("by_bucket"),
+    }
+
+
+def _sigma(name: str) -> float:
+    try:
+        return float(name)
+    except ValueError:
+        return np.inf
+
+
+def _document(path: Path) -> dict[str, Any] | None:
+    """A JSON object of the run directory; None where it is missing or unreadable: it is no part of the journal."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+# ---------------------------------------------------------------- two runs
+
+
+def differing_options(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options whose values differ: `option`, `here`, `there`; from `config.yaml` of the last part of each run.
+
+    Raises:
+        UserError: a configuration is missing or unreadable.
+    """
+    here, there = (_options(Path(run["parts"][-1]["folder"])) for run in (first, second))
+    return [
+        {"option": name, "here": here.get(name), "there": there.get(name)}
+        for name in dict.fromkeys([*here, *there])
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: is not a configuration", expected=f"sections of options, as in {LOCAL_NAME}")
+    return dict(_flat(tree, ""))
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,539 @@
+"""The numbers of `inspect` and the page of `report`: equal to the snapshot's and the journal's; self-contained."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from pipeline.cache.root import Cache
+from pipeline.config import Config, load
+from pipeline.errors import CacheError, UserError
+from pipeline.models import tiny
+from pipeline.reporting import data_figures, run_figures
+from pipeline.reporting.figures import collect
+from pipeline.training import metrics
+from stages import bucket, encode, inspect, report, train
+from tests.support import tiny_cache
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
+CAPTIONS = ("A red square", HOSTILE, "a blue field " * 200, "a yellow wall", "a grey road", "a white door")
+SMALL = 40
+
+
+@dataclass(frozen=True)
+class Made:
+    """A cache with two named snapshots, rejects and doubles, a run on the second, and what `bucket` reported."""
+
+    root: Path
+    config: Config
+    reports: dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    root = tmp_path_factory.mktemp("report")
+    pictures = root / "photos"
+    pictures.mkdir()
+    generator = np.random.default_rng(0)
+
+    def add(name: str, caption: str, height: int, width: int) -> None:
+        pixels = generator.integers(0, 255, (height // 8, width // 8, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(pixels).save(pictures / f"{name}.png")
+        (pictures / f"{name}.txt").write_text(caption)
+
+    for i, caption in enumerate(CAPTIONS):
+        add(f"{i}", caption, *((64, 64), (48, 80), (72, 64))[i % 3])
+    tiny.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    config = load(
+        "tiny",
+        [
+            f"cache={root / 'cache'}",
+            f"vae.id={root / 'tiny'}",
+            f"text.id={root / 'tiny'}",
+            "text.instruction='Draw this: '",
+            f"train.output={root / 'run'}",
+            "train.steps=3",
+            "train.log_every=1",
+            "train.optim.warmup_steps=0",
+            "train.ema={}",
+            "model.arch.num_layers=2",
+            "bucket.batch=4",
+            f"data.min_side={SMALL}",
+            "encode.max_reject_rate=1",
+        ],
+    )
+    reports = {}
+    shutil.copy(pictures / "0.png", pictures / "double.png")
+    (pictures / "double.txt").write_text(CAPTIONS[0])
+    for name in ("round1", "round2"):
+        if name == "round2":
+            add("new", "a new picture", 64, 64)
+            add("small", "too small", 32, 32)
+            (pictures / "broken.png").write_bytes(b"no picture")
+            (pictures / "broken.txt").write_text("broken")
+        encode.run(config, str(pictures))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucket, "_print", lambda report, as_json, name=name: reports.update({name: report}))
+            bucket.run(config, name=name)
+    train.run(config)
+    return Made(root, config, reports)
+
+
+@pytest.fixture
+def run_copy(made: Made, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made.root / "run", tmp_path / "run"))
+
+
+def journal(folder: Path, *rows: dict[str, Any] | str) -> Path:
+    """A run directory with these rows; texts are written as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def validation(step: int, loss: float) -> dict[str, Any]:
+    return {
+        "event": "validation",
+        "step": step,
+        "loss": loss,
+        "by_sigma": {"0.5": loss + 1, "0.0625": loss - 0.25},
+        "by_bucket": {"64x64": loss},
+        "samples": 2,
+        "ema_loss": loss + 0.5,
+        "seconds": 0.25,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def test_the_numbers_of_a_snapshot_are_those_that_bucket_printed(made: Made) -> None:
+    figures, cache, snapshot = collect(made.config)
+    assert cache is not None and snapshot is not None
+    data, printed = figures["snapshot"], made.reports["round2"]
+    assert (data["id"], data["samples"], data["sources"]) == (
+        printed["snapshot"],
+        printed["samples"],
+        printed["sources"],
+    )
+    assert data["steps_per_epoch"] == printed["steps_per_epoch"]
+    assert [{**row, "crop": pytest.approx(row["crop"])} for row in printed["buckets"]] == data["buckets"]
+    assert {(entry["reason"], entry["samples"]) for entry in data["left_out"]} == {
+        (entry["reason"], entry["samples"]) for entry in printed["left_out"]
+    }
+    assert {(e["samples"], tuple(x["item"] for x in e["examples"])) for e in data["rejects"]} == {
+        (1, ("small.png",)),
+        (1, ("broken.png",)),
+    }
+    assert set(data["names"]) >= {"round2", "latest"}
+    crop = data["crop"]
+    assert sum(crop["samples"]) == data["samples"] and crop["largest"] > crop["mean"] > 0
+    assert data["duplicates"]["pictures"] == {"entries": 8, "distinct": 7, "repeated": 2, "most": 2}
+    assert data["duplicates"]["captions"]["repeated"] == 2
+
+
+def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
+    _, cache, snapshot = collect(made.config, snapshot="round2")
+    assert cache is not None and snapshot is not None
+    captions = data_figures.snapshot_figures(cache, snapshot)["captions"]
+    rows = [tokens for row in range(len(snapshot)) for tokens in snapshot.caption_rows(row)[0]]
+    assert captions["by_tokens"] == np.bincount(rows, minlength=captions["max_length"] + 1).tolist()
+    assert captions["mean_tokens"] == pytest.approx(np.mean(rows))
+    assert captions["p50"] == sorted(rows)[(len(rows) - 1) // 2]
+    assert captions["at_max_length"] == 1 and captions["share_at_max_length"] == pytest.approx(1 / len(rows))
+    storage = data_figures.snapshot_figures(cache, snapshot)["storage"]
+    assert storage["text"]["payload"] == sum(rows) * snapshot.text_recipe.width * 2
+    shapes = [snapshot.latent_shape(snapshot.sample(row).bucket) for row in range(len(snapshot))]
+    assert storage["latent"]["payload"] == sum(2 * int(np.prod(shape)) for shape in shapes)
+    for kind in ("latent", "text"):
+        folder = made.root / "cache" / "shards" / snapshot.recipe(kind).name
+        assert storage[kind]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.tar"))
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+def test_payloads_of_other_storages_are_their_bytes(tmp_path: Path, storage: str) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", storage=storage)
+    snapshot = cache.open_snapshot()
+    data = data_figures.snapshot_figures(cache, snapshot)
+    samples = [snapshot.sample(row) for row in range(len(snapshot))]
+    shapes = [snapshot.latent_shape(sample.bucket) for sample in samples]
+    width = snapshot.text_recipe.width
+    expected = {
+        "latent": sum(s.length or 2 * int(np.prod(shape)) for s, shape in zip(samples, shapes, strict=True)),
+        "text": sum(c.length or 2 * width * c.rows for sample in samples for c in sample.captions),
+    }
+    assert {kind: data["storage"][kind]["payload"] for kind in expected} == expected
+    assert data["crop"] is None and data["captions"]["per_sample"] == {"1": 42, "2": 21}
+
+
+def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> None:
+    new = collect(made.config)[0]["snapshot"]["new"]
+    assert (new["earlier"], new["new"], new["old"], new["removed"]) == (made.reports["round1"]["snapshot"], 1, 7, 0)
+    assert new["sources"] == {"photos": {"new": 1, "old": 7}}
+    assert sum(row["new"] for row in new["buckets"]) == 1
+    figures = collect(made.config, snapshot="round1")[0]
+    assert figures["snapshot"]["new"] is None and "new" in figures["missing"]
+
+
+def test_several_chunks_give_the_numbers_of_one(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from pipeline.cache import snapshot as snapshots
+    from pipeline.snapshots import join
+
+    expected = collect(made.config)[0]["snapshot"]
+    shutil.copytree(made.root / "cache", tmp_path / "cache")
+    for module in (snapshots, join):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 3)
+    config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
+    bucket.run(config, name="chunks")
+    data = collect(config, snapshot="chunks")[0]["snapshot"]
+    assert data["new"]["new"] == 0
+    for name in ("buckets", "sources", "captions", "duplicates", "left_out", "rejects"):
+        assert data[name] == expected[name], name
+    assert data["crop"]["samples"] == expected["crop"]["samples"]
+
+
+def test_the_numbers_of_a_run_are_those_of_its_journal(made: Made, run_copy: Path) -> None:
+    with (run_copy / "metrics.jsonl").open("a") as file:
+        for step in (1, 3):
+            file.write(json.dumps(validation(step, 2.0 / step)) + "\n")
+        file.write('{"step": 4, "los')
+    rows = metrics.read(run_copy / "metrics.jsonl")
+    [part] = collect(made.config, run=run_copy)[0]["run"]["parts"]
+    assert (part["steps"], part["rows"], part["attempts"]) == (3, 3, 1)
+    assert part["curves"]["loss"] == {"step": [1, 2, 3], "value": [row["loss"] for row in rows]}
+    assert part["mean"]["images_per_s"] == pytest.approx(np.mean([row["images_per_s"] for row in rows]))
+    assert part["snapshots"] == [made.reports["round2"]["snapshot"]]
+    assert "memory_gib" not in part["curves"], "null on the CPU"
+    checks = part["validation"]
+    assert checks["loss"] == {"step": [1, 3], "value": [2.0, pytest.approx(2 / 3)]}
+    assert list(checks["by_sigma"]) == ["0.0625", "0.5"] and checks["by_sigma"]["0.5"]["value"][0] == 3.0
+    assert checks["ema_loss"]["value"][0] == 2.5 and checks["by_bucket"]["64x64"]["step"] == [1, 3]
+
+
+def test_rows_of_an_attempt_that_was_taken_back_do_not_count(tmp_path: Path) -> None:
+    folder = journal(
+        tmp_path / "run",
+        {"event": "start", "step": 0, "snapshot": "a"},
+        {"step": 1, "loss": 1.0},
+        validation(1, 1.0),
+        {"step": 2, "loss": 9.0},
+        validation(2, 9.0),
+        "[1]\n5\n\n",
+        {"event": "start", "step": 1, "snapshot": "a"},
+        {"step": 2, "loss": 3.0},
+        '{"step": 3, "loss": Infin',
+    )
+    [part] = run_figures.run_figures(folder)["parts"]
+    assert part["curves"]["loss"]["value"] == [1.0, 3.0] and part["attempts"] == 2
+    assert part["validation"]["loss"] == {"step": [1], "value": [1.0]}
+    assert [row["loss"] for row in metrics.read(folder / "metrics.jsonl")] == [1.0, 3.0], "no rows of validations"
+
+
+def test_a_long_journal_is_thinned_without_hiding_a_spike() -> None:
+    steps = np.arange(1, 100_001, dtype=float)
+    values = np.ones(len(steps))
+    values[70_000] = 50.0
+    curve = run_figures.thinned(steps, values)
+    assert {len(column) for column in curve.values()} == {run_figures.POINTS}
+    assert curve["step"][-1] == 100_000 and max(curve["high"]) == 50.0 and min(curve["low"]) == 1.0
+    assert np.mean(curve["value"]) == pytest.approx(values.mean())
+
+
+def test_phases_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    for name, hour in (("b-first", "01"), ("a-second", "02")):
+        start = {"event": "start", "step": 0, "snapshot": name, "time": f"2026-01-01T{hour}:00:00+00:00"}
+        journal(tmp_path / "run" / name, start, {"step": 1, "loss": 1.0})
+        (tmp_path / "run" / name / "summary.json").write_text(json.dumps({"name": name, "steps": 1}))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    parts = run_figures.run_figures(tmp_path / "run")["parts"]
+    assert [(part["name"], part["summary"]["steps"]) for part in parts] == [("b-first", 1), ("a-second", 1)]
+
+
+def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -> None:
+    """Without a cache, a run, validation; with an empty journal, and a snapshot that is gone."""
+    elsewhere = made.config.model_copy(update={"cache": str(tmp_path / "none")})
+    figures = collect(elsewhere, run=made.root / "run")[0]
+    assert figures["snapshot"] is None and figures["run"]["parts"][0]["rows"] == 3
+    assert "encode" in figures["missing"]["snapshot"]["command"]
+    assert {"validation", "phases"} <= set(figures["missing"])
+    empty = collect(made.config, run=journal(tmp_path / "empty"))[0]
+    assert empty["run"]["parts"][0]["rows"] == 0 and "losses" in empty["missing"]
+    other = collect(made.config, run=journal(tmp_path / "other", {"event": "start", "step": 0, "snapshot": "f" * 32}))
+    assert "f" * 12 in other[0]["missing"]["trained-on"]["what"]
+    with pytest.raises(CacheError, match="nowhere"):
+        collect(made.config, snapshot="nowhere")
+    with pytest.raises(UserError, match="no run directory"):
+        collect(made.config, run=tmp_path / "none")
+
+
+def test_a_scan_that_is_gone_leaves_the_crop_loss_out(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made.root / "cache", tmp_path / "cache")
+    cache = Cache(tmp_path / "cache")
+    for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
+        path.unlink()
+    data = data_figures.snapshot_figures(cache, cache.open_snapshot())
+    assert data["crop"] is None and data["crop_missing"]
+    assert all(row["crop"] is None for row in data["buckets"]) and data["samples"] == 8
+    assert all(entry["examples"] == [] for entry in data["rejects"])
+
+
+def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.run(made.config, as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out)
+    again = json.loads(json.dumps(collect(made.config)[0]))
+    assert {**figures, "cache": None} == {**again, "cache": None}, "its rates depend on the time"
+    assert inspect.run(made.config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("snapshot ") and "round2" in line and "8 samples" in line for line in lines)
+    assert any(line.startswith("run run: 3 steps") for line in lines)
+    assert any(line.startswith("no validation: ") and "sana-pipe" in line for line in lines)
+
+
+def test_two_runs_differ_in_these_options(made: Made, run_copy: Path) -> None:
+    options = yaml.safe_load((run_copy / "config.yaml").read_text())
+    options["train"]["seed"] = 7
+    (run_copy / "config.yaml").write_text(yaml.safe_dump(options))
+    compared = collect(made.config, compare=run_copy)[0]["compare"]
+    assert compared["options"] == [{"option": "train.seed", "here": made.config.train.seed, "there": 7}]
+    (run_copy / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        collect(made.config, compare=run_copy)
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page contains; a tag that is not closed, or closed by another, is an error."""
+
+    text: str = ""
+    open: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tags: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        self.tags.append((tag, values))
+        self.ids += [values["id"]] if "id" in values else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def sections(self) -> list[str]:
+        return [values["id"] for tag, values in self.tags if tag == "section"]
+
+    @property
+    def shown(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def checked(path: Path) -> Page:
+    """The page, after the checks that hold for every page: well formed, self-contained, pictures and plots whole."""
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base", "form", "style-src"}
+    for tag, values in page.tags:
+        assert not any(name.startswith("on") for name in values), (tag, values)
+        for name in ("src", "href", "srcset", "action", "xlink:href"):
+            if name in values:
+                assert values[name].startswith("data:image/webp;base64," if name == "src" else "#"), (tag, values)
+        if values.get("href"):
+            assert values["href"][1:] in page.ids
+        if tag == "img":
+            assert values["alt"]
+            with Image.open(io.BytesIO(base64.b64decode(values["src"].partition(",")[2]))) as picture:
+                picture.load()
+                assert picture.size == (int(values["width"]), int(values["height"]))
+        if "aria-labelledby" in values:
+            assert set(values["aria-labelledby"].split()) <= set(page.ids)
+    outside = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]+", "", text)
+    assert not re.search(r"(url\(|@import|https?:)", outside)
+    for drawing in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        root = ElementTree.fromstring(drawing)
+        assert root.find("title").text and root.find("desc").text  # type: ignore[union-attr]
+        numbers = " ".join(v for node in root.iter() for k, v in node.attrib.items() if k in ("points", "x", "y", "d"))
+        assert "nan" not in numbers and "inf" not in numbers
+    return page
+
+
+@pytest.fixture(scope="module")
+def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about a run that has everything: validation, a plan, memory, two phases; compared with another run."""
+    root = tmp_path_factory.mktemp("whole")
+    for i, name in enumerate(("first", "second")):
+        folder = Path(shutil.copytree(made.root / "run", root / "chain" / name))
+        with (folder / "metrics.jsonl").open("a") as file:
+            for step in (1, 2, 3):
+                file.write(json.dumps(validation(step, 2.0 / step + i)) + "\n")
+                row = {"step": step, "loss": 1.0 / step, "memory_gib": 7.5, "reserved_gib": 8.0, "data_wait": 0.01}
+                file.write(json.dumps({**row, "images_per_s": 10.0, "lr": 1e-4, "grad_norm": 0.5}) + "\n")
+        (folder / "summary.json").write_text(json.dumps({"name": name, "steps": 3, "validation": {"new": 0.25}}))
+        plan = {"kinds": {"weights": 3 << 30}, "total": 5 << 30, "memory": 24 << 30}
+        measured = {"memory_gib_predicted": 5.0, "memory_gib": 7.5}
+        (folder / "prediction.json").write_text(json.dumps({"prediction": plan, "until_step": 2, "measured": measured}))
+    out = root / "page" / "report.html"
+    assert report.run(made.config, out, run=root / "chain", compare=made.root / "run") == 0
+    return out
+
+
+def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
+    from pipeline.reporting.page import TITLES
+
+    page = checked(whole)
+    assert page.sections == [name for name in TITLES if name not in ("gallery", "trained-on")] + ["missing"]
+    assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown
+    assert whole.stat().st_size < 1 << 20
+
+
+def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, whole: Path) -> None:
+    shown = checked(whole).shown
+    data = collect(made.config)[0]["snapshot"]
+    assert data["id"] in shown and f"{data['samples']} samples in {len(data['buckets'])} buckets" in shown
+    for row in data["buckets"]:
+        assert f"{row['height']}x{row['width']} {row['samples']} {row['batch']} {row['steps']:.2f}" in shown
+    assert f"{100 * data['crop']['mean']:.1f} % of a picture's area" in shown
+    assert f"{data['captions']['mean_tokens']:.1f} tokens on average" in shown
+    assert "1 new samples, 7 old ones" in shown
+    assert "predicted in all 5.0 GiB" in shown and "7.5 GiB" in shown
+    assert "loss of the last row 0.3333 0.3333" in shown and "summary: validation.new 0.25 0.25" in shown
+    assert "held-out loss, last 0.6667 1.667" in shown
+    losses = [row["loss"] for row in metrics.read(made.root / "run" / "metrics.jsonl")]
+    first, last, low, high = (f"{value:.4g}" for value in (losses[0], losses[-1], min(losses), max(losses)))
+    assert f"run: from {first} to {last}, lowest {low}, highest {high}" in shown, "the description of the plot"
+    for entry in data["left_out"]:
+        assert entry["reason"] in shown
+
+
+def test_rejects_are_shown_where_they_can_still_be_read(made: Made, whole: Path) -> None:
+    page = checked(whole)
+    pictures = {values["alt"] for tag, values in page.tags if tag == "img"}
+    assert pictures == {"small.png"} and "broken.png: cannot be read any more" in page.shown
+
+
+def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.reporting import photos
+
+    monkeypatch.setattr(photos, "reopen", None)
+    assert report.run(made.config, tmp_path / "report.html", pictures=False) == 0
+    assert "img" not in {tag for tag, _ in checked(tmp_path / "report.html").tags}
+
+
+def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
+    """Names of sources, items, runs, phases and options, reasons, and keys of the journal."""
+    shutil.copytree(made.root / "cache", tmp_path / "cache")
+    config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
+    folder = tmp_path / "run" / "<b>phase"
+    shutil.copytree(made.root / "run", folder)
+    row = {**validation(3, 1.0), "by_sigma": {HOSTILE: 1.0}, "by_bucket": {"</svg><script>": 2.0}}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (folder / "summary.json").write_text(json.dumps({HOSTILE: HOSTILE, "name": "\ud800"}))
+    report.run(config, tmp_path / "report.html", run=tmp_path / "run")
+    page = checked_of_hostile(tmp_path / "report.html")
+    assert HOSTILE in page.shown and "<b>phase" in page.shown
+
+
+def checked_of_hostile(path: Path) -> Page:
+    """`checked`; the address in the hostile text is text."""
+    text = path.read_text(encoding="utf-8")
+    assert "http://evil.example" in text and "<script" not in text and "<img src=http" not in text
+    path.write_text(text.replace("http://evil.example", "ADDRESS"), encoding="utf-8")
+    page = checked(path)
+    page.words = [word.replace("ADDRESS", "http://evil.example") for word in page.words]
+    return page
+
+
+def test_pages_about_little(made: Made, tmp_path: Path) -> None:
+    """No cache; an empty journal; a run without validation: what is missing is listed with its command."""
+    nowhere = made.config.model_copy(update={"cache": str(tmp_path / "none")})
+    out = tmp_path / "report.html"
+    report.run(nowhere, out, run=journal(tmp_path / "empty"))
+    page = checked(out)
+    assert page.sections == ["run", "missing"]
+    assert "Losses: the journal has no rows yet. sana-pipe train --resume auto" in page.shown
+    assert "Snapshot: " in page.shown and "sana-pipe encode --data DIR" in page.shown
+    report.run(made.config, out, snapshot="round1")
+    page = checked(out)
+    assert {"losses", "throughput", "data-wait", "buckets"} <= set(page.sections)
+    assert not {"validation", "ema", "phases", "compare", "new"} & set(page.sections)
+    assert "Held-out loss: no held-out loss was measured" in page.shown
+
+
+def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        report.run(made.config, tmp_path / "file" / "report.html", pictures=False)
+
+
+def test_a_long_journal_gives_a_small_page(made: Made, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    rows = [
+        {"step": step, "loss": float(loss), "lr": 1e-4, "images_per_s": 100 * float(loss), "grad_norm": float(loss)}
+        for step, loss in enumerate(generator.random(100_000), start=1)
+    ]
+    checks = [validation(step, 1.0 + 1 / step) for step in range(100, 100_001, 100)]
+    folder = journal(tmp_path / "run", *rows, *checks)
+    out = tmp_path / "report.html"
+    report.run(made.config.model_copy(update={"cache": str(tmp_path / "none")}), out, run=folder)
+    page = checked(out)
+    assert {"losses", "validation", "throughput"} <= set(page.sections) and "100,000" in page.shown
+    assert out.stat().st_size < 1 << 20
+
+
+def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
+    """setuptools builds what a wheel would hold."""
+    root = Path(__file__).parent.parent
+    for name in ("pipeline", "stages", "configs", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    code = "import setuptools; setuptools.setup()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-q", "build", "--build-base", "built"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    templates = {path.name for path in (root / "pipeline" / "reporting" / "templates").iterdir()}
+    built = {path.name for path in (tmp_path / "built" / "lib" / "pipeline" / "reporting" / "templates").iterdir()}
+    assert built == templates and "report.html" in templates
