@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY ?= passive
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
-PYTEST := $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
 TARGETS := install demo test test-durations slow dist fault fault-long nightly lowest newest mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
