@@ -1,5 +1,5 @@
 # Every target first makes the virtual environment .venv; nothing has to be activated.
-#   make demo            photographs -> encode -> bucket -> train -> export -> sample, in ./demo
+#   make demo            photographs -> encode -> bucket -> train -> export -> sample -> report, in ./demo
 #   make test            the default tests
 #   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"

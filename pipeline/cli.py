@@ -576,6 +576,7 @@ def _path(text: str | None) -> Path | None:
         "sana-pipe report",
         "sana-pipe report --snapshot round2 --out round2.html",
         "sana-pipe report --run ./runs/sana_1600m_1024 --compare ./runs/lower_rate",
+        "sana-pipe report --gallery 8 --set encode.device=cpu",
     ]
 )
 @_configured
@@ -584,6 +585,13 @@ def _path(text: str | None) -> Path | None:
 @click.option("--compare", metavar="RUN", help="A second run directory: curves over each other, differing options.")
 @click.option(
     "--pictures/--no-pictures", default=True, show_default=True, help="Read the sources for thumbnails of rejects."
+)
+@click.option(
+    "--gallery",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Decode that many latents, too: loads the VAE, in a process of its own.",
 )
 @click.option("--out", default="./report.html", show_default=True, metavar="FILE", help="The page.")
 def report(
@@ -623,6 +631,37 @@ def inspect(
     from stages import inspect as stage
 
     return stage.run(config, run=_path(run), snapshot=snapshot, as_json=as_json)
+
+
+@cli.command(
+    examples=[
+        "sana-pipe view cat.jpg",
+        "sana-pipe view 'photos: animals/cat.jpg' --snapshot round2 --out cat.html",
+        "sana-pipe view 12345678901234567890 --json",
+    ]
+)
+@_configured
+@click.argument("sample_name", metavar="ID")
+@_report_snapshot
+@click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
+@_json
+def view(
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    sample_name: str,
+    snapshot: str | None,
+    out: str | None,
+    as_json: bool,
+) -> Any:
+    """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
+
+    ID is a sample id, an item (or 'source: item'), the digest of the picture's file, the key of the latent, or the
+    beginning of one that no other sample shares.
+    """
+    config = _load(config_path, overrides)
+    from stages import view as stage
+
+    return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json)
 
 
 @cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])

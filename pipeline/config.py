@@ -1031,6 +1031,7 @@ class Config(_Section):
 
 _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = (
+    *("data.caption", "data.caption_prefix", "data.caption_suffix"),
     *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
     *("data.image_field", "data.image_root", "data.max_pixels", "data.max_picture_mib"),
 )
@@ -1088,7 +1089,8 @@ READS: dict[str, tuple[str, ...]] = {
     "sample": _SAMPLE,
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
-    "report": (*_CACHE, *_SOURCE, "train.output", "data.background"),
+    "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
+    "view": (*_CACHE, *_SOURCE, "data.background"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
 }
 """The options that a command reads, by the words that choose what it does; a section stands for all of its options.

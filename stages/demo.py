@@ -1,8 +1,8 @@
 """`sana-pipe demo`: photographs to generated pictures, on two cores, without downloads.
 
-Puts photographs with captions and small models into a folder, then runs the commands encode, bucket, train, export and
-sample there, each in its process, as a user would. So every command can be repeated by hand. The price: Python starts
-five times. A second demo in the same folder reuses its content; each stage continues.
+Puts photographs with captions and small models into a folder, then runs the commands encode, bucket, train, export,
+sample and report there, each in its process, as a user would. So every command can be repeated by hand. The price:
+Python starts six times. A second demo in the same folder reuses its content; each stage continues.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
         ["train", "--resume", "auto", *faster],
         ["export", "--out", "export", "--overwrite"],
         ["sample", "--out", "samples"],
+        ["report", "--out", "report.html", "--gallery", "4"],
     ):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -73,6 +74,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
             return code if code > 0 else 128 - code
         print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"\nthe demonstration took {time.monotonic() - began:.0f} s; the exported pipeline is in {out / 'export'}")
+    print(f"report: {out / 'report.html'}", flush=True)
     print(f"contact sheet: {out / 'samples' / 'contact_sheet.png'}", flush=True)
     return 0
 

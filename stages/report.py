@@ -6,12 +6,15 @@ and writes one file that needs no network. Writes nothing into the cache or the 
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import click
+from PIL import Image
 
 from pipeline.amounts import amount
 from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.reporting import page
 from pipeline.reporting.figures import collect
@@ -25,25 +28,53 @@ def run(
     snapshot: str | None = None,
     compare: Path | None = None,
     pictures: bool = True,
+    gallery: int = 0,
 ) -> int:
     """Write the page.
 
     Args:
         out: the file.
         run, snapshot, compare: see `pipeline.reporting.figures.collect`.
-        pictures: read the sources for thumbnails of rejects.
+        pictures: read the sources for thumbnails.
+        gallery: how many latents are decoded, evenly spaced in the snapshot. 0 is the default because the decoder needs
+            the weights of the VAE, and minutes where there is no GPU.
 
     Returns:
         0.
 
     Raises:
         UserError: as `collect`; the page cannot be written.
+        DecodeError: the decoding process failed.
     """
-    figures, cache, _ = collect(config, run=run, snapshot=snapshot, compare=compare)
+    figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
-    sections = page.write_page(figures, out, thumbnails=thumbnails)
+    cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
+    sections = page.write_page(figures, out, thumbnails=thumbnails, gallery=cards)
     click.echo(f"{out}: {len(sections)} sections, {amount(out.stat().st_size)}")
     return 0
+
+
+def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[page.Card]:
+    """Decoded latents beside the pictures of their sources, with the captions."""
+    from pipeline.reporting import decoder, drawing  # torch, which the page without pictures does not need
+
+    rows = drawing.spread(len(snapshot), min(count, len(snapshot)))
+    records = drawing.Records(snapshot)
+    latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
+    cards = []
+    with tempfile.TemporaryDirectory(prefix="sana-pipe-") as work:
+        folder = decoder.decode(config, latents, Path(work))
+        for row in rows:
+            source, item = snapshot.origin(row)
+            shape = snapshot.buckets[snapshot.sample(row).bucket]
+            size = (shape.height, shape.width)
+            photo = None if thumbnails is None else thumbnails.photos.cropped(source, item, size)
+            with Image.open(folder / f"{row}.png") as decoded:
+                images = [embedded(photo, "source")] if thumbnails is not None else []
+                images.append(embedded(decoded, "decoded latent"))
+            note = f"{source}: {item}, {size[0]}x{size[1]}, sample {snapshot.sample_id(row)}"
+            cards.append(page.Card(images, " | ".join(snapshot.captions(row, records.texts)), note))
+    return cards
 
 
 class _Thumbnails:

@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, dump
+from pipeline.config import Config
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.sana_config import SanaConfig
-from pipeline.processes import command
-from pipeline.reporting import drawing
+from pipeline.reporting import decoder, drawing
 from pipeline.reporting.drawing import Drawn
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
@@ -36,12 +33,6 @@ from pipeline.training import checkpoint as checkpoints
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 TITLES = ("photo", "reconstruction", "drawn")
-
-
-class DecodeError(UserError):
-    """The decoding process failed; it has printed its error."""
-
-    exit_code = 8
 
 
 @dataclass(frozen=True)
@@ -141,18 +132,9 @@ def _check_fit(architecture: SanaConfig, snapshot: Snapshot, folder: Path) -> No
 def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:
     tensors = {}
     for i, sample in enumerate(drawn):
-        tensors[f"{i:04d}"] = sample.latent.contiguous()
-        tensors[f"{i:04d}-reconstruction"] = sample.cached.contiguous()
-    save_file(tensors, work / "latents.safetensors")
-    (work / "config.yaml").write_text(dump(config), encoding="utf-8")
-    arguments = ["--config", str(work / "config.yaml"), "--latents", str(work / "latents.safetensors")]
-    done = subprocess.run(command("decode", *arguments, "--out", str(work / "pictures")), check=False)
-    if done.returncode:
-        raise DecodeError(
-            "the process that decodes the latents ended with an error",
-            found=f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}",
-            fix="see its message above",
-        )
+        tensors[f"{i:04d}"] = sample.latent
+        tensors[f"{i:04d}-reconstruction"] = sample.cached
+    decoder.decode(config, tensors, work)
 
 
 def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool], work: Path, out: Path) -> Path:

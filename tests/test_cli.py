@@ -99,6 +99,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "status",
         "train",
         "verify",
+        "view",
     ]
     assert "decode" in cli.commands
 
@@ -457,7 +458,7 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     raisers = {
         5: ("stages.encode", "RejectRateError"),
         7: ("pipeline.training.metadata_reader", "CheckpointError"),
-        8: ("stages.sample", "DecodeError"),
+        8: ("pipeline.reporting.decoder", "DecodeError"),
         9: ("pipeline.training.step", "NonFiniteError"),
         10: ("pipeline.training.lock", "RunTaken"),
     }

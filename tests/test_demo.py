@@ -57,20 +57,20 @@ def test_the_demonstration_runs_the_commands_in_its_folder(
 ) -> None:
     out = tmp_path / "demo"
     assert demo.run(out) == 0
-    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample"]
+    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample", "report"]
     assert commands.lines[0] == ["encode", "--data", "photos"]
     assert len(list((out / "photos").glob("*.txt"))) == 12
     assert len(made[0]["pictures"]) == 12
     assert made[0]["sizes"] == load("tiny").data.buckets
     printed = capsys.readouterr().out
-    assert printed.count("$ cd ") == 5
+    assert printed.count("$ cd ") == 6
     assert printed.splitlines()[-1] == f"contact sheet: {out / 'samples' / 'contact_sheet.png'}"
 
     before = {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()}
     assert demo.run(out) == 0  # again: everything is reused, and every command is run again
     assert len(made) == 1
     assert {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()} == before
-    assert len(commands.lines) == 10
+    assert len(commands.lines) == 12
 
 
 def test_an_interrupted_preparation_is_done_again(

@@ -24,7 +24,7 @@ from pipeline.config import Config, dump, load
 from pipeline.errors import AwayError, ConfigError, UserError
 from pipeline.models import tiny
 from pipeline.models.sana_files import load_transformer
-from pipeline.reporting import drawing
+from pipeline.reporting import decoder, drawing
 from pipeline.reporting import photos as reading
 from pipeline.reporting.sheet import Card, contact_sheet
 from pipeline.sources.source import Unreadable
@@ -477,7 +477,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
 @pytest.mark.slow
 def test_a_failing_decoder_is_reported(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"vae.id={tmp_path / 'gone'}")
-    with pytest.raises(sample.DecodeError, match="exit code 2"):
+    with pytest.raises(decoder.DecodeError, match="exit code 2"):
         sample.run(config, "auto", None, tmp_path / "samples", 1)
     assert list((tmp_path / "samples").iterdir()) == []
 

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
         "pipeline.training": "config errors amounts processes retrying launch cache models loader parallel",
         "pipeline.planning": "config errors launch cache images models snapshots loader parallel encoding training",
-        "pipeline.reporting": "config errors amounts cache sources images models snapshots loader encoding training",
+        "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
+        " training",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
         " work parallel encoding training planning reporting",

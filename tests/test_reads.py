@@ -115,6 +115,7 @@ def test_the_table_holds_what_the_stages_really_read(
     import stages.status
     import stages.train
     import stages.verify
+    import stages.view
 
     result: dict[str, set[str]] = defaultdict(set)
     places: dict[type, str] = {}  # by class: parts of a configuration are copied and replaced on the way
@@ -160,6 +161,7 @@ def test_the_table_holds_what_the_stages_really_read(
     run("gc", stages.gc.run, yes=False, older_than_hours=1)
     run("snapshots", stages.snapshots.run)
     run("inspect", stages.inspect.run)
+    run("view", stages.view.run, text="astronaut", out=tmp_path / "view.html")
     run("report", stages.report.run, out=tmp_path / "report.html")
     odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in result.items()}
     assert {words: options for words, options in odd.items() if options} == {}

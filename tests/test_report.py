@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import re
@@ -24,10 +25,10 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, UserError
 from pipeline.models import tiny
-from pipeline.reporting import data_figures, run_figures
+from pipeline.reporting import data_figures, run_figures, sample_view
 from pipeline.reporting.figures import collect
 from pipeline.training import metrics
-from stages import bucket, encode, inspect, report, train
+from stages import bucket, encode, inspect, report, train, view
 from tests.support import tiny_cache
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
@@ -467,6 +468,7 @@ def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     (folder / "summary.json").write_text(json.dumps({HOSTILE: HOSTILE, "name": "\ud800"}))
+    shutil.copytree(folder, tmp_path / "run" / "second")
     report.run(config, tmp_path / "report.html", run=tmp_path / "run")
     page = checked_of_hostile(tmp_path / "report.html")
     assert HOSTILE in page.shown and "<b>phase" in page.shown
@@ -480,6 +482,41 @@ def checked_of_hostile(path: Path) -> Page:
     page = checked(path)
     page.words = [word.replace("ADDRESS", "http://evil.example") for word in page.words]
     return page
+
+
+def test_the_gallery_shows_decoded_latents_beside_their_pictures(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoding itself is `sample`'s; here it runs in this process, which is seconds faster."""
+    from pipeline.reporting import decoder
+    from stages import sample
+
+    def here(config: Config, tensors: dict[str, Any], work: Path) -> Path:
+        decoder.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "latents")
+        sample.decode(config, work / "latents", work / "pictures")
+        return work / "pictures"
+
+    monkeypatch.setattr(decoder, "decode", here)
+    out = tmp_path / "report.html"
+    assert report.run(made.config, out, gallery=3) == 0
+    text = out.read_text(encoding="utf-8")
+    page = checked_of_hostile(out) if "evil.example" in text else checked(out)
+    assert "gallery" in page.sections and "no latents were decoded" not in page.shown
+    alts = [values["alt"] for tag, values in page.tags if tag == "img"]
+    assert alts.count("decoded latent") == alts.count("source") == 3
+    snapshot = Cache.of(made.config).open_snapshot()
+    for row in (1, 4, 6):
+        assert f"photos: {snapshot.origin(row)[1]}" in page.shown and f"{snapshot.sample_id(row)}" in page.shown
+
+
+@pytest.mark.slow
+def test_the_gallery_decodes_in_another_process(made: Made, tmp_path: Path) -> None:
+    from pipeline.reporting.decoder import DecodeError
+
+    assert report.run(made.config, tmp_path / "report.html", gallery=1) == 0
+    config = made.config.model_copy(update={"vae": made.config.vae.model_copy(update={"id": str(tmp_path / "gone")})})
+    with pytest.raises(DecodeError):
+        report.run(config, tmp_path / "report.html", gallery=1)
 
 
 def test_pages_about_little(made: Made, tmp_path: Path) -> None:
@@ -505,11 +542,8 @@ def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_long_journal_gives_a_small_page(made: Made, tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    rows = [
-        {"step": step, "loss": float(loss), "lr": 1e-4, "images_per_s": 100 * float(loss), "grad_norm": float(loss)}
-        for step, loss in enumerate(generator.random(100_000), start=1)
-    ]
+    line = '{{"step": {0}, "loss": {1}, "lr": 1e-4, "images_per_s": {1}, "grad_norm": {1}}}\n'
+    rows = [line.format(step, 1 + step % 97 / 100) for step in range(1, 100_001)]
     checks = [validation(step, 1.0 + 1 / step) for step in range(100, 100_001, 100)]
     folder = journal(tmp_path / "run", *rows, *checks)
     out = tmp_path / "report.html"
@@ -537,3 +571,166 @@ def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
     templates = {path.name for path in (root / "pipeline" / "reporting" / "templates").iterdir()}
     built = {path.name for path in (tmp_path / "built" / "lib" / "pipeline" / "reporting" / "templates").iterdir()}
     assert built == templates and "report.html" in templates
+
+
+# ---------------------------------------------------------------------------------------------------- one sample
+
+
+def viewed(made: Made, capsys: pytest.CaptureFixture[str], text: str, **options: Any) -> dict[str, Any]:
+    assert view.run(made.config, text, as_json=True, **options) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_a_sample_is_shown_by_each_of_its_names(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    values = viewed(made, capsys, "3.png")
+    others = (
+        *("photos: 3.png", "3.p", str(values["sample_id"]), str(values["sample_id"])[:12]),
+        *(values["picture"]["digest"][:9], values["latent"]["key"], values["latent"]["key"][:10].upper()),
+    )
+    for text in others:
+        assert viewed(made, capsys, text) == values, text
+
+
+def test_the_bytes_of_a_sample_lie_where_view_says(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Read with `open`, without this package."""
+    for item, caption in (("2.png", CAPTIONS[2]), ("1.png", HOSTILE)):
+        values = viewed(made, capsys, item, snapshot="round1")
+        latent, [text] = values["latent"], values["captions"]
+        data = Path(latent["shard"]).read_bytes()[latent["offset"] :][: latent["bytes"]]
+        numbers = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(latent["shape"])
+        assert latent["mean"] == pytest.approx(float(numbers.mean(dtype=np.float64)))
+        assert (latent["min"], latent["max"]) == (float(numbers.min()), float(numbers.max()))
+        assert len(latent["channel_std"]) == latent["shape"][0]
+        rows = np.frombuffer(Path(text["shard"]).read_bytes()[text["offset"] :][: text["bytes"]], "<u2")
+        assert len(rows) % text["tokens"] == 0 and text["text"] == caption.strip()
+        assert text["at_max_length"] == (item == "2.png")
+    picture = values["picture"]
+    with Image.open(made.root / "photos" / "1.png") as original:
+        assert (picture["width"], picture["height"]) == original.size
+    assert picture["bytes"] == (made.root / "photos" / "1.png").stat().st_size and values["readable"] is True
+
+
+def test_the_crop_is_the_part_that_the_loss_leaves(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = viewed(made, capsys, "5.png")["picture"]
+    left, top, right, bottom = picture["crop"]
+    kept = (right - left) * (bottom - top) / (picture["width"] * picture["height"])
+    assert (picture["width"], picture["height"]) == (64, 72) and kept == pytest.approx(1 - picture["crop_loss"])
+    assert picture["crop_loss"] == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("4.pngg", "4.png"),
+        ("zzz", "near: "),
+        ("", "near: "),
+        ("99999999999999999999999", "near: "),
+        ("small.png", "data.min_side"),
+        ("broken.png", "source 'photos' has it"),
+    ],
+)
+def test_an_unknown_sample_is_an_error_with_the_nearest(made: Made, text: str, named: str) -> None:
+    with pytest.raises(UserError, match="no sample of snapshot") as caught:
+        view.run(made.config, text)
+    assert named in str(caught.value)
+
+
+def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two files of equal content share digest and key; an item wins over names that begin with it."""
+    first, second = viewed(made, capsys, "0.png"), viewed(made, capsys, "double.png")
+    assert first["sample_id"] != second["sample_id"] and first["latent"]["key"] == second["latent"]["key"]
+    for text in (first["picture"]["digest"], first["latent"]["key"][:8]):
+        with pytest.raises(UserError, match="names several samples") as caught:
+            view.run(made.config, text)
+        assert f"{first['sample_id']} (photos: 0.png)" in str(caught.value)
+        assert f"{second['sample_id']} (photos: double.png)" in str(caught.value)
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
+    snapshot = cache.open_snapshot()
+    assert snapshot.origin(sample_view.find(cache, snapshot, "12")) == ("item", "12")
+
+
+def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view.run(made.config, "1.png", out=tmp_path / "view.html") == 0
+    printed = capsys.readouterr().out
+    assert HOSTILE in printed and "48x80" in printed and "page:" in printed
+    page = checked_of_hostile(tmp_path / "view.html")
+    assert page.sections == ["pictures", "captions", "numbers"]
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3 and HOSTILE in page.shown
+
+
+def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(made.root / "cache", tmp_path / "cache")
+    for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
+        path.unlink()
+    config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
+    assert view.run(config, "1.png", out=tmp_path / "view.html") == 0
+    assert "cannot be read any more" in capsys.readouterr().out
+    assert [tag for tag, _ in checked_of_hostile(tmp_path / "view.html").tags if tag == "img"] == ["img"], "the latent"
+
+
+def test_a_latent_becomes_a_picture_whatever_its_channels() -> None:
+    generator = np.random.default_rng(0)
+    for shape in ((32, 4, 6), (2, 2, 3), (1, 1, 1)):
+        picture = sample_view.projected(generator.normal(size=shape).astype(np.float32))
+        assert picture.mode == "RGB" and picture.width * shape[1] == picture.height * shape[2]
+    assert sample_view.projected(np.zeros((4, 2, 2), np.float32)).getextrema() == ((0, 0), (0, 0), (0, 0))
+
+
+# ---------------------------------------------------------------------------------------------------- a browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+PROBE = """<script>addEventListener('load', () => parent.postMessage(JSON.stringify({
+  broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt),
+  images: document.images.length,
+  sections: [...document.querySelectorAll('section')].filter(s => s.offsetHeight > 20).map(s => s.id),
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  width: document.documentElement.clientWidth,
+  plots: [...document.querySelectorAll('svg')].map(s => Math.round(s.getBoundingClientRect().width)),
+}), '*'))</script></body>"""
+
+
+def browser() -> str:
+    """An executable of Chromium: on PATH, or playwright's."""
+    for name in BROWSERS:
+        if (path := shutil.which(name)) is not None:
+            return path
+    places = [Path.home() / ".cache" / "ms-playwright"]
+    for path in (path for place in places for path in sorted(place.glob("chromium*/*/*"))):
+        if path.name in ("chrome", "headless_shell", "chrome-headless-shell"):
+            return str(path)
+    pytest.skip("no Chromium on PATH (" + ", ".join(BROWSERS) + ") and none of playwright's")
+
+
+def opened_in(executable: str, page: Path, profile: Path) -> tuple[str, str]:
+    """The document of a page after its scripts, and what the browser logged."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000")
+    command = [executable, *options, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_browser_shows_every_section_and_picture(whole: Path, tmp_path: Path, width: int) -> None:
+    """The page as it is logs no error. A copy with a probe, in a frame of that width, tells what is seen: a window may
+    not be as narrow as a phone."""
+    executable = browser()
+    document, log = opened_in(executable, whole, tmp_path / "first")
+    assert "CONSOLE" not in log and set(checked(whole).sections) <= set(re.findall(r'<section id="([^"]+)"', document))
+    copy = POLICY.sub("", whole.read_text(encoding="utf-8"))
+    assert copy.count("</body>") == 1
+    (tmp_path / "copy.html").write_text(copy.replace("</body>", PROBE), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(
+        "<!DOCTYPE html><body><pre id=seen></pre><script>"
+        "addEventListener('message', e => document.getElementById('seen').textContent = e.data)</script>"
+        f'<iframe src="copy.html" style="width:{width}px;height:800px;border:0"></iframe></body>',
+        encoding="utf-8",
+    )
+    document, log = opened_in(executable, tmp_path / "frame.html", tmp_path / "second")
+    [text] = re.findall(r'<pre id="seen">(.*?)</pre>', document, flags=re.DOTALL)
+    seen = json.loads(html.unescape(text))
+    assert seen["sections"] == checked(whole).sections
+    assert seen["broken"] == [] and seen["images"] == 1
+    assert seen["overflow"] <= 0 and width - 20 <= seen["width"] <= width
+    assert seen["plots"] and all(250 <= drawn <= 600 for drawn in seen["plots"])

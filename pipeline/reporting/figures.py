@@ -79,7 +79,7 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
     if not any(part["prediction"] for part in parts):
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
-        lacks("phases", "the run has one phase", "sana-pipe train --set train.phase=1")
+        lacks("phases", "the run has one phase: `phases` in the configuration makes more", "sana-pipe config")
     used = {name for part in parts for name in part["snapshots"]}
     if snapshot is not None and used and snapshot["id"] not in used:
         names = ", ".join(sorted(name[:12] for name in used))

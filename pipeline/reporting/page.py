@@ -294,6 +294,7 @@ def _captions(captions: dict[str, Any], section: Callable[..., Section]) -> Sect
         "cut there, or just fit.",
     )
     counts = captions["by_tokens"]
+    counts = counts[: max((i for i, count in enumerate(counts) if count), default=0) + 1]
     width = max(1, -(-len(counts) // 60))
     columns = [sum(counts[start : start + width]) for start in range(0, len(counts), width)]
     edges = [float(start * width) for start in range(len(columns) + 1)]
@@ -463,7 +464,7 @@ def _phases(parts: list[tuple[str, dict[str, Any]]]) -> Section:
             "held-out loss, first": held_out[0],
             "held-out loss, last": held_out[-1],
             "images/s": part["mean"].get("images_per_s"),
-            **{f"summary: {key}": value for key, value in _flat(part["summary"] or {}, "")},
+            **{f"summary: {key}": value for key, value in _scalars(part["summary"] or {})},
         }
         for name, value in values.items():
             if value is not None:
@@ -473,12 +474,13 @@ def _phases(parts: list[tuple[str, dict[str, Any]]]) -> Section:
     return section
 
 
-def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
+def _scalars(summary: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of a summary and of the objects in it; the plots show what lies deeper."""
+    for key, value in summary.items():
+        below = value if isinstance(value, dict) else {"": value}
+        for name, single in below.items():
+            if single is not None and not isinstance(single, dict):
+                yield f"{key}.{name}".removesuffix("."), single
 
 
 def _compare(first: dict[str, Any], second: dict[str, Any]) -> Section:

@@ -120,11 +120,12 @@ def bar_plot(name: str, title: str, labels: Sequence[str], series: Sequence[tupl
 
 
 def number_text(value: float) -> str:
-    """A number in few characters: `1,204`, `0.0312`, `2.50e-05`."""
+    """A number in few characters: `1,204`, `0.0312`, `2.5e-5`."""
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
     if abs(value) < 1e-3:
-        return f"{value:.2e}"
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 

@@ -9,6 +9,7 @@ Price: the journal is parsed once; all its rows are in memory meanwhile (0.2 GB 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def run_figures(folder: Path) -> dict[str, Any]:
 def _part(folder: Path) -> dict[str, Any]:
     events = read_events(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
     rows, starts = events.get(None, []), events.get("start", [])
-    curves = {name: curve for name in CURVES if (curve := _curve(rows, name)) is not None}
+    columns = {name: column for name in CURVES if len((column := _column(rows, name))[0])}
     return {
         "name": folder.name,
         "folder": str(folder),
@@ -79,9 +80,9 @@ def _part(folder: Path) -> dict[str, Any]:
         "rows": len(rows),
         "steps": rows[-1]["step"] if rows else None,
         "last": {name: rows[-1][name] for name in CURVES if _number(rows[-1].get(name))} if rows else {},
-        "mean": {name: float(np.mean(_column(rows, name)[1])) for name in curves},
-        "highest": {name: float(np.max(_column(rows, name)[1])) for name in curves},
-        "curves": curves,
+        "mean": {name: float(values.mean()) for name, (_, values) in columns.items()},
+        "highest": {name: float(values.max()) for name, (_, values) in columns.items()},
+        "curves": {name: thinned(steps, values) for name, (steps, values) in columns.items()},
         "validation": _validation(events.get("validation", [])),
         "prediction": _document(folder / "prediction.json"),
         "summary": _document(folder / SUMMARY),
@@ -89,7 +90,7 @@ def _part(folder: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _column(rows: Iterable[dict[str, Any]], *path: str) -> tuple[np.ndarray, np.ndarray]:

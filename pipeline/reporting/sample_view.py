@@ -1,0 +1,287 @@
+"""One sample of a snapshot: how it is named, where its bytes lie, what its latent and captions are, its pictures.
+
+`find` resolves what a user has at hand: a sample id (`samples.jsonl`, messages of `train`), an item's name, the digest
+of the picture's file, the key of the latent (the member's name in its shard), or the beginning of one of them.
+Price: `find` reads the tables of the whole snapshot, in columns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image, ImageDraw
+
+from pipeline.cache.index import fixed
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.errors import IntegrityError, UserError
+from pipeline.images import buckets
+from pipeline.images.decoding import cover_box
+from pipeline.reporting.photos import SIDE, Embedded, Photos, embedded
+
+HEX_DIGITS = 6
+"""The shortest beginning of a digest or key that is looked for."""
+SHOWN = 5
+CANDIDATES = 5000
+"""Limit on names that are compared letter by letter with a name that does not exist."""
+LARGE = 480
+"""Longer side of pictures in pixels."""
+
+
+def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
+    """The row of a sample.
+
+    Args:
+        text: an id, a name (`item` or `source: item`), a digest or key (hex), or the beginning of one.
+
+    Raises:
+        UserError: no sample has it, or several; the message names the nearest.
+    """
+    exact = list(islice(_exact(cache, snapshot, text), SHOWN + 1)) if text else []
+    matches = exact or (list(islice(_beginning(cache, snapshot, text), SHOWN + 1)) if text else [])
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(
+            f"{text!r} names several samples of snapshot {snapshot.id[:12]}",
+            found="; ".join(_label(snapshot, row) for row in matches[:SHOWN]) + ("; ..." if matches[SHOWN:] else ""),
+            fix="give the sample id, the first number of the sample that you mean",
+        )
+    raise UserError(
+        f"no sample of snapshot {snapshot.id[:12]} is called {text!r}{_rejected(cache, snapshot, text)}",
+        expected=f"a sample id, an item, or {HEX_DIGITS} or more digits of a digest; near: "
+        + ", ".join(_nearest(snapshot, text)),
+        fix="sana-pipe snapshots lists other snapshots (--snapshot NAME)",
+    )
+
+
+def _label(snapshot: Snapshot, row: int) -> str:
+    return f"{snapshot.sample_id(row)} ({': '.join(snapshot.origin(row))})"
+
+
+def _chunks(snapshot: Snapshot) -> Iterator[tuple[int, pa.Table, pa.Table]]:
+    """(first row, samples, names) of each chunk."""
+    first = 0
+    for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True):
+        yield first, samples, names
+        first += samples.num_rows
+
+
+def _rows(first: int, chosen: Any) -> list[int]:
+    """Rows of a chunk where a column of booleans is true."""
+    mask = chosen.to_numpy() if isinstance(chosen, pa.ChunkedArray | pa.Array) else chosen
+    return (first + np.flatnonzero(mask)).tolist()
+
+
+def _exact(cache: Cache, snapshot: Snapshot, text: str) -> Iterator[int]:
+    source, colon, item = text.partition(": ")
+    for first, samples, names in _chunks(snapshot):
+        items = names.column("item")
+        chosen = pc.equal(items, text)
+        if colon:
+            chosen = pc.or_(chosen, pc.and_(pc.equal(items, item), pc.equal(names.column("source"), source)))
+        if text.isdecimal() and int(text) < 2**64:
+            chosen = pc.or_(chosen, pc.equal(samples.column("sample_id"), pa.scalar(int(text), pa.uint64())))
+        yield from _rows(first, chosen)
+
+
+def _beginning(cache: Cache, snapshot: Snapshot, text: str) -> Iterator[int]:
+    digits = text.lower() if len(text) >= HEX_DIGITS and set(text) <= set(string.hexdigits) else ""
+    pictures = _pictures(cache, snapshot, digits) if digits else {}
+    for first, samples, names in _chunks(snapshot):
+        items = names.column("item")
+        chosen = pc.starts_with(items, text)
+        if text.isdecimal() and len(text) >= HEX_DIGITS:
+            ids = pc.cast(samples.column("sample_id"), pa.string())
+            chosen = pc.or_(chosen, pc.starts_with(ids, text))
+        for source, found in pictures.items():
+            chosen = pc.or_(chosen, pc.and_(pc.equal(names.column("source"), source), pc.is_in(items, found)))
+        mask = chosen.to_numpy()
+        if digits:
+            mask = mask | _begins(fixed(samples.column("key")), digits)
+        yield from _rows(first, mask)
+
+
+def _begins(keys: np.ndarray, digits: str) -> np.ndarray:
+    """Which 16-byte keys begin with these hex digits: (n,) bool."""
+    if len(digits) > 32:
+        return np.zeros(len(keys), bool)
+    raw = np.frombuffer(keys.tobytes(), np.uint8).reshape(-1, 16)
+    whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
+    chosen = (raw[:, : len(whole)] == whole).all(1)
+    return chosen & (raw[:, len(whole)] >> 4 == int(digits[-1], 16)) if len(digits) % 2 else chosen
+
+
+def _pictures(cache: Cache, snapshot: Snapshot, digits: str) -> dict[str, pa.Array]:
+    """Items by source whose file has a digest that begins with these digits."""
+    pictures = {}
+    for source in snapshot.head.sources:
+        table = _scan(cache, snapshot, source)
+        if table is None:
+            continue
+        table = table.filter(pc.is_valid(table.column("digest")))
+        items = table.filter(pa.array(_begins(fixed(table.column("digest")), digits))).column("item")
+        pictures[source] = items.combine_chunks() if isinstance(items, pa.ChunkedArray) else items
+    return {source: items.cast(pa.string()) for source, items in pictures.items() if len(items)}
+
+
+def _scan(cache: Cache, snapshot: Snapshot, source: str) -> pa.Table | None:
+    """The scan of a source that the snapshot was made from; None if it is gone."""
+    try:
+        return cache.table(snapshot.head.sources[source])
+    except (IntegrityError, KeyError):
+        return None
+
+
+def _scanned(cache: Cache, snapshot: Snapshot, source: str, item: str) -> dict[str, Any] | None:
+    """An item's row in the scan."""
+    table = _scan(cache, snapshot, source)
+    at = -1 if table is None else pc.index(table.column("item"), item).as_py()
+    return None if table is None or at < 0 else table.slice(at, 1).to_pylist()[0]
+
+
+def _rejected(cache: Cache, snapshot: Snapshot, item: str) -> str:
+    """Why an item of the sources is not in the snapshot, as a part of a sentence."""
+    for source in snapshot.head.sources:
+        row = _scanned(cache, snapshot, source, item)
+        if row is not None:
+            reason = row["reject"] or "left out by `bucket`; sana-pipe inspect lists the reasons"
+            return f"; source {source!r} has it: {reason}"
+    return ""
+
+
+def _nearest(snapshot: Snapshot, text: str) -> list[str]:
+    """Names of a few items that resemble a text: those that share the longest beginning first."""
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if any(pc.any(pc.starts_with(names.column("item"), text[:middle])).as_py() for names in snapshot.name_tables()):
+            low = middle
+        else:
+            high = middle - 1
+    candidates: list[str] = []
+    for names in snapshot.name_tables():
+        items = names.column("item")
+        chosen = items.filter(pc.starts_with(items, text[:low])) if low else items
+        candidates += chosen.slice(0, CANDIDATES - len(candidates)).to_pylist()
+        if len(candidates) == CANDIDATES:
+            break
+    return difflib.get_close_matches(text, candidates, SHOWN, 0.3) or candidates[:SHOWN]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Everything about a sample as JSON values, and its latent, (C, h, w) float32. `picture` is null where the scan is
+    gone.
+
+    Raises:
+        IntegrityError: a record is damaged.
+    """
+    sample, files = snapshot.sample(row), snapshot.files
+    bucket = snapshot.buckets[sample.bucket]
+    source, item = snapshot.origin(row)
+    bits = np.empty(snapshot.latent_shape(sample.bucket), np.uint16)
+    snapshot.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, bits, sample.length)
+    latent = (bits.astype(np.uint32) << 16).view(np.float32)
+    texts = snapshot.captions(row, snapshot.reader("text"))
+    longest, width = snapshot.text_recipe.max_length, snapshot.text_recipe.width
+
+    def place(kind: str, record: Any, plain: int) -> dict[str, Any]:
+        return {
+            "key": record.key.hex(),
+            "shard": files.where(snapshot.shard_path(kind, record.shard)),
+            "offset": record.offset,
+            "bytes": plain if record.length is None else record.length,
+            "storage": snapshot.recipe(kind).storage,
+        }
+
+    values = {
+        "sample_id": sample.sample_id,
+        "snapshot": snapshot.id,
+        "row": row,
+        "source": source,
+        "item": item,
+        "bucket": {"height": bucket.height, "width": bucket.width, "batch": bucket.batch, "samples": bucket.samples},
+        "picture": _picture(_scanned(cache, snapshot, source, item), (bucket.height, bucket.width)),
+        "latent": {
+            **place("latent", sample, bits.nbytes),
+            "shape": list(latent.shape),
+            **{name: float(getattr(latent, name)(dtype=np.float64)) for name in ("mean", "std")},
+            **{name: float(getattr(latent, name)()) for name in ("min", "max")},
+            "channel_std": latent.reshape(len(latent), -1).std(1, dtype=np.float64).tolist(),
+        },
+        "captions": [
+            {
+                "text": text,
+                "tokens": caption.rows,
+                "max_length": longest,
+                "at_max_length": caption.rows >= longest,
+                "weight": caption.weight,
+                **place("text", caption, caption.rows * width * 2),
+            }
+            for text, caption in zip(texts, sample.captions, strict=True)
+        ],
+    }
+    return values, latent
+
+
+def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any] | None:
+    """The file of a sample as the scan found it, and its crop to the bucket's (height, width)."""
+    if row is None or row["width"] is None:
+        return None
+    width, height = row["width"], row["height"]
+    return {
+        "width": width,
+        "height": height,
+        "bytes": row["size"],
+        "digest": row["digest"].hex(),
+        "crop": [round(side, 1) for side in cover_box(width, height, size)],
+        "crop_loss": buckets.crop_loss(height, width, size),
+        "upscale": buckets.upscale(height, width, size),
+        "meta": row["meta"],
+    }
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def pictures(photos: Photos, values: dict[str, Any], latent: np.ndarray) -> list[Embedded]:
+    """The original with its crop, the crop as the VAE gets it, and the latent. values: of `describe`."""
+    bucket, picture = values["bucket"], values["picture"]
+    original = photos.thumbnail(values["source"], values["item"], LARGE)
+    if original is not None and picture is not None:
+        scale = original.width / picture["width"], original.height / picture["height"]
+        left, top, right, bottom = (side * scale[i % 2] for i, side in enumerate(picture["crop"]))
+        box = (left, top, max(left, right - 1), max(top, bottom - 1))
+        ImageDraw.Draw(original).rectangle(box, outline=(255, 64, 0), width=3)
+    cropped = photos.cropped(values["source"], values["item"], (bucket["height"], bucket["width"]))
+    return [
+        embedded(original, "original, with the crop as a frame", LARGE),
+        embedded(cropped, f"crop at {bucket['height']}x{bucket['width']}", LARGE),
+        embedded(projected(latent), "latent, its three main components as red, green, blue", SIDE),
+    ]
+
+
+def projected(latent: np.ndarray) -> Image.Image:
+    """A latent (C, h, w) as a picture: its first three principal components over the positions, scaled to 0..255."""
+    channels, height, width = latent.shape
+    flat = latent.reshape(channels, -1).astype(np.float64)
+    flat = flat - flat.mean(1, keepdims=True)
+    directions, _, _ = np.linalg.svd(flat, full_matrices=False)
+    parts = np.zeros((3, height * width))
+    chosen = directions[:, :3].T @ flat
+    parts[: len(chosen)] = chosen
+    low, high = parts.min(1, keepdims=True), parts.max(1, keepdims=True)
+    levels = np.divide(parts - low, high - low, out=np.zeros_like(parts), where=high > low)
+    picture = Image.fromarray(np.round(levels * 255).astype(np.uint8).T.reshape(height, width, 3))
+    scale = max(1, SIDE // max(height, width))
+    return picture.resize((width * scale, height * scale), Image.Resampling.NEAREST)

@@ -1,0 +1,100 @@
+"""`sana-pipe view ID`: one sample of a snapshot: picture, crop, latent, captions, and where its bytes lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.amounts import amount
+from pipeline.cache.root import Cache
+from pipeline.config import Config
+from pipeline.reporting import page, sample_view
+from pipeline.reporting.photos import Photos
+
+
+def run(config: Config, text: str, snapshot: str | None = None, out: Path | None = None, as_json: bool = False) -> int:
+    """Print a sample.
+
+    Args:
+        text: its id, name, digest or key, or the beginning of one.
+        snapshot: a name or id; None: the newest.
+        out: file of a page with the pictures; None: no page.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: no such sample, or several.
+        CacheError: no such snapshot; a record is damaged.
+    """
+    cache = Cache.of(config)
+    opened = cache.open_snapshot(snapshot)
+    values, latent = sample_view.describe(cache, opened, sample_view.find(cache, opened, text))
+    photos = Photos(config, cache)
+    values["readable"] = photos.data(values["source"], values["item"]) is not None
+    if out is not None:
+        captions = [{"text": caption["text"], "note": _caption(caption)} for caption in values["captions"]]
+        images = sample_view.pictures(photos, values, latent)
+        title = f"{values['source']}: {values['item']}"
+        page.write(page.render("view.html", title=title, images=images, captions=captions, rows=_rows(values)), out)
+    if as_json:
+        click.echo(json.dumps(values))
+        return 0
+    for name, value in _rows(values):
+        click.echo(f"{name + ':':<10} {value}")
+    for caption in values["captions"]:
+        click.echo(f"{'caption:':<10} {caption['text']}\n{'':<10} {_caption(caption)}")
+    if out is not None:
+        click.echo(f"{'page:':<10} {out}")
+    return 0
+
+
+def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    bucket, latent, picture = values["bucket"], values["latent"], values["picture"]
+    rows = [
+        ("sample", str(values["sample_id"])),
+        ("item", f"{values['source']}: {values['item']}"),
+        ("snapshot", f"{values['snapshot'][:12]}, row {values['row']}"),
+        (
+            "bucket",
+            f"{bucket['height']}x{bucket['width']} (height x width), {bucket['samples']} samples, batch "
+            f"{bucket['batch']}",
+        ),
+    ]
+    if picture is not None:
+        left, top, right, bottom = picture["crop"]
+        rows += [
+            (
+                "picture",
+                f"{picture['width']} x {picture['height']} pixels (width x height), {amount(picture['bytes'])}, digest "
+                f"{picture['digest']}",
+            ),
+            (
+                "crop",
+                f"left {left:g}, top {top:g}, right {right:g}, bottom {bottom:g}: {picture['crop_loss']:.1%} cut off, "
+                f"scaled by {picture['upscale']:.3g}",
+            ),
+        ]
+    rows.append(("source", "the picture can be read" if values["readable"] else "the picture cannot be read any more"))
+    rows.append(
+        (
+            "latent",
+            f"{' x '.join(map(str, latent['shape']))}, mean {latent['mean']:.4g}, std {latent['std']:.4g}, "
+            f"{latent['min']:.4g} to {latent['max']:.4g}; {_place(latent)}",
+        )
+    )
+    return rows
+
+
+def _caption(caption: dict[str, Any]) -> str:
+    cut = " (cut there, or just fits)" if caption["at_max_length"] else ""
+    return (
+        f"{caption['tokens']} of {caption['max_length']} tokens{cut}, weight {caption['weight']:g}; {_place(caption)}"
+    )
+
+
+def _place(record: dict[str, Any]) -> str:
+    return f"{record['bytes']} bytes ({record['storage']}) at {record['offset']} in {record['shard']}, {record['key']}"
