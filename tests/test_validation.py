@@ -31,6 +31,7 @@ from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.models.objective import FlowMatching, equidistant
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import build, checkpoint, metrics, trainer
 from pipeline.training.ema import EMA
@@ -371,6 +372,22 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     # Without the option a line says that there is one.
     stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), say=printed.append)
     assert any("train.validation={}" in line for line in printed)
+
+
+def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Config]) -> None:
+    config = small("bucket.heldout=0.3")
+    stages.bucket.run(config)
+    cache, found = Cache(config.cache), []
+    part = cache.open_snapshot("latest.heldout")
+    for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.phase=2", "train.length_window=3")):
+        samples = stages.train.task(small(*other), cache.open_snapshot(), Launch(), part=part).validation
+        assert samples is not None
+        parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]
+        found.append(parts)
+    for one, changed in zip(*found, strict=True):
+        assert one[:2] == changed[:2]
+        assert torch.equal(one[2], changed[2])
+        assert torch.equal(one[3], changed[3])
 
 
 def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:
