@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
-from pipeline.training import build, checkpoint, metrics, trainer
+from pipeline.training import build, checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.task import Report, Task
 from tests.support import tiny_cache
 from tests.support.workers import tiny_run, validations
+from tests.test_lock import ELSEWHERE, plant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,6 +240,27 @@ def test_a_sample_that_cannot_be_read_ends_the_run_after_a_checkpoint(tmp_path: 
     with pytest.raises(UserError, match="a record is damaged"):
         run(config, task=interrupted_task(config, 1, fail))
     assert checkpoint.read_document(tmp_path / "run/checkpoints/step-00000002").state.step == 2
+
+
+def test_a_run_that_was_taken_over_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks: list[lock.Lock] = []
+    original = lock.run_lock
+
+    @contextmanager
+    def recorded(*inputs: Any) -> Iterator[lock.Lock]:
+        with original(*inputs) as held:
+            locks.append(held)
+            yield held
+
+    def lose() -> None:
+        plant(tmp_path / "run", ELSEWHERE)
+        locks[0].lost = True
+
+    monkeypatch.setattr(trainer, "run_lock", recorded)
+    config = settings(tmp_path / "run", 4, every=2)
+    with pytest.raises(lock.RunTaken):
+        run(config, task=interrupted_task(config, 1, lose))
+    assert list(values(config)) == [0]
 
 
 def test_the_journal_says_value_and_change(tmp_path: Path) -> None:

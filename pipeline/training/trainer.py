@@ -188,7 +188,7 @@ class _Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
-        self.validation = Validation(run, journal, stop)
+        self.validation = Validation(run, journal, stop, lock)
         self.interrupted = False
 
     def execute(self) -> Report:
