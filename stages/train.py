@@ -289,7 +289,8 @@ def _heldout(
     if name is None:
         raise ConfigError(
             f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
-            fix="sana-pipe bucket --set bucket.heldout=0.01, or --set train.validation.snapshot=NAME",
+            fix="sana-pipe bucket --set bucket.heldout=0.01, or --set train.validation.snapshot=NAME, or --set "
+            "train.validation=null",
         )
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)

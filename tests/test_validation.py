@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.models.objective import FlowMatching, equidistant
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
-from pipeline.training import build, checkpoint, metrics, trainer
+from pipeline.training import build, checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.task import Report, Task
 from tests.support import tiny_cache
 from tests.support.workers import tiny_run, validations
+from tests.test_lock import ELSEWHERE, plant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -239,6 +242,27 @@ def test_a_sample_that_cannot_be_read_ends_the_run_after_a_checkpoint(tmp_path: 
     assert checkpoint.read_document(tmp_path / "run/checkpoints/step-00000002").state.step == 2
 
 
+def test_a_run_that_was_taken_over_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks: list[lock.Lock] = []
+    original = lock.run_lock
+
+    @contextmanager
+    def recorded(*inputs: Any) -> Iterator[lock.Lock]:
+        with original(*inputs) as held:
+            locks.append(held)
+            yield held
+
+    def lose() -> None:
+        plant(tmp_path / "run", ELSEWHERE)
+        locks[0].lost = True
+
+    monkeypatch.setattr(trainer, "run_lock", recorded)
+    config = settings(tmp_path / "run", 4, every=2)
+    with pytest.raises(lock.RunTaken):
+        run(config, task=interrupted_task(config, 1, lose))
+    assert list(values(config)) == [0]
+
+
 def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
     printed: list[str] = []
     config = settings(tmp_path / "run", 2, ema={"decay": 0.5}, trackers=[])
@@ -371,6 +395,22 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     # Without the option a line says that there is one.
     stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), say=printed.append)
     assert any("train.validation={}" in line for line in printed)
+
+
+def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Config]) -> None:
+    config = small("bucket.heldout=0.3")
+    stages.bucket.run(config)
+    cache, found = Cache(config.cache), []
+    part = cache.open_snapshot("latest.heldout")
+    for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.phase=2", "train.length_window=3")):
+        samples = stages.train.task(small(*other), cache.open_snapshot(), Launch(), part=part).validation
+        assert samples is not None
+        parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]
+        found.append(parts)
+    for one, changed in zip(*found, strict=True):
+        assert one[:2] == changed[:2]
+        assert torch.equal(one[2], changed[2])
+        assert torch.equal(one[3], changed[3])
 
 
 def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:

@@ -1,7 +1,7 @@
 """The journal of a run: one JSON line per logged step, and the same on the terminal.
 
-What: `Metrics` appends rows to `metrics.jsonl` and prints them; `read` returns one row per step, that of the last
-attempt.
+What: `Metrics` appends rows to `metrics.jsonl` and prints them, on a terminal as one line that the next row overwrites;
+`read` returns one row per step, that of the last attempt.
 Why: a killed and resumed run repeats the steps after its last checkpoint, so the file is append-only; `start` rows
 separate the attempts.
 Price: a reader other than `read` has to handle repeated steps.
@@ -28,16 +28,22 @@ snapshot (where the samples are from), seconds and time.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pipeline.amounts import duration
 from pipeline.errors import UserError
+from pipeline.terminal import LiveLine
 from pipeline.training.expectation import Expected
 from pipeline.training.loss_band import LossBand
 from pipeline.training.trackers import Trackers
+
+_TREND_ROWS = 40
+"""Rows that the trend of the loss is taken from."""
 
 
 class Metrics:
@@ -49,14 +55,18 @@ class Metrics:
         say: Callable[[str], None] = print,
         trackers: Trackers | None = None,
         expected: Expected | None = None,
+        line: LiveLine | None = None,
     ):
         """Open for appending. A last line torn by a kill gets its newline first.
 
         Args:
             trackers: receive each row's numbers, too; closed with the journal.
             expected: compared once with what was measured.
+            line: shows progress in place of a printed line per row, if it is live.
         """
         self.path, self._say, self._trackers, self._expected = path, say, trackers, expected
+        self._line = line or LiveLine(False)
+        self._losses: deque[float] = deque(maxlen=_TREND_ROWS)
         self._rows, self._band = 0, LossBand()
         self._validations: list[dict[str, Any]] = []
         self._last: tuple[int, float] | None = None
@@ -81,7 +91,12 @@ class Metrics:
         """Write one row and print it. `steps`: `train.steps`, for the printed line."""
         values = {**values, "time": _now()}
         self._write(values)
-        self._say("  ".join([_line(values, steps), *self._time_left(values, steps)]))
+        left = self._time_left(values, steps)
+        self._losses.append(values["loss"])
+        if self._line.live:
+            self._line.show("  ".join([*self._progress(values, steps), *left]))
+        else:
+            self._say("  ".join([_line(values, steps), *left]))
         if self._trackers is not None:
             self._trackers.log(values["step"], values)
         if (band := self._band.add(values["loss"])) is not None:
@@ -120,6 +135,16 @@ class Metrics:
         except Exception as error:
             self._say(f"note: the prediction is not compared: {error}")
 
+    def _progress(self, row: dict[str, Any], steps: int) -> list[str]:
+        """Parts of the line that a terminal overwrites. Behind the loss: the mean of the newer half of the last rows
+        minus that of the older half."""
+        losses, half = list(self._losses), len(self._losses) // 2
+        trend = f" ({fmean(losses[-half:]) - fmean(losses[:half]):+.4f})" if half else ""
+        parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4f}{trend}", f"{row['images_per_s']:.1f} images/s"]
+        if self._validations and (value := self._validations[-1]["loss"]) is not None:
+            parts.append(f"validation {value:.4f}")
+        return parts
+
     def _time_left(self, row: dict[str, Any], steps: int) -> list[str]:
         """At the speed since the last row."""
         last, self._last = self._last, (row["step"], row.get("seconds", 0.0))
@@ -129,6 +154,7 @@ class Metrics:
         return [f"{duration(rate * (steps - row['step']))} left"]
 
     def close(self) -> None:
+        self._line.end()
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()

@@ -70,7 +70,8 @@ def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRe
 
     def announce(line: str) -> None:
         if verbose:
-            os.write(2, f"sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
+            begin = "\n" if os.isatty(2) else ""  # there a progress line may be open
+            os.write(2, f"{begin}sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and not request.looping:

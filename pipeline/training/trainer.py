@@ -14,6 +14,7 @@ prediction `prediction.json`, with `train.profile` `profile/`, with `--from` `fr
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from pipeline.loader.loader import Batch, State
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
 from pipeline.retrying import stopping
+from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import Run, architecture_of, build, with_residual
 from pipeline.training.checks import check_inputs, check_start
@@ -77,6 +79,8 @@ def fit(
     Raises:
         UserError: the same message on every process.
     """
+    progress = LiveLine(launch.is_main and sys.stdout.isatty() and sys.stderr.isatty())
+    say = progress.above(say)
     context = check_inputs(config, task, launch, say if launch.is_main else lambda line: None)
     train, log = context.train, context.log
     set_tf32(train.tf32)
@@ -103,15 +107,15 @@ def fit(
         run = build(context, mesh, architecture, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
-        with _journal(run, expected) as journal:
+        with _journal(run, expected, progress) as journal:
             return _Loop(run, journal, stop, lock).execute()
 
 
 @contextmanager
-def _journal(run: Run, expected: Expected | None) -> Iterator[Metrics | None]:
+def _journal(run: Run, expected: Expected | None, progress: LiveLine) -> Iterator[Metrics | None]:
     """The open journal on the first process, None on the others."""
     is_main = run.context.launch.is_main
-    journal = run_on_all(lambda: _open_run_directory(run, expected) if is_main else None)
+    journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if is_main else None)
     try:
         yield journal
     finally:
@@ -119,7 +123,7 @@ def _journal(run: Run, expected: Expected | None) -> Iterator[Metrics | None]:
             journal.close()
 
 
-def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
+def _open_run_directory(run: Run, expected: Expected | None, progress: LiveLine) -> Metrics:
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"
@@ -134,7 +138,7 @@ def _open_run_directory(run: Run, expected: Expected | None) -> Metrics:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}", fix="check the rights, or set train.output") from None
     services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
-    journal = Metrics(folder / "metrics.jsonl", context.log, services, expected)
+    journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress)
     journal.start(
         step=run.done,
         processes=context.launch.world,
@@ -191,7 +195,7 @@ class _Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
-        self.validation = Validation(run, journal, stop)
+        self.validation = Validation(run, journal, stop, lock)
         self.interrupted = False
 
     def execute(self) -> Report:

@@ -8,7 +8,8 @@ weights. With the same levels, noise and captions each time the values differ by
 Nothing of the training changes: no generator is used, the averages are exchanged with the weights and back bit for bit,
 gathered parameters are freed. Blocks run uncompiled, so that no graph is added.
 Price: `samples` x `levels` forward passes each time (about a third of a training step each), twice with averages; no
-memory beyond that of a step. A stop request ends a validation early, without a row.
+memory beyond that of a step, but for the host's copy of bf16 weights while their averages are measured. A stop request
+ends a validation early, without a row.
 
 Source of the rule: MLPerf Training's text-to-image benchmark, the mean over 8 equidistant timesteps.
 """
@@ -31,6 +32,7 @@ from pipeline.models.objective import equidistant
 from pipeline.parallel.collectives import broadcast_from_rank_0, run_on_all
 from pipeline.training.build import Run
 from pipeline.training.feeding import Feed
+from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
 from pipeline.training.stop import StopRequest
 
@@ -45,8 +47,8 @@ class Validation:
         journal: on the first process.
     """
 
-    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest):
-        self.run, self.journal, self.stop = run, journal, stop
+    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
+        self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
         context = run.context
         self.settings, make = context.train.validation or ValidationConfig(), context.task.validation
         self.parts = None if make is None else run_on_all(lambda: make(context.layout))
@@ -72,7 +74,7 @@ class Validation:
                 averaged = self._measured()
         if totals is None or (averaged is None and self.run.ema is not None):
             return False
-        if self.journal is not None:
+        if self.journal is not None and not self.lock.lost:
             values = {
                 "step": step,
                 **self._means(totals),
@@ -105,7 +107,8 @@ class Validation:
                 prepared = (step.prepare(batch, level) for level in self.levels)
                 losses = torch.stack(model.losses(prepared, step.objective.loss))[:, :counted]
                 sums = torch.cat([losses.sum(1, dtype=torch.float64), losses.new_full((1,), counted).double()])
-                totals[batch.bucket] = totals[batch.bucket] + sums if batch.bucket in totals else sums
+                # waits for the device, so that the loader may use the batch's memory again
+                totals[batch.bucket] = totals.get(batch.bucket, torch.zeros(())) + sums.cpu()
         if feed.broken:
             feed.raise_failure()
             return None
@@ -113,7 +116,7 @@ class Validation:
         joined = torch.stack(list(totals.values()))
         if dist.get_world_size() > 1:
             dist.all_reduce(joined)
-        return dict(zip(totals, joined.cpu() / context.layout.model_parallel_size, strict=True))
+        return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
     def _microbatches(self) -> Generator[tuple[list[Batch], int]]:
         assert self.parts is not None

@@ -2,9 +2,9 @@
 
 On a terminal the line is redrawn; elsewhere (a log file) a new line is written every half minute.
 Price: the rates are means since the start (loading the encoder included), so they lag behind sudden changes.
-Why not tqdm: it would replace the redrawing in `_show` and the rate and time in `line`, about eight lines. It writes
-carriage returns into log files, so plain lines would need a second path; counts that go back, rejects, tokens and the
-figures of `--json` stay ours in any case. rich is the same, and not a dependency yet.
+Why not tqdm: it would replace `pipeline.terminal` and the rate and time in `line`. It writes carriage returns into log
+files, so plain lines would need a second path; counts that go back, rejects, tokens and the figures of `--json` stay
+ours in any case. rich is the same, and not a dependency yet.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.amounts import duration
+from pipeline.terminal import LiveLine
 
 
 @dataclass
@@ -69,9 +70,8 @@ class Progress:
         self.done = self.rejected = 0
         self._tokens, self._busy_s = (meter.tokens, meter.busy_s) if meter is not None else (0, 0.0)
         self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
-        self._live = sys.stderr.isatty()
+        self._line = LiveLine(sys.stderr.isatty())
         self._start = self._last = time.monotonic()
-        self._width = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -146,13 +146,13 @@ class Progress:
 
     def _show(self, final: bool = False) -> None:
         now = time.monotonic()
-        if not final and now - self._last < (0.2 if self._live else 30):
+        if not final and now - self._last < (0.2 if self._line.live else 30):
             return
         self._last = now
-        text = self.line()
-        if self._live:
-            sys.stderr.write("\r" + text.ljust(self._width) + ("\n" if final else ""))
-            self._width = len(text)
+        if self._line.live:
+            self._line.show(self.line())
         else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+            sys.stderr.write(self.line() + "\n")
+            sys.stderr.flush()
+        if final:
+            self._line.end()
