@@ -988,17 +988,6 @@ class Config(_Section):
         return _rename(data)
 
     @model_validator(mode="after")
-    def _check_phases(self) -> Config:
-        names = [phase.name.lower() for phase in self.phases]
-        for name in names:
-            if names.count(name) > 1 or name in _NO_PHASE:
-                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                raise ValueError(f"phases: the name {name!r} {why}")
-        for phase in self.phases:
-            self.of_phase(phase.name)
-        return self
-
-    @model_validator(mode="after")
     def _check_precision(self) -> Config:
         weights, precision = self.model.weights, self.train.precision
         if weights is not None and not weights.bears(precision):
@@ -1008,6 +997,17 @@ class Config(_Section):
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> Config:
+        names = [phase.name.lower() for phase in self.phases]
+        for name in names:
+            if names.count(name) > 1 or name in _NO_PHASE:
+                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
+                raise ValueError(f"phases: the name {name!r} {why}")
+        for phase in self.phases:
+            self.of_phase(phase.name)
         return self
 
 
