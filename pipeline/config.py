@@ -979,7 +979,8 @@ class Config(_Section):
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
-        inside = [p.name for p in self.phases if (Path(self.train.output) / p.name) in (*Path(folder).parents, folder)]
+        output, place = Path(self.train.output).resolve(), Path(folder).resolve()
+        inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
 
     @model_validator(mode="before")
