@@ -382,7 +382,11 @@ def train(
     begin: str | None,
     quarantine: str | None,
 ) -> Any:
-    """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train."""
+    """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
+
+    With `phases` in the configuration their runs follow one another, each from the last checkpoint of the one before;
+    --resume auto finds its place among them.
+    """
     config = _load(config_path, overrides)
     from stages import train as stage
 

@@ -997,24 +997,14 @@ class Config(_Section):
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
-        inside = [p.name for p in self.phases if (Path(self.train.output) / p.name) in (*Path(folder).parents, folder)]
+        output, place = Path(self.train.output).resolve(), Path(folder).resolve()
+        inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
 
     @model_validator(mode="before")
     @classmethod
     def _current_names(cls, data: Any) -> Any:
         return _rename(data)
-
-    @model_validator(mode="after")
-    def _check_phases(self) -> Config:
-        names = [phase.name.lower() for phase in self.phases]
-        for name in names:
-            if names.count(name) > 1 or name in _NO_PHASE:
-                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                raise ValueError(f"phases: the name {name!r} {why}")
-        for phase in self.phases:
-            self.of_phase(phase.name)
-        return self
 
     @model_validator(mode="after")
     def _check_precision(self) -> Config:
@@ -1026,6 +1016,17 @@ class Config(_Section):
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> Config:
+        names = [phase.name.lower() for phase in self.phases]
+        for name in names:
+            if names.count(name) > 1 or name in _NO_PHASE:
+                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
+                raise ValueError(f"phases: the name {name!r} {why}")
+        for phase in self.phases:
+            self.of_phase(phase.name)
         return self
 
 

@@ -98,10 +98,7 @@ def _chain(
         title = f"phase {phase.name} ({number} of {len(places)})"
         if place.finished and last is not None:
             say(f"{title}: finished after step {last.done}")
-            changed = place.changed(own)
-            if cache.snapshot_of(phase.snapshot) not in (None, last.document.state.snapshot):
-                changed.append(f"snapshot: {last.document.state.snapshot[:12]} -> {phase.snapshot}")
-            if changed:
+            if launch.is_main and (changed := _changed(cache, place, own, phase.snapshot)):
                 say(f"note: {title} is finished; what changed since is not used: {', '.join(changed)}")
             report = Report(last.done, last.folder, None, None)
         else:
@@ -117,6 +114,14 @@ def _chain(
                     say(line)
         begin = report.checkpoint
     return report
+
+
+def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -> list[str]:
+    """What the configuration of a finished phase says now and did not say then."""
+    assert place.last is not None
+    used = place.last.document.state.snapshot
+    moved = cache.snapshot_of(snapshot) not in (None, used)
+    return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]
 
 
 def _survey(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import weakref
 from collections.abc import Callable
@@ -12,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from pipeline.cache.root import Cache
-from pipeline.config import Config, dump, load
-from pipeline.errors import CacheError, ConfigError
+from pipeline.config import SHIPPED, Config, dump, load
+from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.training import checkpoint, metrics, trainer
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.command_lines import dry_run, words_of
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -302,7 +306,11 @@ def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_pat
             return run
 
         patch.setattr(trainer, "build", build)
-        report, printed = run_phases(rounds(A, B, C))
+        gc.disable()  # what is freed, the chain frees
+        try:
+            report, printed = run_phases(rounds(A, B, C))
+        finally:
+            gc.enable()
     assert alive == [0, 0, 0]
     assert report.step == 6 and report.checkpoint == step(tmp_path / "run/c", 6)
     before = None
@@ -328,6 +336,9 @@ def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_pat
 def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..., Config], tmp_path: Path) -> None:
     run_phases(rounds(A, B))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("step-*")}
+    _, printed = run_phases(rounds(A, {**B, "steps": 5}), resume="auto")
+    assert not any(line.startswith("training ") for line in printed), "more steps are another phase"
+    assert any(line.startswith("note: phase b") and "train.steps: 2 -> 5" in line for line in printed)
     (tmp_path / "run/a/summary.json").unlink()
     with open(tmp_path / "run/a/metrics.jsonl", "a") as file:
         file.write(json.dumps({"event": "validation", "step": 3, "loss": 0.25}) + "\n")
@@ -436,3 +447,60 @@ def test_a_chain_begins_where_it_is_told_and_nowhere_by_accident(rounds: Callabl
     assert checkpoint.find(rounds(A, B, C, output="plain"), "auto") == step(tmp_path / "plain/b", 2)
     assert rounds(A, B, output="plain").at(step(tmp_path / "plain/b", 2)).train.optim.lr == 5e-4
     assert rounds(A, B, output="plain").at(tmp_path / "elsewhere").train.optim.lr == 1e-3
+
+
+EXAMPLE = SHIPPED / "phases/sana_600m_512_1024.yaml"
+
+
+def test_the_examples_of_phases_are_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped file and the page's block; the commands in the head of the file are accepted."""
+    page = (SHIPPED.parent / "docs/training.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    file = tmp_path / "own.yaml"
+    whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text())
+    file.write_text(yaml.safe_dump({**whole, **yaml.safe_load(block)}))
+    first, second = (load(file).of_phase(name) for name in ("first", "second"))
+    assert (first.data.resolution, first.train.epochs, second.train.microbatch) == (512, 4, 4)
+    small, large = (load(EXAMPLE).of_phase(name) for name in ("small", "large"))
+    assert (small.data.resolution, small.train.flow.shift, small.train.optim.lr) == (512, 3.0, 1e-4)
+    assert (large.data.resolution, large.train.flow.shift, large.train.optim.lr) == (1024, 4.0, 5e-5)
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^#   (sana-pipe .*?)(?:  #.*)?$", EXAMPLE.read_text(), flags=re.MULTILINE)
+    assert {words_of(line)[0] for line in lines} == {"encode", "bucket", "train", "plan", "sample"}
+    for line in lines:
+        code, calls = dry_run(monkeypatch, words_of(line.replace("FILE", str(EXAMPLE)).replace("DIR", "pictures")))
+        assert code == 0 and calls, line + capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_example_of_phases_trains(small_cache_copy: Path, tmp_path: Path) -> None:
+    """Everything that the file says of training, for a small model on a real cache, whose snapshots have its names."""
+    import stages.bucket
+
+    small = {name: value for name, value in (load("tiny").model.arch or A).model_dump().items() if value is not None}
+    common = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.device=cpu", "train.trackers=[]"]
+    config = load(EXAMPLE, [*common, "model.weights=null", f"model.arch={json.dumps(small)}"])
+    for name in ("small", "large"):
+        stages.bucket.run(load("tiny", [f"cache={small_cache_copy}"]), name=name)
+    report, _ = run_phases(config, resume="auto")
+    assert report.checkpoint is not None and report.checkpoint.parent.parent == tmp_path / "run/large"
+    assert metrics.read(tmp_path / "run/large/metrics.jsonl")[-1]["lr"] == pytest.approx(5e-5 * report.step / 12)
+
+
+def test_a_plan_wants_one_phase() -> None:
+    import stages.plan
+
+    with pytest.raises(UserError, match="--phase a"):
+        stages.plan.run(load("tiny", [phases(A, B)]), gpu="a40")
+    with pytest.raises(ConfigError, match="no phase 'x'"):
+        stages.plan.run(load("tiny", [phases(A, B)]), gpu="a40", phase="x")
+
+
+@pytest.mark.slow
+def test_a_phase_is_planned_by_its_name(rounds: Callable[..., Config], capsys: pytest.CaptureFixture[str]) -> None:
+    import stages.plan
+
+    assert stages.plan.run(rounds(A, {**B, "set": {"train.microbatch": 2}}), gpu="a40", phase="b") == 0
+    assert "4 samples a GPU and step, 2 x 2" in capsys.readouterr().out, "batches of its snapshot"

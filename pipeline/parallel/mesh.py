@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -130,6 +131,7 @@ def open_mesh(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     rendezvous: dict[str, Any] = {"init_method": launch.rendezvous}
+    hook = sys.excepthook  # torch wraps it in each group
     try:
         if launch.world == 1:
             rendezvous = {"store": dist.HashStore()}
@@ -158,6 +160,7 @@ def open_mesh(
         raise
     else:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _check_alike(layout: Layout) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.amounts import duration
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.loader.schedule import Schedule
 from pipeline.training import checkpoint
 from pipeline.training.build import changed_options
@@ -107,8 +107,11 @@ def summarize(place: Place, head: Head | None) -> dict[str, Any]:
         "checkpoint": place.last.folder.name,
     }
     fresh = place.folder / f"{NAME}.tmp"
-    fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(place.folder / NAME)
+    try:
+        fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(place.folder / NAME)
+    except OSError as error:
+        raise UserError(f"{place.folder / NAME}: cannot be written: {error}", fix="--resume auto goes on") from None
     return summary
 
 

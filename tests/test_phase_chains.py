@@ -1,0 +1,132 @@
+"""Chains of phases on several processes, and killed at any moment: the end is that of a chain in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.training import checkpoint, metrics
+from tests.support import tiny_cache
+from tests.support.workers import phase_chain, tiny_run
+from tests.test_elastic_faults import children
+
+pytestmark = pytest.mark.timeout(600)
+ATTEMPTS = 6
+"""Kills at most; then the chain is left to end."""
+
+
+def start(folder: Path, name: str, processes: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start the chain under torchrun, or alone."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else [])]
+    command += ["-m", "tests.support.workers.phase_chain", str(folder), name, *arguments]
+    return subprocess.Popen(
+        command,
+        env=tiny_run.environ(),
+        cwd=tiny_run.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def learned(run: Path) -> dict[str, Any]:
+    """By phase: losses, weights and averages at the end, and what the summary says of the data."""
+    result = {}
+    for name in "abc":
+        last = checkpoint.newest(run / name / "checkpoints")
+        assert last is not None
+        summary = json.loads((run / name / "summary.json").read_text())
+        result[name] = {
+            "losses": [row["loss"] for row in metrics.read(run / name / "metrics.jsonl")],
+            "weights": [dict(checkpoint.ModelTensors(last, ema=ema)) for ema in (False, True)],
+            "data": {key: summary[key] for key in ("name", "phase", "snapshot", "steps", "samples", "lr")},
+        }
+    return result
+
+
+def check_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in "abc":
+        here, there = found[name], expected[name]
+        assert here["data"] == there["data"]
+        assert here["losses"] == pytest.approx(there["losses"], abs=1e-5)
+        for weights, others in zip(here["weights"], there["weights"], strict=True):
+            assert tiny_run.distance(weights, others) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache, and the undisturbed chain of one process."""
+    folder = tmp_path_factory.mktemp("chains")
+    with pytest.MonkeyPatch.context() as patch:  # values that can be trained on
+        patch.setattr(
+            tiny_cache, "_bits", lambda rng, shape: (rng.standard_normal(shape, "f4").view("u4") >> 16).astype("u2")
+        )
+        tiny_cache.build(folder / "cache")
+    finished(start(folder, "undisturbed", 1))
+    return folder
+
+
+@pytest.mark.dist
+def test_a_chain_on_two_processes_is_that_of_one(folder: Path) -> None:
+    """Groups open and close several times in each process."""
+    output = finished(start(folder, "two", 2))
+    assert output.count("begins from") == 2 and output.count("training ") == 3
+    check_alike(learned(folder / "two"), learned(folder / "undisturbed"))
+
+
+@pytest.mark.dist
+def test_a_signal_ends_the_chain_and_the_next_start_goes_on(folder: Path) -> None:
+    process = start(folder, "stopped", 2, "0.1")
+    assert process.stdout is not None
+    assert any("begins from" in line for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    output = process.stdout.read()
+    process.wait(120)
+    assert "stopped by SIGTERM" in output and "phase c (3 of 3)" not in output, output
+    assert not (folder / "stopped/c").exists()
+    output = finished(start(folder, "stopped", 3))
+    assert "phase a (1 of 3): finished after step 5" in output and "resumed from" in output
+    check_alike(learned(folder / "stopped"), learned(folder / "undisturbed"))
+
+
+@pytest.mark.fault
+def test_a_chain_killed_at_any_moment_is_the_undisturbed_one(fault_seed: int, folder: Path) -> None:
+    """SIGKILL of all processes at a random instant, again and again, each time resumed on another number of them."""
+    chance, name, kills = random.Random(fault_seed), f"killed-{fault_seed}", 0
+    for _ in range(ATTEMPTS):
+        process = start(folder, name, chance.choice([1, 2, 3]), "0.1")
+        assert process.stdout is not None
+        wanted = chance.randrange(3)  # let some phases begin
+        for line in process.stdout:
+            wanted -= line.startswith("training ")
+            if wanted < 0:
+                break
+        time.sleep(chance.uniform(0.0, 1.0))
+        if process.poll() is None:
+            for pid in (*children(process.pid), process.pid):
+                os.kill(pid, signal.SIGKILL)
+            kills += 1
+        process.stdout.close()
+        process.wait()
+    assert kills > 0
+    finished(start(folder, name, 2))
+    check_alike(learned(folder / name), learned(folder / "undisturbed"))
+    for phase in phase_chain.PHASES:
+        assert not checkpoint.leftovers(folder / name / phase["name"] / "checkpoints")
