@@ -145,9 +145,7 @@ def cases(seed: int, more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     if not more:
         return CONVOLUTIONS, ATTENTIONS
     draw = random.Random(seed)
-    convolutions = [
-        (draw.randint(1, 3), *(draw.randint(1, 11) for _ in "hw"), 2 * draw.randint(1, 200)) for _ in "123"
-    ]
+    convolutions = [(draw.randint(1, 3), *(draw.randint(1, 11) for _ in "hw"), 2 * draw.randint(1, 200)) for _ in "123"]
     attentions = [(draw.randint(1, 3), draw.randint(1, 1100), draw.randint(1, 4), draw.randint(1, 40)) for _ in "123"]
     return {str(shape): shape for shape in convolutions}, {str(shape): shape for shape in attentions}
 
