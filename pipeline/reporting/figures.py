@@ -75,7 +75,11 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
     if not any(part["rows"] for part in parts):
         lacks("losses", "the journal has no rows yet", TRAIN)
     if not any(part["validation"] for part in parts):
-        lacks("validation", "no held-out loss was measured", "sana-pipe bucket --set bucket.heldout=0.05")
+        lacks(
+            "validation",
+            "no held-out loss was measured (bucket.heldout holds samples out)",
+            "sana-pipe train --set 'train.validation={}'",
+        )
     if not any(part["prediction"] for part in parts):
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:

@@ -180,7 +180,7 @@ def validations(path: Path) -> list[dict[str, Any]]:
 
 def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
     """All rows with a step by their `event` (None: logged steps), each step once (the last attempt's); `start` rows are
-    those of all attempts.
+    those of all attempts, each with the `seconds` of its last logged step.
 
     Raises:
         UserError: the file is missing.
@@ -205,6 +205,8 @@ def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
                     }
                 else:
                     events.setdefault(values.get("event"), {})[values["step"]] = values
+                    if starts and "event" not in values:
+                        starts[-1]["seconds"] = values.get("seconds", 0.0)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     return {"start": starts} | {event: [rows[step] for step in sorted(rows)] for event, rows in events.items()}

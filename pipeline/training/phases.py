@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.loader.schedule import Schedule
 from pipeline.training import checkpoint
 from pipeline.training.build import changed_options
+from pipeline.training.metrics import read_events
 
 NAME = "summary.json"
 
@@ -89,7 +90,9 @@ def summarize(place: Place, head: Head | None) -> dict[str, Any]:
     """
     assert place.last is not None
     state = place.last.document.state
-    rows, seconds, validation = _journal(place.folder / "metrics.jsonl")
+    journal = place.folder / "metrics.jsonl"
+    events = read_events(journal) if journal.exists() else {}
+    rows = events.get(None, [])
     late = [row for row in rows if row["step"] > 0.9 * state.step] or rows[-1:]
     speeds = sorted(row["images_per_s"] for row in rows)
     schedule = None if head is None else Schedule.of(head, seed=state.seed, phase=state.phase)
@@ -101,9 +104,9 @@ def summarize(place: Place, head: Head | None) -> dict[str, Any]:
         "samples": None if schedule is None else schedule.samples_upto(state.step),
         "loss": sum(row["loss"] for row in late) / len(late) if late else None,
         "lr": max((row["lr"] for row in rows), default=None),
-        "seconds": seconds,
+        "seconds": sum(start.get("seconds", 0.0) for start in events.get("start", [])),
         "images_per_s": speeds[len(speeds) // 2] if speeds else None,
-        "validation": validation,
+        "validation": (events.get("validation") or [None])[-1],
         "checkpoint": place.last.folder.name,
     }
     fresh = place.folder / f"{NAME}.tmp"
@@ -113,27 +116,6 @@ def summarize(place: Place, head: Head | None) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{place.folder / NAME}: cannot be written: {error}", fix="--resume auto goes on") from None
     return summary
-
-
-def _journal(path: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any] | None]:
-    """The rows of the steps that count, the seconds of all attempts, and the last row of a validation."""
-    rows: dict[int, dict[str, Any]] = {}
-    attempts, validation = [0.0], None
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:  # torn by a kill
-            continue
-        event = values.get("event")
-        if event == "start":
-            rows = {step: row for step, row in rows.items() if step <= values["step"]}
-            attempts.append(0.0)
-        elif event == "validation":
-            validation = values
-        elif event is None and "step" in values:
-            rows[values["step"]] = values
-            attempts[-1] = values.get("seconds", 0.0)
-    return [rows[step] for step in sorted(rows)], sum(attempts), validation
 
 
 def table(summaries: list[dict[str, Any]]) -> list[str]:
