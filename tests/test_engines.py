@@ -427,7 +427,7 @@ def units_done(cache: Path) -> int:
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
     cluster: Any, truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -450,7 +450,7 @@ def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_signal_to_the_driver_cancels_the_tasks_and_it_continues(
     truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:

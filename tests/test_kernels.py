@@ -60,7 +60,7 @@ def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
 
 
 @triton
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_so_are_those_of_random_shapes() -> None:
     assert within_limits(interpreted("--more"))

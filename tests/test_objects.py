@@ -324,7 +324,7 @@ def content(files: Files) -> dict[str, bytes]:
     return {e.name: files.read(e.name) for e in files.walk("") if e.name.split("/")[0] not in ("tmp", "reports")}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_encode_bucket_load_verify_repair_over_s3(
     place: str,

@@ -252,7 +252,7 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Any, capsys: pytest.Ca
     assert (tmp_path / "mine.yaml").read_text() == "cache: mine\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_train_accepts_what_the_search_writes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fitted.yaml"
     words = ["plan", "--config", "tiny", "--gpu", "3090", "--gpus", "2", "--search", "--write", str(file), "--json"]
