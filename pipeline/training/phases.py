@@ -106,7 +106,7 @@ def summarize(place: Place, head: Head | None) -> dict[str, Any]:
         "lr": max((row["lr"] for row in rows), default=None),
         "seconds": sum(start.get("seconds", 0.0) for start in events.get("start", [])),
         "images_per_s": speeds[len(speeds) // 2] if speeds else None,
-        "validation": (events.get("validation") or [None])[-1],
+        "validation": next(reversed(events.get("validation", [])), None),
         "checkpoint": place.last.folder.name,
     }
     fresh = place.folder / f"{NAME}.tmp"
