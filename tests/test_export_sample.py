@@ -23,6 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import AwayError, ConfigError, UserError
 from pipeline.models import tiny
+from pipeline.models.sampler import noise_of
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import decoder, drawing
 from pipeline.reporting import photos as reading
@@ -110,8 +111,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
     opened = Cache(trained.config.cache).open_snapshot()
     (one,) = drawing.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
     assert one.bucket == (64, 64)
-    channels, height, width = one.latent.shape
-    seed = (trained.config.sample.seed * drawing.SEED_STRIDE + one.sample_id) % 2**40
+    noise = noise_of(one.sample_id, tuple(one.latent.shape), trained.config.sample.seed)
     latents = pipe(
         one.caption,
         height=64,
@@ -120,7 +120,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
         guidance_scale=trained.config.sample.guidance,
         use_resolution_binning=False,
         complex_human_instruction=["Draw this: "],
-        latents=drawing.draw_noise(1, (channels, height, width), seed),
+        latents=noise.clone(),
         output_type="latent",
     ).images[0]
     # The cached rows are rounded to bf16, the pipeline's are not.
@@ -134,7 +134,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
         guidance_scale=trained.config.sample.guidance,
         use_resolution_binning=False,
         complex_human_instruction=["Draw this: "],
-        latents=drawing.draw_noise(1, (channels, height, width), seed),
+        latents=noise.clone(),
         output_type="latent",
     ).images[0]
     assert (wrong - one.latent).norm() / one.latent.norm() > 2 * error  # the comparison sees another caption

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.sampler import draw_noise, sample, scheduler
+from pipeline.models.sampler import draw_noise, pad_rows, prompt_noise, sample, scheduler
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import save_weights
 from tests.support.hub_layouts import SMALL
@@ -170,6 +170,30 @@ def test_noise_of_a_picture_does_not_depend_on_the_others() -> None:
     assert torch.equal(draw_noise(2, (4, 2, 3), seed=7), draw_noise(5, (4, 2, 3), seed=7)[:2])
     seen = torch.cat([draw_noise(50, (4, 2, 3), seed=seed).flatten(1) for seed in range(20)])
     assert len(torch.unique(seen, dim=0)) == 50 * 20, "no picture of a seed is one of another seed"
+
+
+def test_noise_of_a_prompt_depends_on_its_text_and_the_seed_alone() -> None:
+    shape = (4, 2, 3)
+    first = prompt_noise(["a cat", "a dog"], shape, 0)
+    assert torch.equal(prompt_noise(["ein Hund", "a dog", "a cat"], shape, 0)[1:], first.flip(0))
+    seen = torch.cat([first, prompt_noise(["a cat", "a dog", "a cat "], shape, 1)]).flatten(1)
+    assert len(torch.unique(seen, dim=0)) == 5
+
+
+def test_a_callable_draws_what_its_module_draws(
+    model: SanaTransformer, captions: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    rows, mask, null, null_mask = captions
+    padded, lengths = pad_rows([row[shown] for row, shown in zip(rows, mask, strict=True)])
+    assert torch.equal(lengths, mask)
+    assert torch.equal(padded, rows * mask[..., None])
+    noise = draw_noise(3, (4, 8, 8), seed=1)
+    whole = sample(model, rows, mask, null, null_mask, noise=noise, steps=2)
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    called = sample(lambda *inputs: model(*inputs), padded, mask, null, null_mask, noise=noise, steps=2, **place)
+    assert _distance(called, whole) <= 1e-5
+    with pytest.raises(ValueError, match="needs device and dtype"):
+        sample(lambda *inputs: model(*inputs), rows, mask, null, null_mask, noise=noise, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

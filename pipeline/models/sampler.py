@@ -12,15 +12,23 @@ Source: arXiv 2211.01095 (DPM-Solver++), arXiv 2207.12598 (classifier-free guida
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler
+
+Predict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`."""
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Odd and large: seeds 0, 1, 2 lie so far apart that no two pictures share noise."""
 
 
 def scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
@@ -47,9 +55,26 @@ def draw_noise(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
     return torch.stack(drawn)
 
 
+def noise_of(identity: int, shape: tuple[int, int, int], seed: int) -> Tensor:
+    """(1, C, h, w) start noise of a picture, from `sample.seed` and what the picture is of, whatever else is drawn."""
+    return draw_noise(1, shape, (seed * SEED_STRIDE + identity) % 2**40)
+
+
+def prompt_noise(texts: Sequence[str], shape: tuple[int, int, int], seed: int) -> Tensor:
+    """(N, C, h, w) start noise of pictures of prompts: equal texts have equal noise, in training and in `sample`."""
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return torch.cat([noise_of(int.from_bytes(digest, "little"), shape, seed) for digest in digests])
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Text rows (n, D) of each caption as (N, L, D), zeros past the caption's length, and their mask (N, L) bool."""
+    lengths = torch.tensor([len(each) for each in rows])
+    return pad_sequence(list(rows), batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]
+
+
 @torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: nn.Module | Predict,
     captions: Tensor,
     mask: Tensor,
     null_captions: Tensor | None = None,
@@ -61,13 +86,14 @@ def sample(
     guidance: float = 4.5,
     flow_shift: float = 3.0,
     batch: int | None = None,
+    device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     on_step: Callable[[int, int], Any] | None = None,
 ) -> Tensor:
     """Draw one latent per caption.
 
     Args:
-        model: called as `model(latents, captions, mask, timesteps)`; put in eval mode for the duration.
+        model: called as `model(latents, captions, mask, timesteps)`; a module is put in eval mode for the duration.
         captions, mask: (N, L, D) text rows and (N, L) bool.
         null_captions, null_mask: the empty caption, (M, D) and (M,), or the same with a leading 1 or N. M may differ
             from L: the shorter of the two is padded with masked zeros. Not needed at guidance 1.
@@ -77,15 +103,16 @@ def sample(
         guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
         flow_shift: that of training.
         batch: at most this many pictures at once; None takes all.
-        dtype: of the model's inputs; None takes that of its parameters. Required for a sharded model that computes in
-            another precision than it stores.
+        device, dtype: of the model's inputs; None takes those of its parameters. Required for a callable that is no
+            module, and for a sharded model that computes in another precision than it stores.
         on_step: called with (model calls done, model calls in all).
 
     Returns:
         (N, C, h, w) float32 latents on the model's device, still multiplied by the autoencoder's scaling factor.
 
     Raises:
-        ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it.
+        ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it, no device or
+            dtype.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -97,8 +124,11 @@ def sample(
     if shape is not None and tuple(noise.shape[-len(shape) :]) != tuple(shape):
         raise ValueError(f"noise of shape {tuple(noise.shape)} does not end in {tuple(shape)}")
 
-    parameter = next(model.parameters())
-    device, dtype = parameter.device, dtype or parameter.dtype
+    if isinstance(model, nn.Module):
+        parameter = next(model.parameters())
+        device, dtype = device or parameter.device, dtype or parameter.dtype
+    if device is None or dtype is None:
+        raise ValueError("a callable that is no module needs device and dtype")
     captions, mask = captions.to(device, dtype), mask.to(device)
     null: tuple[Tensor, Tensor] | None = None
     if guidance != 1:
@@ -111,10 +141,8 @@ def sample(
 
     size = batch or max(count, 1)
     calls, total = 0, steps * -(-count // size)
-    training = model.training
-    model.eval()
     drawn = []
-    try:
+    with _evaluating(model):
         for first in range(0, count, size):
             part = slice(first, first + size)
             rows, row_mask = captions[part], mask[part]
@@ -135,9 +163,20 @@ def sample(
                 if on_step is not None:
                     on_step(calls, total)
             drawn.append(latents)
+    return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
+
+
+@contextmanager
+def _evaluating(model: nn.Module | Predict) -> Iterator[None]:
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    training = model.training
+    model.eval()
+    try:
+        yield
     finally:
         model.train(training)
-    return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
 
 
 def _expand(captions: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:

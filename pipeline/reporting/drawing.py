@@ -15,13 +15,10 @@ import torch
 from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
-from pipeline.models.sampler import draw_noise
+from pipeline.models.sampler import noise_of, pad_rows
 from pipeline.models.sampler import sample as draw
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-
-SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Odd and large: seeds 0, 1, 2 lie so far apart that no two samples share noise."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def draw_for(
         at = max(range(len(sample.captions)), key=lambda i: sample.captions[i].weight)
         text = records.text(sample, at)
         channels, height, width = latent.shape
-        noise = draw_noise(1, (channels, height, width), (settings.seed * SEED_STRIDE + sample.sample_id) % 2**40)
+        noise = noise_of(sample.sample_id, (channels, height, width), settings.seed)
         caption = snapshot.captions(row, records.texts)[at]
         pieces.append((row, sample, caption, (bucket.height, bucket.width), latent, text, noise))
 
@@ -89,15 +86,9 @@ def draw_for(
     drawn: dict[int, torch.Tensor] = {}
     for shape in sorted({piece[3] for piece in pieces}):
         group = [piece for piece in pieces if piece[3] == shape]
-        longest = max(len(text) for *_, text, _ in group)
-        captions = torch.zeros(len(group), longest, null.shape[-1])
-        mask = torch.zeros(len(group), longest, dtype=torch.bool)
-        for i, (*_, text, _) in enumerate(group):
-            captions[i, : len(text)], mask[i, : len(text)] = text, True
         latents = draw(
             model,
-            captions,
-            mask,
+            *pad_rows([text for *_, text, _ in group]),
             null,
             null_mask,
             noise=torch.cat([noise for *_, noise in group]),
