@@ -150,13 +150,13 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
         "sana-pipe encode --data /data/pictures --dry-run   # what there is to do; writes nothing",
         "sana-pipe encode --data 's3://bucket/shard-{0000..0099}.tar' --set cache=s3://bucket/cache",
         "sana-pipe encode --data /data/pictures --set data.min_side=512 --set encode.image_batch=16",
+        "sana-pipe encode --prompts default   # five prompts for pictures during training",
         "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe encode --data /data/pictures",
     ]
 )
 @_configured
 @click.option(
     "--data",
-    required=True,
     metavar="PATH|URL",
     help="A folder of pictures, tars, parquet files or a listing (.jsonl, .csv), or a pattern such as "
     "'s3://bucket/shard-{0000..0099}.tar'.",
@@ -167,6 +167,15 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
     help="The kind of --data. Default: from its content.",
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
+@click.option(
+    "--prompts",
+    metavar="FILE|default",
+    help="Also encode these prompts (UTF-8, one a line, # for remarks) for pictures during training; default: five of "
+    "ours. Goes without --data, too.",
+)
+@click.option(
+    "--prompts-name", metavar="NAME", default="prompts", show_default=True, help="Name of their set in the cache."
+)
 @click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
@@ -197,7 +206,7 @@ def encode(
     probe: bool,
     **options: Any,
 ) -> Any:
-    """Encode pictures and captions into the cache; existing records are not encoded again.
+    """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
     same command continues.
@@ -209,6 +218,15 @@ def encode(
         raise click.UsageError("--task-index and --task-count belong together")
     if index is not None and index >= count:
         raise click.UsageError(f"--task-index {index} must be below --task-count {count}")
+    asked = {name: options.pop(name) for name in ("prompts", "prompts_name")}
+    prompts = asked["prompts"]
+    if options["data"] is None:
+        if prompts is None:
+            raise click.UsageError("Missing option '--data' (or '--prompts').")
+        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign or shrink:
+            raise click.UsageError("--format, --source-name, --reassign, --rehash and --shrink are about --data")
+    if dry_run and prompts is not None:
+        raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
@@ -217,7 +235,7 @@ def encode(
 
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
-    return stage.run(config, reassign=reassign, **options)
+    return stage.run(config, reassign=reassign, **(asked if prompts else {}), **options)
 
 
 @cli.command(
@@ -333,14 +351,16 @@ def name(config_path: str | None, overrides: tuple[str, ...], snapshot: str, lab
 @_configured
 @click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")
 @click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
-def forget(config_path: str | None, overrides: tuple[str, ...], source: str | None, snapshot: str | None) -> Any:
-    """Forget a source or the name of a snapshot. Removes no records; `gc` does, where nothing else needs them."""
-    if (source is None) == (snapshot is None):
-        raise click.UsageError("give either --source or --snapshot")
+@click.option("--prompts", "prompt_set", metavar="NAME", help="A prompt set of `encode --prompts`. Its records stay.")
+def forget(config_path: str | None, overrides: tuple[str, ...], **what: str | None) -> Any:
+    """Forget a source, the name of a snapshot or a prompt set. Removes no records; `gc` does, where nothing else needs
+    them."""
+    if sum(name is not None for name in what.values()) != 1:
+        raise click.UsageError("give either --source, --snapshot or --prompts")
     config = _load(config_path, overrides)
     from stages import forget as stage
 
-    return stage.run(config, source=source, snapshot=snapshot)
+    return stage.run(config, **what)
 
 
 @cli.command(

@@ -1,7 +1,8 @@
 """`sana-pipe encode`: sources to the cache, one encoder in memory at a time.
 
 Scan, then text (plan, encode what is missing), then latents. Running the same command again continues; with nothing
-new it loads no model.
+new it loads no model. Prompts (`--prompts`) are text without pictures; the worker that finds all their records
+publishes the set.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import pyarrow.compute as pc
 from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
+from pipeline.cache import prompts as prompt_sets
 from pipeline.cache.index import Reject
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import plan as planning
+from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments
@@ -46,7 +49,7 @@ from pipeline.work.stop import Stop, Stopped
 
 def run(
     config: Config,
-    data: str,
+    data: str | None,
     source_name: str | None = None,
     rehash: bool = False,
     task_index: int | None = None,
@@ -55,11 +58,13 @@ def run(
     engine: str = "local",
     as_json: bool = False,
     reassign: str | None = None,
+    prompts: str | None = None,
+    prompts_name: str = prompt_sets.NAME,
 ) -> dict[str, Any]:
-    """Encode a source into the cache.
+    """Encode a source, prompts, or both into the cache.
 
     Args:
-        data: a folder, tars, tables or a listing; see `pipeline.sources.detect`.
+        data: a folder, tars, tables or a listing; see `pipeline.sources.detect`. None: prompts only.
         source_name: the source's name in the cache; default: the folder's name.
         format: what `data` is; default: detected.
         rehash: read every file again instead of trusting size and mtime.
@@ -67,11 +72,15 @@ def run(
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
         reassign: a list (`item,height,width`) of pictures to encode for other buckets, in addition to their own.
+        prompts: a file of prompts; see `pipeline.encoding.prompts.read`.
+        prompts_name: of their set.
 
     Returns:
         Counts: `images`, `captions` (made by this run), `rejects` (of the source), `left` (units that other workers
         were making, or that wait for another source), `items`; `speed`: for `captions` and `images` what
-        `Progress.figures` says. `{"stopped": NAME}` if a signal ended the run.
+        `Progress.figures` says. `prompts`: `name`, `id` (None: other workers have not finished), `prompts` and `new`
+        (records made or planned by this call). Without `data`: `captions`, `left`, `speed` and `prompts` only.
+        `{"stopped": NAME}` if a signal ended the run.
 
     Raises:
         UserError: see the messages.
@@ -81,8 +90,14 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
-                source = surveying.opened(config, data, source_name, format)
-                done = _run(config, source, rehash, share, engine, stop, reassign)
+                prompt_sets.check_prompts_name(prompts_name)
+                asked = None if prompts is None else (prompts_name, prompting.read(prompts))
+                if data is None:
+                    assert asked is not None
+                    done = _run_prompts(config, *asked, share, engine, stop)
+                else:
+                    source = surveying.opened(config, data, source_name, format)
+                    done = _run(config, source, rehash, share, engine, stop, reassign, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
             done = {"stopped": stop.name}
@@ -137,17 +152,24 @@ def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What every step of a run needs. table: the target resolutions (height, width) of the buckets."""
+class _TextRun:
+    """What encoding needs. sources: by name, those that pictures are read from."""
 
     config: Config
-    source: Source
     cache: Cache
-    latent: layout.LatentRecipe
     text: layout.TextRecipe
-    table: list[buckets.Shape]
     worker: Worker
     engine: str
+    sources: dict[str, Source]
+
+
+@dataclass(frozen=True)
+class _Run(_TextRun):
+    """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
+
+    source: Source
+    latent: layout.LatentRecipe
+    table: list[buckets.Shape]
 
 
 @dataclass(frozen=True)
@@ -161,8 +183,73 @@ class _Scanned:
     faults: int
 
 
+Lines = list[tuple[int, str]]
+"""Prompts with their line numbers."""
+
+
+def _run_prompts(
+    config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
+) -> dict[str, Any]:
+    text = surveying.text_recipe(config)
+    cache = Cache.of(config, create=True)
+    copies.repair_all(cache.files)
+    text = cache.known(text)
+    cache.files.sweep()
+    cache.add_recipe(text)
+    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
+    run = _TextRun(config, cache, text, worker, engine, {})
+    prompts = _prompts(run, lines)
+    new, reused = planning.count_missing(cache, text, prompts.work)
+    click.echo(f"prompts: {new} records new, {reused} reused")
+    plans = planning.plan_captions(cache, text, prompts.work, config.encode)
+    with _ENGINES[engine](run) as make:
+        made = make(missing_units(cache, plans), "captions")
+        claims.sweep(cache, plans)
+        missing_units(cache, plans)  # writes the segments of finished plans
+    return {
+        "captions": made.records,
+        "left": made.left,
+        "speed": {"captions": made.speed},
+        "prompts": {**_publish_prompts(run, name, prompts), "new": new},
+    }
+
+
+def _prompts(run: _TextRun, lines: Lines) -> prompting.Prompts:
+    prompts, repeated = prompting.of(lines, run.text)
+    for line in repeated:
+        click.echo(f"--prompts: {line}")
+    return prompts
+
+
+def _publish_prompts(run: _TextRun, name: str, prompts: prompting.Prompts) -> dict[str, Any]:
+    """Publish the set once all its records are there, whoever made them.
+
+    Raises:
+        UserError: a prompt could not be encoded.
+    """
+    if bad := _unit_rejects(run.cache, run.text, prompts.work):
+        raise UserError(
+            f"{len(bad)} of {len(prompts.texts)} prompts cannot be encoded, so the set {name!r} is left as it was",
+            found="; ".join(f"{reject.item}: {reject.reason}" for reject in bad[:3]),
+            fix="leave them out of the file",
+        )
+    published = prompt_sets.publish(run.cache, name, run.text, prompts.texts, prompts.keys)
+    if published is None:
+        click.echo(f"prompt set {name!r}: other workers are encoding some of its prompts; the last one publishes it")
+    else:
+        click.echo(f"prompt set {name!r}: {len(published)} prompts, {published.id[:12]}")
+    return {"name": name, "id": published and published.id, "prompts": len(prompts.texts)}
+
+
 def _run(
-    config: Config, source: Source, rehash: bool, share: tuple[int, int], engine: str, stop: Stop, reassign: str | None
+    config: Config,
+    source: Source,
+    rehash: bool,
+    share: tuple[int, int],
+    engine: str,
+    stop: Stop,
+    reassign: str | None,
+    asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
@@ -174,18 +261,21 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = _Run(config, source, cache, latent, text, table, worker, engine)
+    run = _Run(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
 
     fragments = Fragments(cache, source.name, worker)
     scanned = _scan_and_publish(run, rehash, fragments)
     images = planning.image_work(scanned.table, source.name, latent, table, targets)
     texts = planning.caption_work(scanned.table, text)
+    prompts = None if asked is None else _prompts(run, asked[1])
+    further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
     counts = {
         "images": planning.count_missing(cache, latent, images),
         "captions": planning.count_missing(cache, text, texts),
     }
-    new = any(missing for missing, _ in counts.values())
-    made, idle = _encode(run, images, texts, new, _summary(run, scanned, counts))
+    new = bool(further) or any(missing for missing, _ in counts.values())
+    works = [texts] if prompts is None else [texts, prompts.work]
+    made, idle = _encode(run, images, works, new, _summary(run, scanned, counts))
     fragments.finish()
 
     failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
@@ -197,6 +287,7 @@ def _run(
     left = sum(part.left for part in made.values())
     if left:
         click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
+    published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
     _check_rejects(config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
@@ -207,6 +298,7 @@ def _run(
         "reused": {noun: reused for noun, (_, reused) in counts.items()},
         "gone": scanned.gone,
         "speed": {noun: part.speed for noun, part in made.items()},
+        **({"prompts": {**published, "new": further}} if published else {}),
     }
 
 
@@ -253,12 +345,13 @@ class _Made:
 
 
 def _encode(
-    run: _Run, images: pa.Table, texts: pa.Table, new: bool, summary: list[str]
+    run: _Run, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
 ) -> tuple[dict[str, _Made], bool]:
     """Plan and encode captions, then pictures.
 
     Args:
-        images, texts: the work lists of the source.
+        images: the pictures of the source.
+        texts: its captions, and prompts. Each list is planned by itself, so prompts do not change the captions' units.
         new: whether the cache lacks a record of them.
         summary: printed first.
 
@@ -266,7 +359,8 @@ def _encode(
         What was made, and whether there was nothing to do; then pictures were planned only once.
     """
     cache, config = run.cache, run.config.encode
-    text_plans = planning.plan_captions(cache, run.text, texts, config)
+    for work in texts:
+        text_plans = planning.plan_captions(cache, run.text, work, config)
     image_plans = [] if new else planning.plan_images(cache, run.latent, images, config)
     idle = not new and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
@@ -323,8 +417,8 @@ Make = Callable[[Work, str], _Made]
 
 
 @contextmanager
-def _local(run: _Run) -> Iterator[Make]:
-    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, {run.source.name: run.source})
+def _local(run: _TextRun) -> Iterator[Make]:
+    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources)
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> _Made:
@@ -340,9 +434,9 @@ def _local(run: _Run) -> Iterator[Make]:
 
 
 @contextmanager
-def _ray(run: _Run) -> Iterator[Make]:
+def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
-    build = partial(unit_encoder.build, key, (run.source.name,))
+    build = partial(unit_encoder.build, key, tuple(run.sources))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster:
 
         def make(todo: Work, noun: str) -> _Made:
@@ -355,7 +449,7 @@ def _ray(run: _Run) -> Iterator[Make]:
         yield make
 
 
-_ENGINES: dict[str, Callable[[_Run], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
+_ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
 
 
 def _report_captions(meter: Meter) -> None:

@@ -1,28 +1,31 @@
-"""`sana-pipe forget`: exclude a source from new snapshots, or remove a snapshot's name. `gc` then removes the files."""
+"""`sana-pipe forget`: exclude a source from new snapshots, or remove the name of a snapshot or a prompt set. `gc` then
+removes the files that nothing needs."""
 
 from __future__ import annotations
 
 import click
 
 from pipeline.amounts import amount
+from pipeline.cache import prompts
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 
 
-def run(config: Config, source: str | None = None, snapshot: str | None = None) -> int:
-    """Forget a source or a name, and print how much `gc` may remove now.
+def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:
+    """Forget a source, a snapshot's name or a prompt set, and print how much `gc` may remove now.
 
     Args:
         source: its records stay, because other sources and snapshots may share them.
         snapshot: a name of a snapshot.
+        prompt_set: its records stay, too.
 
     Returns:
         0.
 
     Raises:
-        UserError: see `Cache.forget_source` and `Cache.forget_name`.
+        UserError: see `Cache.forget_source`, `Cache.forget_name` and `prompts.forget`.
     """
     cache = Cache.of(config)
     if source is not None:
@@ -38,6 +41,9 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None) 
             f"{snapshot!r} no longer names snapshot {snapshot_id[:12]}, which "
             + (f"{', '.join(names)} still names" if names else "has no other name")
         )
+    if prompt_set is not None:
+        prompts.forget(cache, prompt_set)
+        click.echo(f"prompt set {prompt_set!r} is forgotten. Its records stay, and are used if it is encoded again")
     try:
         entries = list(unneeded(cache, older_than_s=0))
     except IntegrityError as error:

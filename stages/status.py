@@ -43,6 +43,8 @@ def run(config: Config, as_json: bool = False) -> int:
             click.echo(line)
         for name, snapshot in report["snapshots"].items():
             click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in report["packed"] else ""))
+        for name, known in report["prompts"].items():
+            click.echo(f"prompt set {name}: {known['prompts']} prompts, {known['id'][:12]}")
         for name, damage in report["damaged"].items():
             click.echo(f"damaged: {name}: {damage['problem']}")
         for fix in sorted({damage["fix"] for damage in report["damaged"].values()}):

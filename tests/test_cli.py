@@ -166,6 +166,30 @@ def test_the_documented_line_sets_completion_up(
         assert f"_SANA_PIPE_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
+def test_encode_takes_prompts_with_and_without_data(stage: Callable[..., Calls]) -> None:
+    calls = stage("encode")
+    assert end("encode", "--prompts", "default") == 0
+    assert end("encode", "--data", "pics", "--prompts", "p.txt", "--prompts-name", "mine") == 0
+    assert [(o["data"], o["prompts"], o["prompts_name"]) for _, o in calls] == [
+        (None, "default", "prompts"),
+        ("pics", "p.txt", "mine"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--prompts", "p", "--rehash"],
+        ["--prompts", "p", "--reassign", "l"],
+        ["--prompts", "p", "--data", "d", "--dry-run"],
+    ],
+)
+def test_encode_refuses_options_that_do_not_go_together(stage: Callable[..., Calls], words: list[str]) -> None:
+    calls = stage("encode")
+    assert end("encode", *words) == 2 and not calls
+
+
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     calls = stage("encode")
     assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0

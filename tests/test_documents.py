@@ -19,7 +19,7 @@ import stages.gc
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, codec, index, layout
+from pipeline.cache import audit, codec, index, layout, prompts
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
@@ -92,8 +92,12 @@ def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path) -> Config:
-    """Of a copy of the small cache, as after `gc`."""
+    """Of a copy of the small cache, as after `gc`, with a prompt set."""
     lose(small_cache_copy, "units/**/*.json")
+    cache = Cache(small_cache_copy)
+    recipe = cache.open_snapshot().text_recipe
+    keys = [key.tobytes() for key in cache.index(recipe.name).keys[:2]]
+    assert prompts.publish(cache, "prompts", recipe, ["one", "two"], keys)
     return make_config(tmp_path)
 
 
@@ -198,7 +202,7 @@ def test_what_is_lost_with_its_copy_is_made_again(
             HARM[how](root / place)
         if name != Paths.FORMAT:
             assert stages.status.run(config) in (0, 1, 4)
-            assert stages.verify.run(config) == 4 or (how == "lost" and name.startswith("sources/"))
+            assert stages.verify.run(config) == 4 or (how == "lost" and name.startswith(("sources/", "prompts/")))
             stages.verify.run(config, repair=True)
         stages.encode.run(config, data=str(photos))
         stages.bucket.run(config)

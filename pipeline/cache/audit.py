@@ -17,9 +17,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, shard
+from pipeline.cache import copies, index, prompts, shard
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import BACKUP, BUCKET, ENCODE, GC, Finding, Replaced, named_snapshots, recipe_names
+from pipeline.cache.findings import (
+    BACKUP,
+    BUCKET,
+    ENCODE,
+    GC,
+    PROMPTS,
+    Finding,
+    Replaced,
+    named_snapshots,
+    recipe_names,
+)
 from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
@@ -67,6 +77,7 @@ def verify_contents(
     for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
         yield from verify_snapshot(cache, name, replaced, named)
         yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
+    yield from verify_prompts(cache, replaced)
 
 
 # ---------------------------------------------------------------- tables
@@ -391,9 +402,18 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
         yield Finding(name, error.what, fix=error.fix or REPAIR)
 
 
+def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
+    """Prompt sets that refer to records that were made again. Unreadable ones are skipped."""
+    with suppress(CacheError):
+        for known in prompts.current(cache):
+            stale = [place for place in (known.empty, *known.places) if place.key in replaced.get(place.shard, ())]
+            if stale:
+                yield Finding(known.path, f"refers to {len(stale)} damaged records that were made again since")
+
+
 def rebuild_command(name: str) -> str:
     """The command that makes the data of a lost document again."""
-    return BUCKET if name.partition("/")[0] in ("snapshots", "names") else ENCODE
+    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(name.partition("/")[0], ENCODE)
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:

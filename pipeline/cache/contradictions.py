@@ -27,7 +27,8 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     """
     yield from _unreadable_documents(cache)
     yield from _snapshot_contradictions(cache)
-    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
+    prompts = map(Paths.prompts, cache.files.folders("prompts"))
+    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         yield from _gap(cache, folder)
     files, recipes = cache.files, set(recipe_names(cache))
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}

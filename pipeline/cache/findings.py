@@ -11,6 +11,7 @@ from pipeline.errors import CacheError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
 GC = "sana-pipe gc --yes"
+PROMPTS = "sana-pipe encode --prompts FILE"
 
 Replaced = dict[str, set[bytes]]
 """Shard -> keys of its damaged records that another shard holds intact."""

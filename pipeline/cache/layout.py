@@ -35,7 +35,7 @@ PACKED = "packed-"
 """Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
-DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names")
+DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
 """Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
@@ -281,6 +281,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
         "segments": {"recipe": owner, "plan": stem},
         "snapshots": {"id": stem},
         "names": {"name": owner},
+        "prompts": {"name": owner},
     }.get(folder, {})
     actual = {key: body.get(key, value) for key, value in wanted.items()}
     actual = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in actual.items()}
@@ -395,6 +396,10 @@ class Paths:
     @staticmethod
     def names(name: str) -> str:
         return f"names/{name}"
+
+    @staticmethod
+    def prompts(name: str) -> str:
+        return f"prompts/{name}"
 
     @staticmethod
     def scale(recipe: str) -> str:

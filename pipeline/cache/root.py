@@ -30,7 +30,7 @@ from pipeline.retrying import PATIENCE_S
 RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
 
 FORGOTTEN = "forgotten"
-"""Key in a scan document: the source was forgotten and is not used any more."""
+"""Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""
 MOVING = ("latest", "latest.heldout")
 """Names that move to each new snapshot; any other name moves only on request."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -44,6 +44,11 @@ def check_source_name(name: str) -> None:
 def check_snapshot_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a snapshot."""
     _check_name(name, "a snapshot", "--name NAME")
+
+
+def check_prompts_name(name: str) -> None:
+    """Raises a UserError unless the name is allowed for a prompt set."""
+    _check_name(name, "a prompt set", "--prompts-name NAME")
 
 
 def _check_name(name: str, what: str, fix: str) -> None:

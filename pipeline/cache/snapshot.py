@@ -28,7 +28,7 @@ from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
-from pipeline.cache.index import fixed, key_bytes
+from pipeline.cache.index import RecordIndex, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.shard import Reader, to_ipc
@@ -201,7 +201,8 @@ class ShardFile(Entry):
 
 @dataclass(frozen=True)
 class NullRecord(Entry):
-    """The record of the empty caption: all its rows, of which attention may see the first `valid`.
+    """The place of a text record of which attention may see the first `valid` rows: that of the empty caption, which
+    has all rows, or of a prompt.
 
     length: bytes of the payload, where it is not plain bf16.
     """
@@ -214,6 +215,20 @@ class NullRecord(Entry):
     checksum: bytes
     length: int | None = None
     forms: ClassVar[Mapping[str, Form]] = {"key": _HEX, "checksum": _HEX}
+
+    @classmethod
+    def of(cls, index: RecordIndex, row: int, storage: str) -> Self:
+        """The place of the record in a row of an index of text records."""
+        offset, rows, valid, length = (int(index.columns[name][row]) for name in ("offset", "rows", "valid", "length"))
+        return cls(
+            shard=index.shards[int(index.columns["shard"][row])],
+            offset=offset,
+            rows=rows,
+            valid=valid,
+            key=key_bytes(index.columns["key"][row]),
+            checksum=key_bytes(index.columns["checksum"][row]),
+            length=None if storage == PLAIN else length,
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.cache import index
+from pipeline.cache import index, prompts
 from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.root import Cache
@@ -34,6 +34,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     stores = counts.stores()
     sources, scanning = counts.sources(stores)
     names, packed = counts.snapshots()
+    sets = counts.prompts()
     damaged = counts.damaged | {name: {"problem": why, "fix": REPAIR} for name, why in cache.files.damage.items()}
     complete = not scanning and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
     return {
@@ -43,6 +44,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
         "sources": sources,
         "snapshots": names,
         "packed": packed,
+        "prompts": sets,
         "damaged": damaged,
         "free_bytes": cache.files.free_bytes(),
     }
@@ -122,6 +124,16 @@ class _Counts:
                     "text": scan["text"],
                 }
         return sources, scanning
+
+    def prompts(self) -> dict[str, dict[str, Any]]:
+        """The newest prompt set by name."""
+        sets: dict[str, dict[str, Any]] = {}
+        for name in self.cache.files.folders("prompts"):
+            with self._readable(Paths.prompts(name)):
+                newest = prompts.newest(self.cache, name)
+                if newest is not None:
+                    sets[name] = {"id": newest.id, "prompts": len(newest), "text": newest.recipe.name}
+        return sets
 
     def snapshots(self) -> tuple[dict[str, str | None], list[str]]:
         """Name -> snapshot id; and the names of packed snapshots."""

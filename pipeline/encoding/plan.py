@@ -140,7 +140,12 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
     pieces = [
         pc.list_flatten(chunk).field("text").cast(pa.large_string()) for chunk in usable.column("captions").chunks
     ]
-    written = pa.chunked_array(pieces, pa.large_string()).unique()
+    return text_work(pa.chunked_array(pieces, pa.large_string()), recipe)
+
+
+def text_work(texts: pa.ChunkedArray, recipe: layout.TextRecipe) -> pa.Table:
+    """Rows of `CAPTIONS` for the null record and some captions as written; equal ones once."""
+    written = texts.unique()
     normalised = (caption_rules.normalise(text.as_py(), recipe.normalisation) for text in written)
     keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
     first = np.unique(keys, return_index=True)[1]

@@ -6,7 +6,7 @@ new one from other files:
 - plans from commits,
 - recipes from snapshots,
 - channel scales from records,
-- a scan or a name that is no longer the last one from its successor.
+- a scan, a name or a prompt set that is no longer the last one from its successor.
 Why: the head of a shard names its unit, and its record table lists its records. So no lost document costs an encoding.
 Price: what only the document said is gone: the reasons of rejects (those records are tried again), the batches of units
 (a damaged record of such a unit is made again in a batch of one), the location of a source, the snapshot of a name.
@@ -46,7 +46,8 @@ def rebuild_documents(cache: Cache) -> None:
             if (recipe := layout.RECIPES[kind].from_values(values)).name in owners:
                 cache.add_recipe(recipe)
     _unreadable_scans(cache)
-    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names())):
+    prompts = map(Paths.prompts, files.folders("prompts"))
+    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):

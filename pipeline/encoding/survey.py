@@ -160,8 +160,13 @@ def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
         background=config.data.background,
         storage=config.encode.storage.latent,
     )
+    return latent, text_recipe(config)
+
+
+def text_recipe(config: Config) -> layout.TextRecipe:
+    """The text recipe of the configuration."""
     text = encoders.describe_text(config.text, caption_rules.instruction(config.text))
-    return latent, layout.TextRecipe(**text, storage=config.encode.storage.text)
+    return layout.TextRecipe(**text, storage=config.encode.storage.text)
 
 
 def known(

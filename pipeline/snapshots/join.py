@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import text as text_column
-from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -414,7 +413,7 @@ def assemble(
         policies=policies,
         buckets=tuple(entries),
         shards={"latent": latent_shards, "text": text_shards},
-        null=_null_record(records, null_row),
+        null=NullRecord.of(records.texts, null_row, records.text.storage),
         left_out=dict(sorted(joined.left_out.items())),
         sources=dict(sources),
         counts={"samples": len(frame)},
@@ -505,20 +504,6 @@ def _null_row(records: Records) -> int:
     if row < 0:
         raise CacheError("the cache has no null record", fix="sana-pipe encode (it encodes it first)")
     return row
-
-
-def _null_record(records: Records, row: int) -> NullRecord:
-    index = records.texts
-    offset, rows, valid, length = (int(index.columns[name][row]) for name in ("offset", "rows", "valid", "length"))
-    return NullRecord(
-        shard=index.shards[int(index.columns["shard"][row])],
-        offset=offset,
-        rows=rows,
-        valid=valid,
-        key=key_bytes(index.columns["key"][row]),
-        checksum=key_bytes(index.columns["checksum"][row]),
-        length=None if records.text.storage == PLAIN else length,
-    )
 
 
 def _numbered_shards(index: RecordIndex, rows: np.ndarray) -> tuple[np.ndarray, tuple[ShardFile, ...]]:

@@ -1,0 +1,83 @@
+"""Prompts for pictures during training: read a file of them, and list their text records as work.
+
+A prompt is encoded like a caption, so one that is also a caption of some source is not encoded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import fsspec
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.encoding.plan import text_work
+from pipeline.errors import UserError
+from pipeline.sources import caption_rules
+from pipeline.sources.filenames import error_text
+
+DEFAULT = "default"
+PROMPTS = (
+    "a red cube on a blue table",
+    "a portrait of an elderly fisherman in morning light, photograph",
+    "a street market at night in the rain, neon signs reflected on the pavement",
+    "a watercolour of a lighthouse on a cliff above a stormy sea",
+    "three green apples in a white bowl beside an open book",
+)
+"""The prompts that `DEFAULT` means: an attribute and a place, a face, a crowded scene, a style, a number."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, and the records that they need.
+
+    Attributes:
+        texts: as written, each once.
+        keys: of their records.
+        work: rows of `plan.CAPTIONS`, with the null record.
+    """
+
+    texts: tuple[str, ...]
+    keys: tuple[bytes, ...]
+    work: pa.Table
+
+
+def read(file: str) -> list[tuple[int, str]]:
+    """(number of the line, prompt) for every line of a UTF-8 file that is not blank and does not begin with `#`.
+    Whitespace around a prompt is removed. file: a path, a URL, or `DEFAULT`.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8, or has no prompt.
+    """
+    if file == DEFAULT:
+        return list(enumerate(PROMPTS, 1))
+    expected = "a text file in UTF-8, a prompt a line"
+    try:
+        with fsspec.open(file, "rb") as opened:
+            text = opened.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}: line {line} is not UTF-8", expected=expected) from None
+    except Exception as error:  # drivers raise what they like
+        raise UserError(
+            f"{file}: cannot be read: {error_text(error)}", expected=expected, fix="--prompts default"
+        ) from None
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
+    prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    if not prompts:
+        raise UserError(f"{file}: has no prompt", expected=f"{expected}; lines that begin with # are remarks")
+    return prompts
+
+
+def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[Prompts, list[str]]:
+    """The prompts of some lines, and a line of text about each that repeats an earlier one."""
+    first: dict[bytes, tuple[int, str]] = {}
+    repeated = []
+    for number, text in lines:
+        key = layout.text_key(recipe.id, caption_rules.normalise(text, recipe.normalisation))
+        if key in first:
+            repeated.append(f"line {number} repeats the prompt of line {first[key][0]}: it is drawn once")
+        else:
+            first[key] = number, text
+    texts = tuple(text for _, text in first.values())
+    return Prompts(texts, tuple(first), text_work(pa.chunked_array([texts], pa.large_string()), recipe)), repeated

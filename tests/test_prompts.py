@@ -1,0 +1,293 @@
+"""Prompt sets: encoded like captions and never twice, opened by name, recipe or id, whole after gc and repair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stages.encode
+import stages.forget
+import stages.gc
+import stages.status
+import stages.verify
+from pipeline.cache import audit, layout, prompts
+from pipeline.cache.contradictions import contradictions
+from pipeline.cache.root import Cache
+from pipeline.cache.status import status
+from pipeline.config import Config
+from pipeline.encoding import prompts as prompting
+from pipeline.encoding import survey, unit_encoder, unit_records
+from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.models import encoders
+from pipeline.sources import caption_rules
+from tests.support import tiny_cache
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\ufeff# for pictures\n\n  A red cube \r\na lighthouse\u2028at sea\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Cache, layout.TextRecipe, list[bytes]]:
+    """A cache without models, its text recipe and the keys of its captions."""
+    cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
+    recipe = tiny_cache.recipes()[1]
+    keys = [key.tobytes() for key in cache.index(recipe.name).keys]
+    return cache, recipe, [key for key in keys if key != layout.null_key(recipe.id)]
+
+
+def recipe_of(cache: Cache) -> layout.TextRecipe:
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    return recipe
+
+
+def refuse(*args: object) -> None:
+    raise AssertionError("a model was loaded that this needs not")
+
+
+# ---------------------------------------------------------------- encode
+
+
+def test_prompts_alone_are_encoded_once_and_without_the_vae(
+    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
+    monkeypatch.setattr(encoders, "describe_vae", refuse)
+    done = stages.encode.run(config, None, prompts=str(file))
+    assert (done["captions"], done["left"], done["prompts"]["new"]) == (3, 0, 3), "two prompts and the null record"
+    cache = Cache.of(config)
+    assert cache.recipes("latent") == []
+    recipe = recipe_of(cache)
+    opened = prompts.open_prompts(cache, None, recipe)
+    assert opened.texts == ("A red cube", "a lighthouse\u2028at sea") and opened.id == done["prompts"]["id"]
+
+    encoder = encoders.TextEncoder.load(config.text, recipe.instruction, unit_encoder.device(config))
+    direct = encoder.encode([caption_rules.normalise(text, recipe.normalisation) for text in opened.texts])
+    for number, rows in enumerate(direct):
+        assert opened.rows(number).tobytes() == rows.tobytes() and opened.rows(number).shape == rows.shape
+    rows, mask = opened.null()
+    null, valid = encoder.null()
+    assert rows.tobytes() == null.tobytes() and mask.sum() == valid and mask[:valid].all()
+    del encoder
+
+    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    before = sorted(cache.root.rglob("*"))
+    assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
+    assert sorted(cache.root.rglob("*")) == before, "nothing was appended"
+    assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
+
+
+def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
+    small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path
+) -> None:
+    config = make_config(tmp_path)
+    caption = next(photos.glob("*.txt")).read_text()
+    file.write_text(f"{caption.strip().upper()}\na red cube\n")
+    done = stages.encode.run(config, str(photos), prompts=str(file))
+    assert (done["captions"], done["images"], done["prompts"]["new"]) == (1, 0, 1)
+    cache = Cache.of(config)
+    snapshot = cache.open_snapshot()
+    opened = prompts.open_prompts(cache, "prompts", snapshot.text_recipe)
+    assert opened.empty == snapshot.null, "the same null record"
+    assert opened.texts[0] == caption.strip().upper()
+
+
+def test_prompts_do_not_change_the_units_of_the_captions(
+    small_cache: Path, make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, str(photos), prompts=str(file))
+    ours, theirs = (Cache(root).plans(recipe_of(Cache(root)).name)[0] for root in (config.cache, small_cache))
+    assert ours == theirs
+
+
+def test_the_text_encoder_is_loaded_once_for_captions_and_prompts(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    for of in (encoders.TextEncoder, encoders.LatentEncoder):
+        real = of.load
+        monkeypatch.setattr(of, "load", lambda *args, of=of, real=real: loads.append(of.__name__) or real(*args))
+    stages.encode.run(make_config(tmp_path), str(photos), prompts=str(file))
+    assert loads == ["TextEncoder", "LatentEncoder"]
+
+
+def test_a_prompt_that_cannot_be_encoded_leaves_the_set_as_it_was(
+    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, None, prompts=str(file))
+    file.write_text("a blue cube\n")
+    monkeypatch.setattr(unit_records, "_finite", lambda inputs, encode, limits: [None] * len(inputs))
+    with pytest.raises(UserError, match="a blue cube: "):
+        stages.encode.run(config, None, prompts=str(file))
+    cache = Cache.of(config)
+    assert prompts.open_prompts(cache, None, recipe_of(cache)).texts[0] == "A red cube"
+
+
+def test_other_workers_finish_and_publish(
+    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.encode, "make_units", lambda encoder, todo, *rest: (0, len(todo)))  # all are claimed
+        done = stages.encode.run(config, None, prompts=str(file), task_index=0, task_count=2)
+    assert done["left"] and done["prompts"]["id"] is None
+    with pytest.raises(CacheError, match="holds no prompt set"):
+        prompts.open_prompts(Cache.of(config), None, recipe_of(Cache.of(config)))
+    assert stages.encode.run(config, None, prompts=str(file), task_index=1, task_count=2)["prompts"]["id"]
+
+
+# ---------------------------------------------------------------- files of prompts
+
+
+def test_repeated_prompts_are_reported_and_drawn_once() -> None:
+    recipe = layout.TextRecipe()
+    made, repeated = prompting.of([(1, "A cat"), (4, "a dog"), (7, "a CAT")], recipe)
+    assert made.texts == ("A cat", "a dog") and len(made.work) == 3
+    (line,) = repeated
+    assert "7" in line and "1" in line
+    assert not prompting.of([(1, "A cat"), (7, "a CAT")], replace(recipe, normalisation="nvlabs"))[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "names"), [(b"a cat\n\xff\n", "line 2"), (b"# none\n\n", "no prompt"), (None, "read")]
+)
+def test_a_file_without_prompts_is_refused_before_a_model_is_read(
+    data: bytes | None, names: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "text_recipe", refuse)
+    if data is not None:
+        (tmp_path / "bad.txt").write_bytes(data)
+    with pytest.raises(UserError, match=r"bad\.txt.*" + names):
+        stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "bad.txt"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_five_prompts_are_shipped() -> None:
+    made, repeated = prompting.of(prompting.read("default"), layout.TextRecipe())
+    assert len(made.texts) == 5 and not repeated
+
+
+# ---------------------------------------------------------------- sets
+
+
+def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+    cache, recipe, keys = tiny
+    with pytest.raises(CacheError, match="--prompts FILE"):
+        prompts.open_prompts(cache, None, recipe)
+    first = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
+    second = prompts.publish(cache, "prompts", recipe, ["two", "three"], keys[1:3])
+    other = prompts.publish(cache, "others", recipe, ["one"], keys[:1])
+    assert first and second and other and first.id == other.id != second.id
+    assert prompts.open_prompts(cache, None, recipe) == second
+    assert prompts.open_prompts(cache, first.id, recipe).texts == ("one",)
+    assert prompts.publish(cache, "prompts", recipe, ["two", "three"], keys[1:3]) == second
+    assert [known.path for known in prompts.current(cache)] == [other.path, second.path]
+    assert prompts.publish(cache, "prompts", recipe, ["none"], [bytes(16)]) is None, "a record is not there"
+    with pytest.raises(CacheError) as refused:
+        prompts.open_prompts(cache, None, replace(recipe, max_length=8))
+    assert "max_length: 8 | 9" in str(refused.value.found)
+    legacy = replace(recipe, model="Efficient-Large-Model/x")
+    assert prompts.open_prompts(cache, None, legacy) == second, "the origin of the weights does not matter"
+    assert status(cache)["prompts"]["prompts"] == {"id": second.id, "prompts": 2, "text": recipe.name}
+    with pytest.raises(UserError, match="cannot name a prompt set"):
+        prompts.publish(cache, "../x", recipe, ["one"], keys[:1])
+
+
+def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+    cache, recipe, keys = tiny
+    made = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
+    prompts.forget(cache, "prompts")
+    assert prompts.names(cache) == [] and not list(prompts.current(cache)) and status(cache)["prompts"] == {}
+    for wanted in (None, made and made.id):
+        with pytest.raises(CacheError):
+            prompts.open_prompts(cache, wanted, recipe)
+    with pytest.raises(CacheError):
+        prompts.forget(cache, "prompts")
+    assert not list(audit.verify(cache))
+    prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
+    assert prompts.open_prompts(cache, None, recipe).texts == ("one",)
+
+
+def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+    cache, recipe, keys = tiny
+    opened = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
+    assert opened is not None
+    place = opened.places[0]
+    path = cache.root / layout.Paths.shard(recipe.name, place.shard)
+    data = bytearray(path.read_bytes())
+    data[place.offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=place.key.hex()):
+        opened.rows(0)
+    opened.null()
+
+
+def test_a_lost_number_is_a_contradiction_and_filled(
+    small_cache_copy: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    cache = Cache.of(config)
+    recipe, keys = recipe_of(cache), [key.tobytes() for key in cache.index(recipe_of(cache).name).keys[:2]]
+    for number in range(2):
+        prompts.publish(cache, "prompts", recipe, [str(number)], [keys[number]])
+    for name in ("prompts/prompts/00000000.json", "copies/prompts/prompts/00000000.json"):
+        (cache.root / name).unlink()
+    assert [finding.path for finding in contradictions(cache)] == ["prompts/prompts"]
+    assert stages.verify.run(config, repair=True) == 0
+    assert prompts.open_prompts(cache, None, recipe).texts == ("1",)
+
+
+# ---------------------------------------------------------------- gc, repair
+
+
+def test_gc_leaves_the_records_of_prompts(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, str(photos), prompts=str(file))
+    cache = Cache.of(config)
+    before = prompts.open_prompts(cache, None, recipe_of(cache))
+    rows = [before.rows(number) for number in range(len(before))]
+    stages.forget.run(config, source=cache.sources()[0])
+    for path in cache.root.rglob("*"):
+        os.utime(path, (1, 1))
+    stages.gc.run(config, yes=True, older_than_hours=0)
+    after = prompts.open_prompts(Cache.of(config), None, before.recipe)
+    assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
+    assert after.null()[1].any() and stages.verify.run(config) == 0
+
+
+def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
+    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, None, prompts=str(file))
+    cache = Cache.of(config)
+    before = prompts.open_prompts(cache, None, recipe_of(cache))
+    path = cache.root / layout.Paths.shard(before.recipe.name, before.places[1].shard)
+    data = bytearray(path.read_bytes())
+    data[before.places[1].offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    from pipeline.encoding import repair
+
+    monkeypatch.setattr(repair, "_restored", lambda *args: False)  # as where hardware gives other bytes
+    assert stages.verify.run(config, repair=True) == 0
+    after = prompts.open_prompts(Cache.of(config), None, before.recipe)
+    assert after.id == before.id and after.places[1].shard != before.places[1].shard
+    assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
