@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import stages.bucket
+import stages.train
+from pipeline.cache import layout, prompts
+from pipeline.cache.root import Cache
 from pipeline.config import Config, SampleConfig, TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
+from pipeline.loader.loader import bf16
+from pipeline.models import sampler
+from pipeline.models.sana import SanaTransformer
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
@@ -308,6 +315,85 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     assert 0 < drawing <= step
 
 
+# ------------------------------------------------------------------------------------------------------------ the stage
+
+
+@pytest.fixture
+def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callable[..., Config]:
+    """The tiny configuration on a copy of the photographs' cache, with a few steps."""
+
+    def make(*overrides: str) -> Config:
+        short = ["train.steps=1", "train.pictures={every: 1}", "sample.steps=2", "train.precision=fp32"]
+        return make_config(small_cache_copy.parent, *short, *overrides)
+
+    return make
+
+
+def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[..., Config]) -> None:
+    config = small()
+    snapshot = stages.bucket.run(config)
+    cache = Cache(config.cache)
+    output = Path(config.train.output)
+    with pytest.raises(CacheError, match=r"(?s)no prompt set 'prompts'.*sana-pipe encode --prompts"):
+        stages.train.run(config)
+    with pytest.raises(CacheError, match="no prompt set 'other'"):
+        stages.train.run(small("train.pictures.prompts=other"))
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    index = cache.index(recipe.name)
+    keys = [key.tobytes() for key in index.keys if key.tobytes() != layout.null_key(recipe.id)][:3]
+    published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
+    assert published is not None
+    with pytest.raises(ConfigError, match="multiples of"):
+        stages.train.run(small("train.pictures.height=65"))
+    assert not output.exists()
+
+    printed: list[str] = []
+    stages.train.run(config, say=printed.append)
+    assert any(line == f"pictures: 3 prompts of set {published.id[:12]} every 1 steps" for line in printed)
+    latents, description = drawn(output, 1)
+    opened = cache.open_snapshot(snapshot)
+    resolution, latent = config.data.resolution, opened.latent_recipe
+    assert (description["height"], description["width"]) == (resolution, resolution)
+    names = ("prompts", "prompt_set", "snapshot", "latent_recipe", "latent")
+    known = (["one", "two", "three"], published.id, snapshot, latent.id, latent.values())
+    assert json.dumps([description[name] for name in names]) == json.dumps(known)
+
+    architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
+    model = SanaTransformer.from_scratch(architecture, 0)
+    model.load_state_dict(weights)
+    null, mask = published.null()
+    side = resolution // latent.compression
+    expected = sampler.sample(
+        model,
+        *sampler.pad_rows([bf16(published.rows(number)).float() for number in range(3)]),
+        bf16(null).float(),
+        torch.from_numpy(mask),
+        noise=sampler.prompt_noise(published.texts, (latent.channels, side, side), config.sample.seed),
+        steps=2,
+        guidance=config.sample.guidance,
+        flow_shift=config.train.flow.shift,
+    )
+    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-4
+
+
+def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:
+    config = small()
+    stages.bucket.run(config)
+    cache = Cache(config.cache)
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    ours = prompts.publish(cache, "ours", recipe, [], [])
+    assert ours is not None
+    other = replace(recipe, instruction="Draw: ")
+    cache.add_recipe(other)
+    place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
+    cache.files.put(place, layout.seal(replace(ours, recipe=other).body()))
+    with pytest.raises(CacheError, match=r"(?s)another text recipe.*instruction"):
+        stages.train.run(config)
+    assert not Path(config.train.output).exists()
+
+
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
@@ -331,3 +417,9 @@ def test_every_strategy_draws_what_one_process_draws(results: dict[str, Any], na
     assert row["distance of two steps"] > 3 * row["tolerance"], "the comparison sees one step of training"
     assert all(row["same training"]), "bit for bit, on every process"
     assert row["encoders"] == []
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_stop_request_to_one_process_ends_the_drawing_of_all(results: dict[str, Any]) -> None:
+    assert results["stopped"] == {"steps": [0], "step": 1, "stopped_by": "SIGTERM"}

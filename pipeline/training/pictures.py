@@ -19,7 +19,6 @@ import os
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -140,8 +139,8 @@ class Pictures:
             return False
         try:
             with safe_open(self._path(step), framework="pt") as file:
-                return json.loads((file.metadata() or {}).get("drawing", "null")) == self._description(step)
-        except (OSError, SafetensorError, ValueError):
+                return (file.metadata() or {}).get("drawing") == self._description(step)
+        except (OSError, SafetensorError):
             return False
 
     def _publish(self, step: int, latents: dict[int, Tensor]) -> Path:
@@ -154,7 +153,7 @@ class Pictures:
                 leftover.unlink()
             data = save(
                 {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)},
-                {"drawing": json.dumps(self._description(step))},
+                {"drawing": self._description(step)},
             )
             with work.open("wb") as file:
                 file.write(data)
@@ -175,10 +174,10 @@ class Pictures:
     def _path(self, step: int) -> Path:
         return self.run.context.folder / FOLDER / f"step-{step:08d}.safetensors"
 
-    def _description(self, step: int) -> dict[str, Any]:
+    def _description(self, step: int) -> str:
         prompts, context, settings = self.prompts, self.run.context, self.settings
         assert prompts is not None
-        return {
+        values = {
             "step": step,
             "phase": context.train.phase,
             "snapshot": context.task.origin.snapshot,
@@ -191,6 +190,7 @@ class Pictures:
             "height": prompts.height,
             "width": prompts.width,
         }
+        return json.dumps(values, ensure_ascii=False)
 
 
 def drawn_at_once(config: Config, task: Task) -> int:

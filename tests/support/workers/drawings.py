@@ -5,11 +5,13 @@ As `tests.support.workers.strategies`: imports once, forks the processes of each
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import safe_open
@@ -20,7 +22,9 @@ from pipeline.launch import Launch
 from pipeline.models.sampler import pad_rows, prompt_noise, sample
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint
+from pipeline.training import checkpoint, pictures
+from pipeline.training.stop import StopRequest
+from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
@@ -49,19 +53,25 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 PICTURES = {"every": 1}
 
 
-def settings_of(case: dict[str, Any], output: Path, pictures: dict[str, Any] | None = PICTURES) -> Config:
-    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": pictures, "save_every": 1}
+def settings_of(case: dict[str, Any], output: Path, drawing: dict[str, Any] | None = PICTURES) -> Config:
+    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing, "save_every": 1}
     known = {name: value for name, value in case.items() if name not in ("resumed", "without", "texts")}
     config = tiny_run.config(layers=4, **{"microbatch": 2, "optim": {"lr": 3e-3}, **known, **more})
     return config.model_copy(update={"sample": SampleConfig(steps=2)})
 
 
-def run(settings: Config, launch: Launch, resume: Path | None = None, texts: int | None = None) -> None:
+def run(
+    settings: Config,
+    launch: Launch,
+    resume: Path | None = None,
+    texts: int | None = None,
+    stop: StopRequest | None = None,
+) -> Report:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
     if texts is not None and task.pictures is not None:
         task = replace(task, pictures=replace(task.pictures, texts=task.pictures.texts[:texts]))
-    fit(settings, task, launch, resume=resume, say=lambda line: None)
+    return fit(settings, task, launch, resume=resume, say=lambda line: None, stop=stop)
 
 
 def drawn(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -101,15 +111,31 @@ def stored(folder: Path) -> dict[str, Any]:
     return {name: digest for name, digest in files.items() if name != ".metadata"}
 
 
+def stopped(launch: Launch, folder: Path) -> dict[str, Any]:
+    """How a run ends of which the last process alone is asked to stop, in the middle of the second drawing."""
+    stop, calls = StopRequest(), itertools.count()
+
+    def draw(*inputs: Any, **options: Any) -> Tensor:
+        if launch.rank == launch.world - 1 and next(calls) == 4:  # a drawing has three passes
+            stop.name = "SIGTERM"
+        return sample(*inputs, **options)
+
+    settings = settings_of({"parallel": strategies.FSDP2}, folder)
+    with mock.patch.object(pictures, "sample", draw):
+        report = run(settings, replace(launch, rendezvous=f"{launch.rendezvous}-stopped"), stop=stop)
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in (folder / "pictures").iterdir())
+    return {"steps": steps, "step": report.step, "stopped_by": report.stopped_by}
+
+
 def compare(launch: Launch, folder: Path) -> None:
     found = {}
     for number, (name, case) in enumerate(CASES[launch.world].items()):
         place = folder / f"{launch.world}-{number}"
         resume = folder / "alone/checkpoints/step-00000001" if case.get("resumed") else None
         runs = {"with": PICTURES, **({"without": None} if case.get("without") else {})}
-        for kind, pictures in runs.items():
+        for kind, drawing in runs.items():
             here = replace(launch, rendezvous=f"{launch.rendezvous}-{number}-{kind}")
-            run(settings_of(case, place / kind, pictures), here, resume, case.get("texts"))
+            run(settings_of(case, place / kind, drawing), here, resume, case.get("texts"))
         if launch.rank:
             continue
         steps = sorted(int(path.stem.removeprefix("step-")) for path in (place / "with/pictures").iterdir())
@@ -133,7 +159,9 @@ def compare(launch: Launch, folder: Path) -> None:
             "same training": [stored(place / kind) == stored(place / "with") for kind in runs],
             "encoders": [name for name in sys.modules if name.endswith(("autoencoder_dc", "modeling_gemma2"))],
         }
+    ended = stopped(launch, folder / "stopped") if launch.world == 2 else None
     if launch.rank == 0:
+        found |= {"stopped": ended} if ended is not None else {}
         (folder / f"found-{launch.world}.json").write_text(json.dumps(found, indent=1))
 
 
