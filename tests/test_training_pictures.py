@@ -294,6 +294,7 @@ def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
         Config.model_validate(tree | {"phases": [{"name": "pictures", "snapshot": "latest"}]})
 
 
+@pytest.mark.slow
 def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
     train = TrainConfig.model_validate({"microbatch": 1, "optim": {"clip": None, "in_backward": True}})
@@ -388,7 +389,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
     other = replace(recipe, instruction="Draw: ")
     cache.add_recipe(other)
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
-    cache.files.put(place, layout.seal(replace(ours, recipe=other).body()))
+    cache.files.put(place, layout.seal(replace(ours, name="prompts", recipe=other).body()))
     with pytest.raises(CacheError, match=r"(?s)another text recipe.*instruction"):
         stages.train.run(config)
     assert not Path(config.train.output).exists()
