@@ -1088,6 +1088,7 @@ READS: dict[str, tuple[str, ...]] = {
     "plan --encode": _ENCODE,
     "export": _EXPORT,
     "sample": _SAMPLE,
+    "sample --watch": ("vae", "encode.device"),
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),

@@ -1,4 +1,4 @@
-"""`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot.
+"""`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot or new prompts; or those of a training.
 
 What: reads text rows and latents from the cache, draws latents with the transformer, decodes them in a separate
 process, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
@@ -7,6 +7,9 @@ encoder, like training.
 Price: one more start of Python, and the latents go through a file.
 
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
+
+New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a process of its own, into a temporary cache.
+`--watch` decodes what a training draws (see `pipeline.reporting.pictures`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.sana_config import SanaConfig
-from pipeline.reporting import decoder, drawing
+from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import Drawn
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
@@ -87,6 +90,13 @@ def run(
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
     _say(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
+
+
+def watch(config: Config, run: Path, *, once: bool = False) -> int:
+    """Decode the latents that a training draws; see `pictures.Watcher.watch`."""
+    set_tf32(False)
+    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _say).watch(once=once)
+    return 0
 
 
 def decode(config: Config, latents: Path, out: Path) -> int:

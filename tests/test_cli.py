@@ -190,6 +190,16 @@ def test_encode_refuses_options_that_do_not_go_together(stage: Callable[..., Cal
     assert end("encode", *words) == 2 and not calls
 
 
+def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> None:
+    calls = stage("sample", function="watch")
+    assert end("sample", "--watch", "runs/a", "--once", "--set", "encode.device=cpu", "--set", "vae.dtype=bf16") == 0
+    ((config, run), options) = calls[0]
+    assert (run, options, config.vae.dtype) == (Path("runs/a"), {"once": True}, "bf16")
+    for words in (["--count", "2"], ["--ema"], ["--checkpoint", "auto"], ["--set", "sample.steps=2"]):
+        assert end("sample", "--watch", "runs/a", *words) == 2
+    assert end("sample", "--once") == 2 and len(calls) == 1
+
+
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     calls = stage("encode")
     assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0
