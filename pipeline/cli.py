@@ -556,6 +556,7 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
     examples=[
         "sana-pipe sample --count 4",
         "sana-pipe sample --snapshot round2.heldout --set sample.guidance=6.0",
+        "sana-pipe sample --prompt 'a red cube' --prompt 'a lighthouse at sea' --ema",
         "sana-pipe sample --watch ./runs/sana_1600m_1024 --set encode.device=cpu",
     ]
 )
@@ -565,6 +566,15 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
 @_ema
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
 @click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Folder for the PNGs.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Draw this text instead of captions; may be repeated. Loads the text encoder, in a process of its own.",
+)
+@click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
+@click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option(
     "--watch",
     metavar="RUN",
@@ -582,10 +592,13 @@ def sample(
     ema: bool,
     count: int | None,
     out: str,
+    prompts: tuple[str, ...],
+    height: int | None,
+    width: int | None,
     watch: str | None,
     once: bool,
 ) -> Any:
-    """Draw pictures for captions of a snapshot and put them on a contact sheet."""
+    """Draw pictures for captions of a snapshot, or for new prompts, and put them on a contact sheet."""
     if watch is not None:
         _only_with(context, "--watch", "once")
         from stages import sample as stage
@@ -593,6 +606,16 @@ def sample(
         return stage.watch(_load(config_path, overrides, "--watch"), Path(watch), once=once)
     if once:
         raise click.UsageError("--once is for --watch")
+    if prompts:
+        if snapshot is not None or count is not None:
+            raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
+        config = _load(config_path, overrides, "--prompt")
+        from stages import sample as stage
+
+        size = {"height": height, "width": width}
+        return stage.run_prompts(config, checkpoint, prompts, Path(out), ema=ema, **size)
+    if height is not None or width is not None:
+        raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = _load(config_path, overrides)
     from stages import sample as stage
 
