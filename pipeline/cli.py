@@ -135,6 +135,19 @@ def _configured(command: Command) -> Command:
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 
 
+def _only_with(context: click.Context, option: str, *others: str) -> None:
+    """Refuse options beside `option` that were given on the command line, except the configuration's and `others`."""
+    known = {option.lstrip("-"), "config_path", "overrides", *others}
+    given = click.core.ParameterSource.COMMANDLINE
+    odd = [
+        p.opts[0]
+        for p in context.command.params
+        if p.name not in known and context.get_parameter_source(str(p.name)) == given
+    ]
+    if odd:
+        raise click.UsageError(f"{option} does not go with {', '.join(odd)}")
+
+
 def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
     """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
     from pipeline.config import load
@@ -540,7 +553,12 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
 
 
 @cli.command(
-    examples=["sana-pipe sample --count 4", "sana-pipe sample --snapshot round2.heldout --set sample.guidance=6.0"]
+    examples=[
+        "sana-pipe sample --count 4",
+        "sana-pipe sample --snapshot round2.heldout --set sample.guidance=6.0",
+        "sana-pipe sample --prompt 'a red cube' --prompt 'a lighthouse at sea' --ema",
+        "sana-pipe sample --watch ./runs/sana_1600m_1024 --set encode.device=cpu",
+    ]
 )
 @_configured
 @_checkpoint
@@ -548,7 +566,25 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
 @_ema
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
 @click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Folder for the PNGs.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Draw this text instead of captions; may be repeated. Loads the text encoder, in a process of its own.",
+)
+@click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
+@click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
+@click.option(
+    "--watch",
+    metavar="RUN",
+    help="Decode what a training draws (train.pictures) as it appears, into RUN/pictures; Ctrl-C ends. Loads no "
+    "transformer.",
+)
+@click.option("--once", is_flag=True, help="With --watch: end when everything that is there is decoded.")
+@click.pass_context
 def sample(
+    context: click.Context,
     config_path: str | None,
     overrides: tuple[str, ...],
     checkpoint: str,
@@ -556,8 +592,30 @@ def sample(
     ema: bool,
     count: int | None,
     out: str,
+    prompts: tuple[str, ...],
+    height: int | None,
+    width: int | None,
+    watch: str | None,
+    once: bool,
 ) -> Any:
-    """Draw pictures for captions of a snapshot and put them on a contact sheet."""
+    """Draw pictures for captions of a snapshot, or for new prompts, and put them on a contact sheet."""
+    if watch is not None:
+        _only_with(context, "--watch", "once")
+        from stages import sample as stage
+
+        return stage.watch(_load(config_path, overrides, "--watch"), Path(watch), once=once)
+    if once:
+        raise click.UsageError("--once is for --watch")
+    if prompts:
+        if snapshot is not None or count is not None:
+            raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
+        config = _load(config_path, overrides, "--prompt")
+        from stages import sample as stage
+
+        size = {"height": height, "width": width}
+        return stage.run_prompts(config, checkpoint, prompts, Path(out), ema=ema, **size)
+    if height is not None or width is not None:
+        raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = _load(config_path, overrides)
     from stages import sample as stage
 

@@ -1104,6 +1104,8 @@ READS: dict[str, tuple[str, ...]] = {
     "plan --encode": _ENCODE,
     "export": _EXPORT,
     "sample": _SAMPLE,
+    "sample --watch": ("vae", "encode.device"),
+    "sample --prompt": (*_SAMPLE, "text", "encode", "data.resolution"),
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),

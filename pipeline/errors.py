@@ -151,7 +151,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     6: ("there is no disk space for the next file", _CACHE),
     7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
-    8: ("the process that decodes pictures failed", ("sample", "report")),
+    8: ("the process that decodes pictures, or encodes prompts, failed", ("sample", "report")),
     9: ("the loss or the gradient is not a finite number", ("train",)),
     10: ("another training uses the run directory", ("train",)),
     74: ("done, but the last lines could not be written to stdout", ()),

@@ -1,4 +1,4 @@
-"""`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot.
+"""`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot or new prompts; or those of a training.
 
 What: reads text rows and latents from the cache, draws latents with the transformer, decodes them in a separate
 process, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
@@ -7,6 +7,9 @@ encoder, like training.
 Price: one more start of Python, and the latents go through a file.
 
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
+
+New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a process of its own, into a temporary cache.
+`--watch` decodes what a training draws (see `pipeline.reporting.pictures`).
 """
 
 from __future__ import annotations
@@ -14,18 +17,23 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from pipeline.cache.layout import LatentRecipe, TextRecipe
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import Head
 from pipeline.config import Config
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import resolve_device, set_tf32
+from pipeline.models.encoders import vae_shape
+from pipeline.models.hub import resolve
 from pipeline.models.sana_config import SanaConfig
-from pipeline.reporting import decoder, drawing
+from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import Drawn
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
@@ -66,7 +74,8 @@ def run(
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     architecture, weights = checkpoints.load_model_state(folder, ema=ema)
-    _check_fit(architecture, opened, folder)
+    recipes = opened.latent_recipe.channels, opened.text_recipe.width
+    _check_channels(architecture, *recipes, folder, f"snapshot {opened.id[:12]}")
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
         _say(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
@@ -87,6 +96,70 @@ def run(
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
     _say(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
+
+
+def run_prompts(
+    config: Config,
+    checkpoint: str,
+    prompts: Sequence[str],
+    out: Path,
+    *,
+    ema: bool = False,
+    height: int | None = None,
+    width: int | None = None,
+) -> Path:
+    """Encode new prompts, draw and decode them, each in a process of its own; returns the contact sheet.
+
+    Args:
+        checkpoint, out, ema: as in `run`.
+        prompts: equal ones (after the text recipe's normalisation) are drawn once.
+        height, width: of the pictures in pixels (None: `data.resolution`).
+
+    Raises:
+        UserError: no checkpoint; encoders that do not fit it; sides that the model cannot draw.
+    """
+    out = Path(out)
+    set_tf32(config.train.tf32)
+    folder = checkpoints.find(config, checkpoint)
+    config = config.at(folder)
+    document = checkpoints.read_document(folder)
+    latent, text = _recipes_of(config, document.state.snapshot)
+    compression, channels = (
+        (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
+    )
+    size = height or config.data.resolution, width or config.data.resolution
+    _check_size(size, compression * document.architecture.patch_size)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
+            encoded = decoder.encode_prompts(config, prompts, Path(work))
+            if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
+                raise ConfigError(
+                    f"{folder} was trained with another text recipe (trained | configured)",
+                    found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
+                    fix="--config FILE, that of the training",
+                )
+            _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
+            _say(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
+            architecture, weights = checkpoints.load_model_state(folder, ema=ema)
+            shape = channels, size[0] // compression, size[1] // compression
+            device = resolve_device(config.train.device)
+            latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
+            del weights
+            tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
+            made = decoder.decode(config, tensors, Path(work))
+            sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
+    _say(f"contact sheet: {sheet}")
+    return sheet
+
+
+def watch(config: Config, run: Path, *, once: bool = False) -> int:
+    """Decode the latents that a training draws; see `pictures.Watcher.watch`."""
+    set_tf32(False)
+    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _say).watch(once=once)
+    return 0
 
 
 def decode(config: Config, latents: Path, out: Path) -> int:
@@ -115,17 +188,41 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     return 0
 
 
-def _check_fit(architecture: SanaConfig, snapshot: Snapshot, folder: Path) -> None:
+def _check_channels(architecture: SanaConfig, channels: int, width: int, folder: Path, what: str) -> None:
     pairs = (
-        ("in_channels", architecture.in_channels, "latents", snapshot.latent_recipe.channels),
-        ("caption_channels", architecture.caption_channels, "text rows", snapshot.text_recipe.width),
+        ("in_channels", architecture.in_channels, "latents", channels),
+        ("caption_channels", architecture.caption_channels, "text rows", width),
     )
-    for name, of_model, what, of_snapshot in pairs:
-        if of_model != of_snapshot:
+    for name, of_model, records, ours in pairs:
+        if of_model != ours:
             raise ConfigError(
-                f"{folder} and snapshot {snapshot.id[:12]} do not fit: the model's {name} is {of_model}, the {what} "
-                f"have {of_snapshot}",
-                fix="--snapshot with one that was made with this model's encoders",
+                f"{folder} and {what} do not fit: the model's {name} is {of_model}, the {records} have {ours}",
+                fix="--snapshot or --config with this model's encoders",
+            )
+
+
+def _recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
+    """The recipes that a model was trained with; None if its snapshot is not in the cache."""
+    try:
+        cache = Cache.if_there(config)
+        if cache is not None:
+            head = Head.read(cache.files, snapshot)
+            return head.latent, head.text
+    except CacheError:
+        pass
+    _say(
+        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: its encoders are taken for the configured"
+    )
+    return None, None
+
+
+def _check_size(size: tuple[int, int], multiple: int) -> None:
+    for name, side in zip(("height", "width"), size, strict=True):
+        if side % multiple:
+            raise UserError(
+                f"the model draws sides of multiples of {multiple} pixels",
+                found=f"{name} {side}",
+                fix=f"--{name} {max(multiple, round(side / multiple) * multiple)}",
             )
 
 
@@ -164,11 +261,33 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
                 "nearest_is_own": hit,
             }
         )
+    _write_table(lines, work, out)
+    contact_sheet(cards, TITLES, out / SHEET)
+    return out / SHEET
+
+
+def _publish_prompts(texts: Sequence[str], size: tuple[int, int], made: Path, work: Path, out: Path) -> Path:
+    """Move the pictures of prompts into place; the sheet comes last."""
+    from PIL import Image
+
+    from pipeline.reporting.sheet import Card, contact_sheet
+
+    cards, lines = [], []
+    for number, text in enumerate(texts):
+        name = f"{number:04d}.png"
+        os.replace(made / name, out / name)
+        with Image.open(out / name) as picture:
+            cards.append(Card(text, (picture.convert("RGB"),)))
+        lines.append({"file": name, "caption": text, "height": size[0], "width": size[1]})
+    _write_table(lines, work, out)
+    contact_sheet(cards, TITLES[-1:], out / SHEET)
+    return out / SHEET
+
+
+def _write_table(lines: list[dict[str, Any]], work: Path, out: Path) -> None:
     table = work / TABLE
     table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     os.replace(table, out / TABLE)
-    contact_sheet(cards, TITLES, out / SHEET)
-    return out / SHEET
 
 
 def _say(line: str) -> None:

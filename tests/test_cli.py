@@ -190,6 +190,27 @@ def test_encode_refuses_options_that_do_not_go_together(stage: Callable[..., Cal
     assert end("encode", *words) == 2 and not calls
 
 
+def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> None:
+    calls = stage("sample", function="watch")
+    assert end("sample", "--watch", "runs/a", "--once", "--set", "encode.device=cpu", "--set", "vae.dtype=bf16") == 0
+    ((config, run), options) = calls[0]
+    assert (run, options, config.vae.dtype) == (Path("runs/a"), {"once": True}, "bf16")
+    for words in (["--count", "2"], ["--ema"], ["--checkpoint", "auto"], ["--set", "sample.steps=2"]):
+        assert end("sample", "--watch", "runs/a", *words) == 2
+    assert end("sample", "--once") == 2 and len(calls) == 1
+
+
+def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> None:
+    calls = stage("sample", function="run_prompts")
+    words = ["sample", "--prompt", "a cat", "--prompt", "a dog"]
+    assert end(*words, "--ema", "--width", "512", "--set", "text.mode=exact", "--set", "sample.seed=3") == 0
+    ((config, checkpoint, prompts, out), options) = calls[0]
+    assert (checkpoint, prompts, out) == ("auto", ("a cat", "a dog"), Path("samples"))
+    assert options == {"ema": True, "height": None, "width": 512} and config.text.mode == "exact"
+    assert end(*words, "--count", "2") == 2 and end(*words, "--snapshot", "x") == 2
+    assert end("sample", "--width", "512") == 2 and end(*words, "--watch", "run") == 2 and len(calls) == 1
+
+
 def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
     calls = stage("encode")
     assert end("encode", "--data", "pics", "--set", "encode.image_batch=3", "--set", "cache=/c") == 0

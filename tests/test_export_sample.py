@@ -22,8 +22,10 @@ from pipeline import cli, processes
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.errors import AwayError, ConfigError, UserError
-from pipeline.models import tiny
+from pipeline.models import encoders, tiny
+from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
+from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import decoder, drawing
 from pipeline.reporting import photos as reading
@@ -407,6 +409,100 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
     torch.testing.assert_close(every[4], alone[4], rtol=1e-4, atol=1e-4)
     other = drawn([4], changed(trained.config, tmp_path, "sample.seed=1"))
     assert (other[4] - alone[4]).norm() > 0.1 * alone[4].norm()
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes with encoders cost seconds each."""
+
+    def run(config: Config, work: Path, *words: str, what: str) -> None:
+        if words[0] == "encode":
+            encode.run(config, None, prompts=words[2])
+        else:
+            sample.decode(config, Path(words[2]), Path(words[4]))
+
+    monkeypatch.setattr(decoder, "_run", run)
+
+
+PROMPTS = ["A red CUBE", "a lighthouse\nat sea", "a red cube"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_new_prompts_are_drawn_as_in_training(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[torch.Tensor] = []
+    real = drawing.draw_prompts
+    monkeypatch.setattr(drawing, "draw_prompts", lambda *a: drawn.extend(real(*a)) or drawn)
+    before = sorted(path for path in Path(trained.config.cache).rglob("*"))
+    sheet = sample.run_prompts(trained.config, "auto", PROMPTS, tmp_path / "samples", height=32, width=48)
+    assert sorted(path for path in Path(trained.config.cache).rglob("*")) == before, "the cache is left as it was"
+    assert "line 3 repeats" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "samples").iterdir()}
+    assert names == {"0000.png", "0001.png", sheet.name, "samples.jsonl"}
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
+    assert [row["caption"] for row in rows] == PROMPTS[:2]
+    with Image.open(tmp_path / "samples" / "0001.png") as picture:
+        assert picture.size == (48, 32)
+
+    opened = Cache(trained.config.cache).open_snapshot()
+    text = encoders.TextEncoder.load(trained.config.text, opened.text_recipe.instruction, "cpu")
+    captions = [encoders.from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
+    null, valid = text.null()
+    del text
+    architecture, weights = checkpoints.load_model_state(trained.checkpoint)
+    model = SanaTransformer.on_meta(architecture)
+    model.load_state_dict(weights, assign=True)
+    model.reset_buffers()
+    alone = sampling.sample(
+        model.eval(),
+        *sampling.pad_rows(captions[1:]),
+        encoders.from_bits(null[:valid]).float(),
+        torch.ones(valid, dtype=torch.bool),
+        noise=sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
+        steps=2,
+        guidance=trained.config.sample.guidance,
+        flow_shift=trained.config.train.flow.shift,
+    )
+    torch.testing.assert_close(drawn[1], alone[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_prompts_of_another_text_recipe_or_size_are_refused(trained: Trained, tmp_path: Path) -> None:
+    config = changed(trained.config, tmp_path, "text.instruction='Say this: '")
+    with pytest.raises(UserError, match="another text recipe"):
+        sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples")
+    with pytest.raises(UserError, match="multiples of 8") as refused:
+        sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples", height=60)
+    assert refused.value.fix == "--height 64"
+    assert not list((tmp_path / "samples").iterdir())
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_prompts_are_drawn_where_the_cache_is_not(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed(trained.config, tmp_path, f"cache={tmp_path / 'none'}")
+    sample.run_prompts(config, "auto", PROMPTS[:1], tmp_path / "samples")
+    assert "is not in" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    with Image.open(tmp_path / "samples" / "0000.png") as picture:
+        assert picture.size == (64, 64), "data.resolution"
+
+
+@pytest.mark.slow
+def test_the_process_that_draws_prompts_imports_no_encoder(trained: Trained, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(dump(trained.config))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from pipeline.config import load; "
+        "from stages import sample; sample.run_prompts(load(sys.argv[2]), 'auto', ['a cube'], Path(sys.argv[3])); "
+        "bad = [m for m in sys.modules if m.rpartition('.')[2] in ('autoencoder_dc', 'modeling_gemma2') "
+        "or m == 'transformers']; sys.exit(str(bad) if bad else 0)"
+    )
+    arguments = [sys.executable, "-c", code, processes.command()[3], str(config), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "contact_sheet.png").exists()
 
 
 def test_rows_are_spread_without_repeats() -> None:

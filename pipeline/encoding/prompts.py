@@ -5,6 +5,7 @@ A prompt is encoded like a caption, so one that is also a caption of some source
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import fsspec
@@ -44,7 +45,7 @@ class Prompts:
 
 def read(file: str) -> list[tuple[int, str]]:
     """(number of the line, prompt) for every line of a UTF-8 file that is not blank and does not begin with `#`.
-    Whitespace around a prompt is removed. file: a path, a URL, or `DEFAULT`.
+    Whitespace around a prompt is removed. file: a path, a URL, or `DEFAULT`; `.json`: a list of prompts.
 
     Raises:
         UserError: it cannot be read, is not UTF-8, or has no prompt.
@@ -62,10 +63,23 @@ def read(file: str) -> list[tuple[int, str]]:
         raise UserError(
             f"{file}: cannot be read: {error_text(error)}", expected=expected, fix="--prompts default"
         ) from None
-    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
-    prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    if file.endswith(".json"):
+        prompts = list(enumerate(_listed(file, text), 1))
+    else:
+        lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
+        prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not prompts:
         raise UserError(f"{file}: has no prompt", expected=f"{expected}; lines that begin with # are remarks")
+    return prompts
+
+
+def _listed(file: str, text: str) -> list[str]:
+    try:
+        prompts = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{file}: is not JSON: {error}") from None
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(f"{file}: holds no prompts", expected="a JSON list of texts")
     return prompts
 
 

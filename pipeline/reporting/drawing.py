@@ -1,21 +1,23 @@
-"""Draw latents for captions of a snapshot, and check whether each resembles the picture of its caption.
+"""Draw latents for captions of a snapshot or for prompts, and check whether each resembles its caption's picture.
 
-`draw_for` reads text rows from the cache and samples with the transformer; `nearest` compares the results with the
-cached latents; `spread` chooses rows. It is apart from the stage, because tests and reports use the check, too. The
-model is in memory while it draws; decoding happens elsewhere.
+`draw_for` reads text rows from the cache and samples with the transformer, `draw_prompts` does so for a prompt set;
+`nearest` compares the results with the cached latents; `spread` chooses rows. It is apart from the stage, because tests
+and reports use the check, too. The model is in memory while it draws; decoding happens elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from pipeline.cache.prompts import PromptSet
 from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
-from pipeline.models.sampler import noise_of, pad_rows
+from pipeline.models.sampler import noise_of, pad_rows, prompt_noise
 from pipeline.models.sampler import sample as draw
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
@@ -64,10 +66,7 @@ def draw_for(
     Args:
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
-    model = SanaTransformer.on_meta(architecture)
-    model.load_state_dict(weights, assign=True)
-    model.reset_buffers()
-    model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
+    model = _model(config, architecture, weights, device)
     records = Records(snapshot)
     settings = config.sample
     pieces = []
@@ -92,19 +91,68 @@ def draw_for(
             null,
             null_mask,
             noise=torch.cat([noise for *_, noise in group]),
-            steps=settings.steps,
-            guidance=settings.guidance,
-            flow_shift=config.train.flow.shift,
-            batch=config.train.drawn_at_once,
+            **_settings(config),
         ).cpu()
         drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
     del model
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the decoding process needs the memory
+    _free(device)
     return [
         Drawn(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
         for row, sample, caption, shape, latent, *_ in pieces
     ]
+
+
+def draw_prompts(
+    config: Config,
+    architecture: SanaConfig,
+    weights: dict[str, torch.Tensor],
+    prompts: PromptSet,
+    shape: tuple[int, int, int],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Draw a latent of `shape` (C, h, w) for each prompt, float32. The noise of a picture depends on `sample.seed` and
+    the prompt alone, as in training.
+
+    Args:
+        weights: as in `draw_for`.
+    """
+    null, null_mask = prompts.null()
+    rows = [bf16(prompts.rows(number)).float() for number in range(len(prompts))]
+    model = _model(config, architecture, weights, device)
+    latents = draw(
+        model,
+        *pad_rows(rows),
+        bf16(null).float(),
+        torch.from_numpy(null_mask),
+        noise=prompt_noise(prompts.texts, shape, config.sample.seed),
+        **_settings(config),
+    ).cpu()
+    del model
+    _free(device)
+    return list(latents)
+
+
+def _model(
+    config: Config, architecture: SanaConfig, weights: dict[str, torch.Tensor], device: torch.device
+) -> SanaTransformer:
+    model = SanaTransformer.on_meta(architecture)
+    model.load_state_dict(weights, assign=True)
+    model.reset_buffers()
+    return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {
+        "steps": config.sample.steps,
+        "guidance": config.sample.guidance,
+        "flow_shift": config.train.flow.shift,
+        "batch": config.train.drawn_at_once,
+    }
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the decoding process needs the memory
 
 
 def nearest(drawn: list[Drawn]) -> list[bool]:

@@ -1,0 +1,239 @@
+"""Drawn latents of a run and their pictures: `RUN/pictures/step-XXXXXXXX.safetensors` and the folder beside it.
+
+What: `train` writes a file of latents whenever it draws; `Watcher` decodes each to `step-XXXXXXXX/NNNN.png` and then
+writes `decoded.json` there, with the digest of the file of latents. So pictures count only if they are of the present
+file: after a resume from an earlier checkpoint another file may take its place.
+Why a watcher: training imports no encoder. The watcher has the VAE's decoder and no transformer, reads only the run
+directory, and may run on a CPU or another GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from pipeline.cache import layout
+from pipeline.config import VaeConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.processes import catching, shown
+
+if TYPE_CHECKING:
+    from pipeline.models.encoders import LatentDecoder
+
+FOLDER = "pictures"
+DECODED = "decoded.json"
+POLL_S = 2.0
+_DECIDES = ("weights", "compression", "channels", "scaling_factor")
+"""Fields of a latent recipe that a decoder has to fit."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A file of drawn latents.
+
+    Attributes:
+        digest: of its bytes.
+        facts: its description: `step`, `prompts`, `latent` (the values of the latent recipe) and others.
+    """
+
+    path: Path
+    data: bytes
+    digest: str
+    facts: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Drawing:
+        """Raises a UserError if it is no file of drawn latents."""
+        try:
+            data = path.read_bytes()
+            facts = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["drawing"])
+            return cls(path, data, layout.content_digest(data), {"step": int(facts["step"]), **facts})
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: is no file of drawn latents: {error!r}", fix="remove it") from None
+
+    @property
+    def folder(self) -> Path:
+        """Of its pictures."""
+        return self.path.with_suffix("")
+
+    def latents(self) -> dict[str, torch.Tensor]:
+        """By name, (C, h, w) float32, multiplied by the scaling factor.
+
+        Raises:
+            UserError: the file is damaged, or holds something else.
+        """
+        try:
+            latents = load(self.data)
+        except SafetensorError as error:
+            raise UserError(f"{self.path}: cannot be read as safetensors: {error}", fix="remove it") from None
+        odd = [f"{name}: {tuple(each.shape)}" for name, each in latents.items() if each.ndim != 3]
+        if odd:
+            raise UserError(f"{self.path}: holds no latents", expected="(C, h, w)", found=", ".join(odd))
+        return latents
+
+    def pictures(self) -> dict[str, Path | None] | None:
+        """The decoded pictures by the names of the latents; None: one that could not be decoded. None if the present
+        file is not decoded."""
+        try:
+            document = json.loads((self.folder / DECODED).read_bytes())
+            if document["latents"] != self.digest:
+                return None
+            return {name: file and self.folder / file for name, file in document["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def files(run: Path) -> list[Path]:
+    """The files of drawn latents of a run directory and of its phases, in the order of steps."""
+    return sorted([*run.glob(f"{FOLDER}/step-*.safetensors"), *run.glob(f"*/{FOLDER}/step-*.safetensors")])
+
+
+class Watcher:
+    """Decodes the drawings of a run.
+
+    Args:
+        run: the run directory, or a folder of phases.
+        device: of the decoder.
+        log: called with each line for people.
+    """
+
+    def __init__(self, vae: VaeConfig, run: Path, device: torch.device, log: Callable[[str], None]):
+        self.vae, self.run, self.device, self.log = vae, run, device, log
+        self.failed: dict[Path, str] = {}
+        self._seen: dict[Path, tuple[int, int, int]] = {}
+        self._decoder: LatentDecoder | None = None
+        self._described: dict[str, Any] | None = None
+
+    def watch(self, *, once: bool = False, poll_s: float = POLL_S) -> None:
+        """Decode what is there and what appears, until SIGINT or SIGTERM; the drawing at hand is finished first.
+
+        Args:
+            once: return when everything is decoded.
+
+        Raises:
+            UserError: the drawings are of another VAE, or the VAE cannot be read; with `once` also: no such run
+                directory, or a file that could not be decoded.
+        """
+        if once and not self.run.is_dir():
+            raise UserError(f"{self.run}: there is no such run directory", fix="--watch RUN, as train.output names it")
+        stop = threading.Event()
+
+        def asked(number: int, frame: object) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            stop.set()
+
+        with catching((signal.SIGINT, signal.SIGTERM), asked):
+            made = self._pass(stop)
+            if not made and not once:
+                self.log(f"waiting for drawings in {self.run}; Ctrl-C ends")
+            while not once and not stop.wait(poll_s):
+                self._pass(stop)
+        if stop.is_set():
+            self.log("stopped; the same command continues")
+        elif self.failed:
+            raise UserError(
+                f"{len(self.failed)} files of drawn latents could not be decoded",
+                found="; ".join(self.failed.values()),
+                fix="remove them; a resumed training draws again",
+            )
+        elif not made:
+            self.log(f"{self.run}: nothing to decode")
+
+    def _pass(self, stop: threading.Event) -> int:
+        """Decode every new file; returns how many."""
+        made = 0
+        for path in files(self.run):
+            if stop.is_set():
+                break
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+            if self._seen.get(path) == seen:
+                continue
+            self._seen[path] = seen
+            self.failed.pop(path, None)
+            try:
+                drawing = Drawing.read(path)
+                latents = drawing.latents() if drawing.pictures() is None else None
+            except UserError as error:
+                self.failed[path] = error.what
+                self.log(error.what)
+                continue
+            if latents is not None:
+                self._decode(drawing, latents)
+                made += 1
+        return made
+
+    def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
+        from pipeline.models.encoders import LatentDecoder, NonFiniteError
+
+        self._check(drawing)
+        if self._decoder is None:
+            self._decoder = LatentDecoder.load(self.vae, self.device)
+        names: dict[str, str | None] = {}
+        try:
+            drawing.folder.mkdir(exist_ok=True)
+            for name, latent in sorted(latents.items()):
+                try:
+                    picture = Image.fromarray(self._decoder.decode(latent[None])[0])
+                except NonFiniteError as error:
+                    self.log(f"{drawing.path}: {name} has no picture: {error.what}")
+                    names[name] = None
+                    continue
+                names[name] = f"{name}.png"
+                with _replacing(drawing.folder / f"{name}.png") as work:
+                    picture.save(work, "PNG")
+            with _replacing(drawing.folder / DECODED) as work:
+                work.write_text(json.dumps({"latents": drawing.digest, "files": names}) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{drawing.folder}: cannot be written: {error}", fix="check space and rights") from None
+        count = sum(name is not None for name in names.values())
+        self.log(f"step {drawing.facts['step']}: {count} pictures in {drawing.folder}")
+
+    def _check(self, drawing: Drawing) -> None:
+        """ConfigError unless the configured VAE made the latents that the model was trained on."""
+        from pipeline.models.encoders import describe_vae
+
+        if self._described is None:
+            described = describe_vae(self.vae)
+            self._described = {name: described[name] for name in _DECIDES}
+        recipe = layout.LatentRecipe.from_values(drawing.facts.get("latent") or {})
+        if differences := recipe.unlike(self._described):
+            raise ConfigError(
+                f"{drawing.path}: was drawn for the latents of another VAE (drawn | configured)",
+                found="; ".join(differences),
+                fix="--config FILE, that of the training; a faster decoder of the same latents is vae.decoder",
+            )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which then replaces `path`."""
+    work = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield work
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def command(run: Path) -> str:
+    """The command that decodes what is not decoded yet, as a user types it."""
+    return shown("sample", "--watch", str(run), "--once")

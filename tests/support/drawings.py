@@ -1,0 +1,49 @@
+"""Files of drawn latents, as a training writes them, without a training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from pipeline.cache import layout
+
+PROMPTS = ("a red cube", "a lighthouse at sea")
+
+
+def draw(
+    run: Path, step: int, recipe: layout.LatentRecipe, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **facts: Any
+) -> Path:
+    """Write `run/pictures/step-XXXXXXXX.safetensors` with random latents of 32 x 48 pixels, and the journal's row."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    shape = recipe.channels, 32 // recipe.compression, 48 // recipe.compression
+    tensors = {f"{number:04d}": torch.randn(shape, generator=generator) for number in range(len(prompts))}
+    facts = {
+        "step": step,
+        "phase": 0,
+        "snapshot": "0" * 32,
+        "latent_recipe": recipe.id,
+        "latent": recipe.values(),
+        "prompt_set": "1" * 32,
+        "prompts": list(prompts),
+        "sampling_steps": 2,
+        "guidance": 4.5,
+        "seed": 0,
+        "ema": True,
+        "height": 32,
+        "width": 48,
+        **facts,
+    }
+    path = run / "pictures" / f"step-{step:08d}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_suffix(".tmp")
+    save_file(tensors, work, {"drawing": json.dumps(facts)})
+    work.replace(path)
+    row = {"event": "pictures", "step": step, "count": len(prompts), "file": f"pictures/{path.name}", "seconds": 1.0}
+    with (run / "metrics.jsonl").open("a") as journal:
+        journal.write(json.dumps({**row, "prompt_set": "1" * 32, "time": f"2026-01-01T00:00:{step % 60:02d}"}) + "\n")
+    return path

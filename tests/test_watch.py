@@ -1,0 +1,170 @@
+"""`sample --watch`: every drawing is decoded once, by the VAE of its latents and without a transformer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import stages.sample
+from pipeline.cache import layout
+from pipeline.config import Config
+from pipeline.encoding import survey
+from pipeline.errors import ConfigError, UserError
+from pipeline.models import encoders
+from pipeline.models.sana import SanaTransformer
+from pipeline.reporting import pictures
+from pipeline.reporting.pictures import Drawing, Watcher
+from tests.support.drawings import draw
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, tmp_path: Path) -> Config:
+    return make_config(tmp_path, "encode.device=cpu")
+
+
+@pytest.fixture
+def recipe(config: Config) -> layout.LatentRecipe:
+    return survey.recipes(config)[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def refuse(*args: object, **options: object) -> None:
+    raise AssertionError("this was not to be called")
+
+
+def decoded(path: Path) -> dict[str, Path | None]:
+    made = Drawing.read(path).pictures()
+    assert made is not None
+    return made
+
+
+def test_each_drawing_is_decoded_once_without_the_transformer(
+    config: Config, recipe: layout.LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SanaTransformer, "__init__", refuse)
+    monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
+    paths = [draw(run, 100, recipe), draw(run / "second", 200, recipe)]
+    stages.sample.watch(config, run, once=True)
+    decoder = encoders.LatentDecoder.load(config.vae, "cpu")
+    for path in paths:
+        for name, latent in load_file(path).items():
+            picture = decoded(path)[name]
+            assert picture == path.with_suffix("") / f"{name}.png"
+            assert np.array_equal(np.asarray(Image.open(picture)), decoder.decode(latent[None])[0])
+        assert sorted(p.name for p in path.with_suffix("").iterdir()) == ["0000.png", "0001.png", "decoded.json"]
+    del decoder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentDecoder, "load", refuse)
+        stages.sample.watch(config, run, once=True)
+    before = (paths[0].with_suffix("") / "0000.png").read_bytes()
+    draw(run, 100, recipe, seed=1)  # a resumed training has drawn the step again
+    assert Drawing.read(paths[0]).pictures() is None, "pictures of another drawing do not count"
+    (paths[1].with_suffix("") / "decoded.json").unlink()  # killed before the end
+    stages.sample.watch(config, run, once=True)
+    assert (paths[0].with_suffix("") / "0000.png").read_bytes() != before and decoded(paths[0]) and decoded(paths[1])
+
+
+def test_drawings_of_another_vae_are_refused(
+    config: Config, recipe: layout.LatentRecipe, run: Path, tiny_repo: Path, tmp_path: Path
+) -> None:
+    vae = tmp_path / "other" / "vae"
+    vae.mkdir(parents=True)
+    for file in (tiny_repo / "vae").iterdir():
+        (vae / file.name).write_bytes(file.read_bytes())
+    weights = vae / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.startswith("encoder."))
+    save_file({**tensors, name: tensors[name] + 0.01}, weights)
+    other = config.model_copy(update={"vae": config.vae.model_copy(update={"id": str(vae.parent)})})
+    path = draw(run, 100, recipe)
+    with pytest.raises(ConfigError, match="another VAE") as refused:
+        stages.sample.watch(other, run, once=True)
+    assert "weights" in str(refused.value.found) and not path.with_suffix("").exists()
+    scaled = config.model_copy(update={"vae": config.vae.model_copy(update={"scaling_factor": 0.9})})
+    with pytest.raises(ConfigError, match="scaling_factor"):
+        stages.sample.watch(scaled, run, once=True)
+    draw(run, 100, recipe, latent=None)
+    with pytest.raises(ConfigError, match="another VAE"):
+        stages.sample.watch(config, run, once=True)
+
+
+def test_a_latent_that_is_not_finite_has_no_picture(
+    config: Config, recipe: layout.LatentRecipe, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = draw(run, 100, recipe)
+    facts = Drawing.read(path).facts
+    save_file(
+        {**load_file(path), "0000": torch.full_like(load_file(path)["0000"], float("nan"))},
+        path,
+        {"drawing": json.dumps(facts)},
+    )
+    stages.sample.watch(config, run, once=True)
+    assert decoded(path) == {"0000": None, "0001": path.with_suffix("") / "0001.png"}
+    assert "0000 has no picture" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: layout.LatentRecipe, run: Path) -> None:
+    good = draw(run, 300, recipe)
+    bad = [run / "pictures" / f"step-{step:08d}.safetensors" for step in (100, 200)]
+    bad[0].write_bytes(good.read_bytes()[:-100])
+    bad[1].write_bytes(b"not safetensors")
+    with pytest.raises(UserError) as refused:
+        stages.sample.watch(config, run, once=True)
+    assert all(str(path) in str(refused.value.found) for path in bad) and decoded(good)
+
+
+def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
+    config: Config, recipe: layout.LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    made: list[bool] = []
+
+    def train() -> None:
+        for step in (100, 200):
+            path = draw(run, step, recipe)
+            for _ in range(3000):
+                if Drawing.read(path).pictures() is not None:
+                    made.append(True)
+                    break
+                time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = threading.Thread(target=train)
+    watcher = Watcher(config.vae, run, torch.device("cpu"), lines.append)
+    monkeypatch.setattr(threading, "excepthook", lambda args: os.kill(os.getpid(), signal.SIGTERM))
+    loads = []
+    real = encoders.LatentDecoder.load
+    monkeypatch.setattr(encoders.LatentDecoder, "load", lambda *args: loads.append(1) or real(*args))
+    trainer.start()
+    watcher.watch(poll_s=0.02)
+    trainer.join()
+    assert made == [True, True] and loads == [1], "one decoder for all drawings"
+    assert "stopped" in lines[-1]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_run_that_is_not_there_is_an_error_with_once(config: Config, run: Path) -> None:
+    with pytest.raises(UserError, match="no such run directory"):
+        stages.sample.watch(config, run, once=True)
+
+
+def test_the_command_that_is_shown_decodes(run: Path) -> None:
+    assert pictures.command(run) == f"sana-pipe sample --watch {run} --once"
