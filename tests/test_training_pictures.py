@@ -24,18 +24,17 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import stages.bucket
+import stages.sample
 import stages.train
 from pipeline.cache import layout, prompts
 from pipeline.cache.root import Cache
 from pipeline.config import Config, SampleConfig, TrainConfig
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
-from pipeline.loader.loader import bf16
-from pipeline.models import sampler
-from pipeline.models.sana import SanaTransformer
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
+from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
 from pipeline.training.task import Report, Task
 from tests.support.workers import drawings, tiny_run
@@ -361,21 +360,13 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert json.dumps([description[name] for name in names]) == json.dumps(known)
 
     architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
-    model = SanaTransformer.from_scratch(architecture, 0)
-    model.load_state_dict(weights)
-    null, mask = published.null()
-    side = resolution // latent.compression
-    expected = sampler.sample(
-        model,
-        *sampler.pad_rows([bf16(published.rows(number)).float() for number in range(3)]),
-        bf16(null).float(),
-        torch.from_numpy(mask),
-        noise=sampler.prompt_noise(published.texts, (latent.channels, side, side), config.sample.seed),
-        steps=2,
-        guidance=config.sample.guidance,
-        flow_shift=config.train.flow.shift,
-    )
-    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-4
+    shape = (latent.channels, *[resolution // latent.compression] * 2)
+    expected = drawing.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
+    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
+
+    stages.sample.watch(config, output, once=True)
+    decoded = sorted(str(path.relative_to(output)) for path in output.glob("pictures/step-*/*.png"))
+    assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in (0, 1) for number in range(3)]
 
 
 def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:
