@@ -115,7 +115,7 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
             for weights in [checkpoint.load_model_state(folder, ema=ema)[1]]
         ),
     ]
-    assert min(distance(latents, other) for other in others) > 1e-3
+    assert all(distance(latents, other) > 1e-3 for other in others)
     assert description == {
         "step": 2,
         "phase": 0,
@@ -438,7 +438,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_strategy_draws_what_one_process_draws(results: dict[str, Any], name: str) -> None:
     row = results[name]
     assert row["steps"] == ([1, 2] if "resumed" in name else [0, 1, 2])
-    assert max(row["distances"]) <= row["tolerance"]
+    assert row["distances"] and all(distance <= row["tolerance"] for distance in row["distances"])
     assert row["distance of two steps"] > 3 * row["tolerance"], "the comparison sees one step of training"
     assert all(row["same training"]), "bit for bit, on every process"
     assert row["encoders"] == []
