@@ -136,16 +136,17 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
     assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is saved between the steps: that would free gathered parameters."""
     dropout(monkeypatch)
-    options: dict[str, Any] = {"precision": precision, "ema": {"decay": 0.5, "device": "cpu"}, "save_every": 1}
+    options: dict[str, Any] = {"precision": precision, "ema": {"decay": 0.5, "device": "cpu"}}
     digests, losses, states = [], [], []
     for name, given in (("with", {"every": 1}), ("without", None)):
         config = settings(tmp_path / name, **options, pictures=given)
         run(config)
-        steps = [checkpoint.read_document(tmp_path / name / f"checkpoints/step-0000000{i}").files for i in (1, 2, 3)]
-        digests.append([{k: v for k, v in one.items() if k != ".metadata"} for one in steps])
+        written = checkpoint.read_document(tmp_path / name / "checkpoints/step-00000003").files
+        digests.append({file: digest for file, digest in written.items() if file != ".metadata"})
         losses.append([(row["step"], row["loss"]) for row in metrics.read(tmp_path / name / "metrics.jsonl")])
         states.append(torch.get_rng_state())
         assert (tmp_path / name / "pictures").exists() == (given is not None)

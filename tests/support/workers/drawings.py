@@ -54,7 +54,7 @@ PICTURES = {"every": 1}
 
 
 def settings_of(case: dict[str, Any], output: Path, drawing: dict[str, Any] | None = PICTURES) -> Config:
-    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing, "save_every": 1}
+    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing}
     known = {name: value for name, value in case.items() if name not in ("resumed", "without", "texts")}
     config = tiny_run.config(layers=4, **{"microbatch": 2, "optim": {"lr": 3e-3}, **known, **more})
     return config.model_copy(update={"sample": SampleConfig(steps=2)})
@@ -176,7 +176,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     worlds = [int(world) for world in sys.argv[2:]] or list(CASES)
     # In a process of its own: one that had a process group cannot be forked.
-    alone = settings_of({"parallel": {"dp_shard": 1}}, folder / "alone")
+    alone = settings_of({"parallel": {"dp_shard": 1}, "save_every": 1}, folder / "alone")
     strategies.launches(1, folder, lambda launch: run(alone, launch))
     for world in worlds:
         strategies.launches(world, folder, lambda launch: compare(launch, folder))
