@@ -627,6 +627,20 @@ class ValidationConfig(_Section):
     """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
 
 
+class PicturesConfig(_Section):
+    """Pictures of a prompt set while a run goes on (see docs/training.md). Steps, guidance and seed are those of
+    `sample`."""
+
+    prompts: str | None = None
+    """Name or id of the prompt set (`encode --prompts`); null: `prompts`."""
+    every: Positive = 500
+    """Steps between pictures; also before the first step and after the last one."""
+    height: Positive | None = None
+    """Height in pixels; null: `data.resolution`."""
+    width: Positive | None = None
+    """Width in pixels; null: `data.resolution`."""
+
+
 class ProfileConfig(_Section):
     """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
 
@@ -693,6 +707,8 @@ class TrainConfig(_Section):
     """Moving average of the weights; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
+    pictures: PicturesConfig | None = None
+    """Pictures of a prompt set; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
     text: Literal["padded", "packed"] = "padded"
@@ -891,7 +907,7 @@ _OF_PHASE = {
     "caption_drop": "train.caption_drop",
 }
 """The option that a field of `PhaseConfig` sets."""
-_NO_PHASE = ("checkpoints", "profile")
+_NO_PHASE = ("checkpoints", "pictures", "profile")
 """Names of folders in a run directory."""
 
 
@@ -1098,7 +1114,7 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
     "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
-    "train": (*_CACHE, "model", "train", "data.resolution", "phases"),
+    "train": (*_CACHE, "model", "train", "data.resolution", "phases", "sample.steps", "sample.guidance", "sample.seed"),
     "plan": (
         *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),

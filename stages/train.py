@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from pipeline.cache.prompts import PromptSet, open_prompts
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig
+from pipeline.config import Config, ParallelConfig, PicturesConfig
 from pipeline.errors import CacheError, ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import shard_prefetch
-from pipeline.loader.loader import Loader, LoaderSettings, State
+from pipeline.loader.loader import Loader, LoaderSettings, State, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
 from pipeline.parallel.collectives import broadcast_from_rank_0
@@ -37,7 +38,7 @@ from pipeline.training.build import architecture_of, with_residual
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
 from pipeline.training.stop import StopRequest, catch_signals_of
-from pipeline.training.task import Context, Log, Report, Task
+from pipeline.training.task import Context, Log, Prompts, Report, Task
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
@@ -213,6 +214,13 @@ def _train(
         if launch.is_main:
             speak(f"{config.train.steps} steps: train.epochs of this snapshot")
     config, part = _heldout(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
+    prompts = None
+    if config.train.pictures is not None:
+        prompts = open_prompts(cache, config.train.pictures.prompts, opened.text_recipe)
+        if launch.is_main:
+            speak(
+                f"pictures: {len(prompts)} prompts of set {prompts.id[:12]} every {config.train.pictures.every} steps"
+            )
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
@@ -234,7 +242,7 @@ def _train(
 
     return fit(
         config,
-        task(config, opened, launch, quarantine, part),
+        task(config, opened, launch, quarantine, part, prompts),
         launch,
         resume=resume,
         begin=begin,
@@ -310,8 +318,9 @@ def task(
     launch: Launch,
     quarantine: str | Path | None = None,
     part: Snapshot | None = None,
+    prompts: PromptSet | None = None,
 ) -> Task:
-    """The data of a run on `snapshot`. part: the held-out samples that it is validated on."""
+    """The data of a run on `snapshot`. part: the held-out samples that it is validated on. prompts: for pictures."""
     train = config.train
 
     def check(layout: Layout) -> None:
@@ -361,5 +370,24 @@ def task(
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
         validation=None if part is None else validation,
+        pictures=None if prompts is None else _pictures(config, snapshot, prompts),
         check=check,
+    )
+
+
+def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> Prompts:
+    settings, recipe = config.train.pictures or PicturesConfig(), snapshot.latent_recipe
+
+    def null() -> tuple[torch.Tensor, torch.Tensor]:
+        rows, mask = prompts.null()
+        return bf16(rows), torch.from_numpy(mask)
+
+    return Prompts(
+        texts=prompts.texts,
+        rows=lambda number: bf16(prompts.rows(number)),
+        null=null,
+        height=settings.height or config.data.resolution,
+        width=settings.width or config.data.resolution,
+        compression=recipe.compression,
+        names={"latent_recipe": recipe.id, "latent": recipe.values(), "prompt_set": prompts.id},
     )

@@ -95,6 +95,12 @@ class ParallelModel:
         with torch.no_grad():
             return [loss(self.module(*inputs), target) for inputs, target in microbatches]
 
+    def predict(self, *inputs: Tensor) -> Tensor:
+        """The model's output (b, ...) for the inputs of a microbatch, equal on all processes that have them; no
+        gradients. Every process calls it equally often. Call `reshard` before the parameters change."""
+        with torch.no_grad():
+            return self.module(*inputs)
+
     def reshard(self) -> None:
         """Free gathered parameters that forward passes without a backward pass have left."""
         data_parallel.reshard([self.module])
@@ -161,6 +167,10 @@ class PipelineParallelModel(ParallelModel):
     def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
         with torch.no_grad():
             return self.pipeline.losses(microbatches, loss)
+
+    def predict(self, *inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.pipeline.predict(inputs)
 
     def reshard(self) -> None:
         data_parallel.reshard(self.pipeline.stages)

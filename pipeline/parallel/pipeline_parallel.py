@@ -231,26 +231,36 @@ class Pipeline:
         """
         results = []
         for inputs, target in microbatches:
-            hidden, kwargs = self._stage.split(inputs)
-            losses = torch.empty(len(target), dtype=torch.float32, device=target.device)
-            for stage, number in zip(self.stages, self.numbers, strict=True):
-                before, after = (self.rank_of.get(number + step, self.rank) for step in (-1, 1))
-                if before != self.rank:
-                    hidden = tuple(
-                        torch.empty_like(t, device=target.device) for t in self._stage.example_hidden(inputs)
-                    )
-                    for tensor in hidden:
-                        dist.recv(tensor, group=self.group, group_src=before)
-                hidden = stage(*hidden, **kwargs)
-                if after != self.rank:
-                    for tensor in hidden:
-                        dist.send(tensor, group=self.group, group_dst=after)
-                if number == self.total - 1:
-                    losses = loss(hidden, target)
-            results.append(losses)
+            output = self._forward(inputs)
+            unknown = torch.empty(len(target), dtype=torch.float32, device=target.device)
+            results.append(unknown if output is None else loss(output, target))
         joined = torch.cat(results)
         dist.broadcast(joined, group=self.group, group_src=self.last)
         return list(joined.split([len(losses) for losses in results]))
+
+    def predict(self, inputs: Inputs) -> Tensor:
+        """The model's output for these inputs on every process; in the order of `losses`."""
+        output = self._forward(inputs)
+        if output is None:
+            output = torch.empty_like(self._stage.example_output(inputs), device=inputs[0].device)
+        output = output.contiguous()
+        dist.broadcast(output, group=self.group, group_src=self.last)
+        return output
+
+    def _forward(self, inputs: Inputs) -> Tensor | None:
+        """The output of the last stage, on the process that has it."""
+        hidden, kwargs = self._stage.split(inputs)
+        for stage, number in zip(self.stages, self.numbers, strict=True):
+            before, after = (self.rank_of.get(number + step, self.rank) for step in (-1, 1))
+            if before != self.rank:
+                hidden = tuple(torch.empty_like(t, device=inputs[0].device) for t in self._stage.example_hidden(inputs))
+                for tensor in hidden:
+                    dist.recv(tensor, group=self.group, group_src=before)
+            hidden = stage(*hidden, **kwargs)
+            if after != self.rank:
+                for tensor in hidden:
+                    dist.send(tensor, group=self.group, group_dst=after)
+        return hidden if self.total - 1 in self.numbers else None
 
     @property
     def _stage(self) -> Any:

@@ -15,7 +15,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import DIMS, Layout, check_sizes
-from pipeline.training import checkpoint, optimizers, trackers
+from pipeline.training import checkpoint, optimizers, pictures, trackers
 from pipeline.training.build import architecture_of
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
@@ -49,6 +49,8 @@ def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Contex
     task.check(layout)
     if layout.model_parallel_size > 1:
         _check_model_parallel(config, task, layout)
+    if task.pictures is not None:
+        pictures.check(config, task, architecture_of(config, task))
     in_backward.check(train, task.batch, layout.data_world)
     return Context(config, task, launch, layout, device, log)
 

@@ -22,7 +22,8 @@ was predicted and measured (`pipeline.training.expectation`); `prediction.json` 
 prediction. A row `event: validation` (`validations` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
 and by bucket), ema_loss, ema_by_sigma and ema_by_bucket (with the moving averages; null without them), samples,
-snapshot (where the samples are from), seconds and time.
+snapshot (where the samples are from), seconds and time. A row `event: pictures` has step, count, prompt_set, file (of
+the latents, in the run directory), seconds and time.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Metrics:
         self._losses: deque[float] = deque(maxlen=_TREND_ROWS)
         self._rows, self._band = 0, LossBand()
         self._validations: list[dict[str, Any]] = []
+        self._drawn: set[int] = set()
         self._last: tuple[int, float] | None = None
         try:
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
@@ -82,8 +84,10 @@ class Metrics:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
         self._write({"event": "start", **facts, "time": _now()})
         self._last, self._band = (facts["step"], 0.0), LossBand()
-        self._validations = validations(self.path)
-        for row in read(self.path):
+        events = read_events(self.path)
+        self._validations = events.get("validation", [])
+        self._drawn = {row["step"] for row in events.get("pictures", [])}
+        for row in events.get(None, []):
             if isinstance(row.get("loss"), float):
                 self._band.add(row["loss"])
 
@@ -122,6 +126,17 @@ class Metrics:
     def has_validation(self, step: int, snapshot: str | None) -> bool:
         """Whether a validation after this step, on samples of this snapshot, is in the journal."""
         return any(row["step"] == step and row["snapshot"] == snapshot for row in self._validations)
+
+    def pictures(self, steps: int, values: dict[str, Any]) -> None:
+        """Write the row of a drawing and print it."""
+        self._write({"event": "pictures", **values, "time": _now()})
+        self._drawn.add(values["step"])
+        place, count = self.path.parent / values["file"], values["count"]
+        self._say(f"pictures after step {values['step']}/{steps}  {count} prompts  {values['seconds']:.1f} s  {place}")
+
+    def has_pictures(self, step: int) -> bool:
+        """Whether pictures were drawn after this step."""
+        return step in self._drawn
 
     def _compare(self, expected: Expected, values: dict[str, Any]) -> None:
         """Record what was predicted and measured. Nothing here ends the run."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
@@ -14,6 +16,27 @@ from pipeline.loader.loader import Batch, State
 from pipeline.parallel.mesh import Layout
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a run draws pictures of.
+
+    Attributes:
+        texts: as written.
+        rows: number of a prompt -> (n, D) text rows. Each process reads those of its part when the run begins.
+        null: -> the null record (M, D) and its mask (M,) bool.
+        height, width: of the pictures in pixels, and compression: pixels for a latent's side of 1.
+        names: `prompt_set` (its id) and what else the files say of prompts and latents.
+    """
+
+    texts: tuple[str, ...]
+    rows: Callable[[int], Tensor]
+    null: Callable[[], tuple[Tensor, Tensor]]
+    height: int
+    width: int
+    compression: int
+    names: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -30,6 +53,7 @@ class Task:
         names: sample ids -> names for error messages, as far as they are known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
+        pictures: what is drawn at `train.pictures`; None: nothing.
         check: refuses what the data do not allow under a layout; called before anything is started.
     """
 
@@ -42,6 +66,7 @@ class Task:
     batches: Mapping[str, int]
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
+    pictures: Prompts | None = None
     check: Callable[[Layout], None] = lambda layout: None
 
 

@@ -7,8 +7,8 @@ have.
 Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
 
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
-prediction `prediction.json`, with `train.profile` `profile/`, with `--from` `from.json`, and, while a training uses it,
-`lock.json`.
+prediction `prediction.json`, with `train.pictures` `pictures/`, with `train.profile` `profile/`, with `--from`
+`from.json`, and, while a training uses it, `lock.json`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
+from pipeline.training.pictures import Pictures
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop import StopRequest, catch_signals_of
@@ -195,7 +196,7 @@ class _Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
-        self.validation = Validation(run, journal, stop, lock)
+        self.validation, self.pictures = (kind(run, journal, stop, lock) for kind in (Validation, Pictures))
         self.interrupted = False
 
     def execute(self) -> Report:
@@ -214,14 +215,14 @@ class _Loop:
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
             state: State | None = None
-            self._validate(state)
+            self._look(state)
             for waited, batches, state in feed:
                 outcome = self._step(batches, state.step)
                 self.throughput.add(outcome, batches, waited)
                 last = state.step == steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
                     self._log(outcome, batches, getattr(loader, "substituted", 0), feed.share)
-                self._validate(state)
+                self._look(state)
                 last = last or self.interrupted
                 if last or state.step % self.train.save_every == 0:
                     self._save(state)
@@ -281,11 +282,11 @@ class _Loop:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
 
-    def _validate(self, state: State | None) -> None:
-        """Validate if it is due. The steps before an error are saved."""
+    def _look(self, state: State | None) -> None:
+        """Validate and draw if it is due. The steps before an error are saved."""
         try:
             with self.throughput.paused():
-                self.interrupted = not self.validation(self.done)
+                self.interrupted = not (self.validation(self.done) and self.pictures(self.done))
         except UserError:
             if state is not None:
                 self._save(state)

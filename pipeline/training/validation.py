@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
@@ -64,7 +64,7 @@ class Validation:
         Raises:
             UserError: a record cannot be read; the same on every process.
         """
-        if not self._due(step):
+        if self.parts is None or not is_due(self.run, step, self.settings.every, self._is_done):
             return True
         self.run.step.await_verdict()
         began = time.perf_counter()
@@ -86,21 +86,14 @@ class Validation:
             self.journal.validation(self.run.context.train.steps, values)
         return True
 
-    def _due(self, step: int) -> bool:
-        if self.parts is None or self.run.step.stop_wanted:
-            return False
-        if step % self.settings.every and step != self.run.context.train.steps:
-            return False
-        if step != self.run.done or not step:
-            return True
-        journal, snapshot = self.journal, self.settings.snapshot  # a resumed run: the earlier attempt may have done it
-        return broadcast_from_rank_0(lambda: journal is not None and not journal.has_validation(step, snapshot))
+    def _is_done(self) -> bool:
+        return self.journal is not None and self.journal.has_validation(self.run.done, self.settings.snapshot)
 
     def _measured(self) -> Totals | None:
         """One pass over the samples; None if a stop request ended it. Collective."""
         context, step, model = self.run.context, self.run.step, self.run.model
         totals: Totals = {}
-        with closing(self._microbatches()) as microbatches, self._evaluating():
+        with closing(self._microbatches()) as microbatches, evaluating(self.run):
             feed = Feed(microbatches, lambda: 0, context.config, context.log, self.group)
             self.group = feed.group
             for _, (batch,), counted in feed:
@@ -137,18 +130,33 @@ class Validation:
         }
         return {prefix + name: value for name, value in means.items()}
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        model, uncompiled = self.run.model, nullcontext[Any]()
-        if self.run.context.train.compile != "none":
-            uncompiled = torch.compiler.set_stance("force_eager")
-        model.module.eval()
-        try:
-            with uncompiled:
-                yield
-        finally:
-            model.module.train()
-            model.reshard()
+
+def is_due(run: Run, step: int, every: int, is_done: Callable[[], bool]) -> bool:
+    """Whether something is done now that is done before the first step, every `every` steps and after the last one,
+    unless the run is to end. Collective.
+
+    Args:
+        is_done: called on the first process after the step from which a run is resumed: the earlier attempt may have
+            done it.
+    """
+    if run.step.stop_wanted or (step % every and step != run.context.train.steps):
+        return False
+    return step != run.done or not step or not broadcast_from_rank_0(is_done)
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """Inside, the model computes without dropout and uncompiled; afterwards gathered parameters are freed."""
+    model, uncompiled = run.model, nullcontext[Any]()
+    if run.context.train.compile != "none":
+        uncompiled = torch.compiler.set_stance("force_eager")
+    model.module.eval()
+    try:
+        with uncompiled:
+            yield
+    finally:
+        model.module.train()
+        model.reshard()
 
 
 def _finite(value: float) -> float | None:

@@ -22,7 +22,7 @@ from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
 from pipeline.training.step import TrainStep
-from pipeline.training.task import Task
+from pipeline.training.task import Prompts, Task
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
@@ -137,6 +137,24 @@ class HeldOut:
         return held_out(*self.values)
 
 
+TEXTS = ("a red house", "a blue house", "two cats", "a road", "rain on a window")
+"""Prompts, each with some text rows."""
+
+
+def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> Prompts:
+    """What `Task.pictures` is for pictures of (height, width)."""
+
+    def rows(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(3 + 2 * number, TEXT_WIDTH, generator=generator).bfloat16()
+
+    def null() -> tuple[Tensor, Tensor]:
+        return rows(99)[:10], torch.arange(10) < 2
+
+    names = {"latent_recipe": "latents", "prompt_set": "five"}
+    return Prompts(TEXTS, rows, null, *size, compression=8, names=names)
+
+
 def task(
     settings: Config,
     rank: int = 0,
@@ -165,6 +183,7 @@ def task(
         loader,
         {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
+        pictures=None if train.pictures is None else prompts(settings),
     )
 
 

@@ -1,0 +1,245 @@
+"""Pictures while a run goes on: latents of a prompt set, drawn with the weights of a step.
+
+What: `Pictures` draws a latent for each of `Task.pictures.texts` at the steps of `train.pictures`, with the moving
+averages if the run has them, and publishes them as `pictures/step-XXXXXXXX.safetensors` in the run directory: float32
+(C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor, and a description (metadata `drawing`).
+Why latents: the training process imports no encoder. `sana-pipe sample --watch` decodes them elsewhere.
+The sampler, the noise of a prompt and the padding of its rows are those of `sana-pipe sample`. Prompts are divided over
+the data-parallel processes; the last parts are filled with copies, since every process must gather parameters equally
+often. Nothing of the training changes, as in `pipeline.training.validation`.
+Price: `sample.steps` forward passes of two samples per prompt (one under guidance 1), and no memory beyond that of a
+step: a pass has at most `_MOST` times the image tokens of a training microbatch. A stop request ends a drawing early,
+without a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pipeline.cache.local_files import make_folder, sync_path
+from pipeline.config import Config, PicturesConfig
+from pipeline.errors import ConfigError, UserError
+from pipeline.models.sampler import pad_rows, prompt_noise, sample
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from pipeline.parallel.data_parallel import COMPUTE
+from pipeline.training.build import Run
+from pipeline.training.feeding import Interrupted
+from pipeline.training.lock import Lock
+from pipeline.training.metrics import Metrics
+from pipeline.training.stop import StopRequest
+from pipeline.training.task import Prompts, Task
+from pipeline.training.validation import evaluating, is_due
+
+FOLDER = "pictures"
+_MOST = 3
+"""A forward pass without gradients may have this many times the image tokens of a training microbatch. Traced for Sana
+1.6B at 1024 x 1024 with full recomputation, updates in the backward pass and 8 shards: a step with one sample takes
+1094 MiB beside the optimizer's states, drawing with 4 samples 788."""
+
+
+class Pictures:
+    """Call it after every step, and before the first one. Build it on every process.
+
+    Args:
+        journal: on the first process.
+
+    Raises:
+        UserError: a record of the prompts cannot be read; the same on every process.
+    """
+
+    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
+        self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
+        context = run.context
+        self.prompts, self.settings = context.task.pictures, context.config.sample
+        self.every = (context.train.pictures or PicturesConfig()).every
+        if self.prompts is None:
+            return
+        _check_alike(self.prompts)
+        count, layout, rank = len(self.prompts.texts), context.layout, dist.get_rank()
+        share, part = -(-count // layout.data_world), layout.data_rank(rank)
+        self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
+        self.sends = rank == min(other for other in range(layout.world) if layout.data_rank(other) == part)
+        self.size = drawn_at_once(context.config, context.task)
+        self.rows, self.null = run_on_all(self._read)
+
+    def __call__(self, step: int) -> bool:
+        """Draw if it is due. Collective.
+
+        Returns:
+            False if a stop request ended it early.
+
+        Raises:
+            UserError: the file cannot be written, or another training has taken over the run directory; the same on
+                every process.
+        """
+        if self.prompts is None or not is_due(self.run, step, self.every, self._is_done):
+            return True
+        self.run.step.await_verdict()
+        began, ema = time.perf_counter(), self.run.ema
+        with nullcontext() if ema is None else ema.swapped_in(), evaluating(self.run):
+            drawn = self._drawn(self.prompts)
+        if drawn is None:
+            return False
+        path = broadcast_from_rank_0(lambda: self._publish(step, drawn))
+        if self.journal is not None:
+            row = {"step": step, "count": len(drawn), "prompt_set": self.prompts.names["prompt_set"]}
+            place = {"file": f"{FOLDER}/{path.name}", "seconds": time.perf_counter() - began}
+            self.journal.pictures(self.run.context.train.steps, row | place)
+        return True
+
+    def _read(self) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor]]:
+        assert self.prompts is not None
+        return {number: self.prompts.rows(number) for number in self.numbers}, self.prompts.null()
+
+    def _drawn(self, prompts: Prompts) -> dict[int, Tensor] | None:
+        """The latents by number on every process; None if a stop request ended the drawing. Collective."""
+        context, settings, model = self.run.context, self.settings, self.run.model
+        shape = (context.task.channels, prompts.height // prompts.compression, prompts.width // prompts.compression)
+        latents: dict[int, Tensor] = {}
+        try:
+            for first in range(0, len(self.numbers), self.size):
+                numbers = self.numbers[first : first + self.size]
+                drawn = sample(
+                    model.predict,
+                    *pad_rows([self.rows[number] for number in numbers]),
+                    *self.null,
+                    noise=prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed),
+                    steps=settings.steps,
+                    guidance=settings.guidance,
+                    flow_shift=context.train.flow.shift,
+                    device=context.device,
+                    dtype=COMPUTE[context.train.precision],
+                    on_step=self._check_stop,
+                )
+                latents.update(zip(numbers, drawn.cpu(), strict=True))
+        except Interrupted:
+            return None
+        parts = all_gather_objects(latents if self.sends else {})
+        return {number: latent for part in parts for number, latent in part.items()}
+
+    def _check_stop(self, done: int, calls: int) -> None:
+        """Raise Interrupted on every process if one is asked to stop. Collective."""
+        if any(all_gather_objects(self.stop.reason() is not None)):
+            raise Interrupted
+
+    def _is_done(self) -> bool:
+        """Whether an earlier attempt drew the same after the step that this one starts from. On the first process."""
+        step = self.run.done
+        if self.journal is None or not self.journal.has_pictures(step):
+            return False
+        try:
+            with safe_open(self._path(step), framework="pt") as file:
+                return (file.metadata() or {}).get("drawing") == self._description(step)
+        except (OSError, SafetensorError):
+            return False
+
+    def _publish(self, step: int, latents: dict[int, Tensor]) -> Path:
+        path, token = self._path(step), self.lock.token
+        work = path.with_name(f"{path.name}.{token}.tmp")
+        try:
+            self.lock.check()
+            make_folder(path.parent)
+            for leftover in path.parent.glob("step-*.safetensors.*.tmp"):
+                leftover.unlink()
+            data = save(
+                {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)},
+                {"drawing": self._description(step)},
+            )
+            with work.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self.lock.check()
+            work.replace(path)
+            sync_path(path.parent)
+        except OSError as error:
+            raise UserError(
+                f"{path}: could not be written: {error}", fix="check the disk's space and rights, then --resume auto"
+            ) from None
+        finally:
+            with suppress(OSError):
+                work.unlink(missing_ok=True)
+        return path
+
+    def _path(self, step: int) -> Path:
+        return self.run.context.folder / FOLDER / f"step-{step:08d}.safetensors"
+
+    def _description(self, step: int) -> str:
+        prompts, context, settings = self.prompts, self.run.context, self.settings
+        assert prompts is not None
+        values = {
+            "step": step,
+            "phase": context.train.phase,
+            "snapshot": context.task.origin.snapshot,
+            **prompts.names,
+            "prompts": list(prompts.texts),
+            "sampling_steps": settings.steps,
+            "guidance": settings.guidance,
+            "seed": settings.seed,
+            "ema": self.run.ema is not None,
+            "height": prompts.height,
+            "width": prompts.width,
+        }
+        return json.dumps(values, ensure_ascii=False)
+
+
+def drawn_at_once(config: Config, task: Task) -> int:
+    """Pictures in a forward pass of a process: as many as have the image tokens of a training microbatch, at least 1.
+
+    Raises:
+        ConfigError: a single picture would have more than `_MOST` times as many.
+    """
+    assert task.pictures is not None
+    size, samples = task.pictures.height * task.pictures.width, 1 if config.sample.guidance == 1 else 2
+    largest = max(int(height) * int(width) for height, width in (name.split("x") for name in task.batches))
+    trained = config.train.microbatch * largest
+    if size * samples > _MOST * trained:
+        raise ConfigError(
+            f"train.pictures: {task.pictures.height}x{task.pictures.width} may need more memory than a step",
+            expected=f"height x width of at most {_MOST * trained // samples} pixels: a microbatch has {trained}",
+            found=f"{size} pixels",
+            fix="lower train.pictures.height and width, or draw by sana-pipe sample",
+        )
+    return max(1, trained // (size * samples))
+
+
+def check(config: Config, task: Task, architecture: SanaConfig) -> None:
+    """Refuse pictures that the model cannot draw, or that need more memory than a step.
+
+    Raises:
+        ConfigError: with the sizes that work.
+    """
+    prompts = task.pictures
+    if prompts is None:
+        return
+    multiple = prompts.compression * architecture.patch_size
+    for name, value in (("height", prompts.height), ("width", prompts.width)):
+        if value % multiple:
+            near = max(multiple, round(value / multiple) * multiple)
+            raise ConfigError(
+                f"train.pictures: the model draws sides of multiples of {multiple} pixels",
+                found=f"{name} {value}",
+                fix=f"--set train.pictures.{name}={near}",
+            )
+    drawn_at_once(config, task)
+
+
+def _check_alike(prompts: Prompts) -> None:
+    """Refuse different prompt sets: each process opens its set for itself. Collective."""
+    names = all_gather_objects(prompts.names["prompt_set"])
+    if len(set(names)) > 1:
+        raise UserError(
+            "the processes opened different prompt sets",
+            found=", ".join(sorted(set(names))),
+            fix="start again: a newer set was published in between; or --set train.pictures.prompts=ID",
+        )

@@ -1,0 +1,180 @@
+"""Pictures under every strategy against one process: python -m tests.support.workers.drawings FOLDER [WORLD ...].
+
+As `tests.support.workers.strategies`: imports once, forks the processes of each launch, writes FOLDER/found-WORLD.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pipeline.config import Config, SampleConfig
+from pipeline.launch import Launch
+from pipeline.models.sampler import pad_rows, prompt_noise, sample
+from pipeline.parallel import mesh
+from pipeline.processes import run_and_exit
+from pipeline.training import checkpoint, pictures
+from pipeline.training.stop import StopRequest
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
+from tests.support.workers import strategies, tiny_run
+from tests.support.workers.pipelines import pp
+
+STEPS = 2
+BF16 = {"precision": "bf16", "residual": "compute"}
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "DDP": {"parallel": strategies.DDP},
+        "FSDP2, no reshard": {"parallel": {**strategies.FSDP2, "reshard_after_forward": False}, "without": True},
+        "FSDP2, offload": {"parallel": {**strategies.FSDP2, "offload": "all"}},
+        "TP, packed": {"parallel": strategies.TP, "text": "packed", "packed_attention": True},
+        "zbv": {"parallel": pp("zbv"), "without": True},
+        "1f1b, bf16": {"parallel": pp(), **BF16},
+    },
+    4: {
+        "DDP, fewer prompts than processes": {"parallel": {"dp_replicate": 4, "dp_shard": 1}, "texts": 3},
+        "HSDP": {"parallel": strategies.HSDP},
+        "FSDP2 x TP, resumed": {"parallel": {"tp_size": 2}, "resumed": True},
+        "interleaved_1f1b x FSDP2": {"parallel": pp("interleaved_1f1b", dp_shard=2), "without": True},
+        "1f1b x TP": {"parallel": pp(tp_size=2)},
+    },
+}
+"""Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;
+`without`: also run without pictures; `texts`: number of prompts."""
+PICTURES = {"every": 1}
+
+
+def settings_of(case: dict[str, Any], output: Path, drawing: dict[str, Any] | None = PICTURES) -> Config:
+    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing, "save_every": 1}
+    known = {name: value for name, value in case.items() if name not in ("resumed", "without", "texts")}
+    config = tiny_run.config(layers=4, **{"microbatch": 2, "optim": {"lr": 3e-3}, **known, **more})
+    return config.model_copy(update={"sample": SampleConfig(steps=2)})
+
+
+def run(
+    settings: Config,
+    launch: Launch,
+    resume: Path | None = None,
+    texts: int | None = None,
+    stop: StopRequest | None = None,
+) -> Report:
+    layout = mesh.check_sizes(settings.train.parallel, launch.world)
+    task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
+    if texts is not None and task.pictures is not None:
+        task = replace(task, pictures=replace(task.pictures, texts=task.pictures.texts[:texts]))
+    return fit(settings, task, launch, resume=resume, say=lambda line: None, stop=stop)
+
+
+def drawn(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The latents of a step's file, and its description."""
+    with safe_open(folder / f"pictures/step-{step:08d}.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}, json.loads(file.metadata()["drawing"])
+
+
+def plain(
+    config: Config, weights: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The latents that a whole model of these weights draws in this process (None: the first ones)."""
+    model, prompts = tiny_run.model(config), tiny_run.prompts(config)
+    if weights is not None:
+        model.load_state_dict(weights)
+    model.to(dtype)
+    null, null_mask = prompts.null()
+    latents = {}
+    for number, text in enumerate(prompts.texts):
+        noise = prompt_noise([text], (tiny_run.CHANNELS, 8, 8), config.sample.seed)
+        options = {"noise": noise, "steps": config.sample.steps, "guidance": config.sample.guidance}
+        rows = pad_rows([prompts.rows(number)])
+        (latents[f"{number:04d}"],) = sample(
+            model, *rows, null[null_mask], null_mask[null_mask], flow_shift=config.train.flow.shift, **options
+        )
+    return latents
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative L2 distance of a picture."""
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours)
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Digests of the files of the last checkpoint: weights, moments and averages of every process."""
+    files = checkpoint.read_document(folder / f"checkpoints/step-{STEPS:08d}").files
+    return {name: digest for name, digest in files.items() if name != ".metadata"}
+
+
+def stopped(launch: Launch, folder: Path) -> dict[str, Any]:
+    """How a run ends of which the last process alone is asked to stop, in the middle of the second drawing."""
+    stop, calls = StopRequest(), itertools.count()
+
+    def draw(*inputs: Any, **options: Any) -> Tensor:
+        if launch.rank == launch.world - 1 and next(calls) == 4:  # a drawing has three passes
+            stop.name = "SIGTERM"
+        return sample(*inputs, **options)
+
+    settings = settings_of({"parallel": strategies.FSDP2}, folder)
+    with mock.patch.object(pictures, "sample", draw):
+        report = run(settings, replace(launch, rendezvous=f"{launch.rendezvous}-stopped"), stop=stop)
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in (folder / "pictures").iterdir())
+    return {"steps": steps, "step": report.step, "stopped_by": report.stopped_by}
+
+
+def compare(launch: Launch, folder: Path) -> None:
+    found = {}
+    for number, (name, case) in enumerate(CASES[launch.world].items()):
+        place = folder / f"{launch.world}-{number}"
+        resume = folder / "alone/checkpoints/step-00000001" if case.get("resumed") else None
+        runs = {"with": PICTURES, **({"without": None} if case.get("without") else {})}
+        for kind, drawing in runs.items():
+            here = replace(launch, rendezvous=f"{launch.rendezvous}-{number}-{kind}")
+            run(settings_of(case, place / kind, drawing), here, resume, case.get("texts"))
+        if launch.rank:
+            continue
+        steps = sorted(int(path.stem.removeprefix("step-")) for path in (place / "with/pictures").iterdir())
+        latents = {step: drawn(place / "with", step)[0] for step in steps}
+        expected = {step: drawn(folder / "alone", step)[0] for step in steps}
+        config = settings_of({"parallel": {"dp_shard": 1}}, place)
+        dtype = torch.bfloat16 if case.get("precision") == "bf16" else torch.float32
+        distances = []
+        for step in steps:
+            checkpointed = place / f"with/checkpoints/step-{step:08d}"
+            if dtype == torch.float32:
+                distances.append(distance(latents[step], expected[step]))
+            if checkpointed.exists():
+                weights = checkpoint.load_model_state(checkpointed, ema=True)[1]
+                distances.append(distance(latents[step], plain(config, weights, dtype)))
+        found[name] = {
+            "steps": steps,
+            "tolerance": 1e-5 if dtype == torch.float32 else 1e-3,
+            "distances": distances,
+            "distance of two steps": distance(latents[1], latents[2]),
+            "same training": [stored(place / kind) == stored(place / "with") for kind in runs],
+            "encoders": [name for name in sys.modules if name.endswith(("autoencoder_dc", "modeling_gemma2"))],
+        }
+    ended = stopped(launch, folder / "stopped") if launch.world == 2 else None
+    if launch.rank == 0:
+        found |= {"stopped": ended} if ended is not None else {}
+        (folder / f"found-{launch.world}.json").write_text(json.dumps(found, indent=1))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    worlds = [int(world) for world in sys.argv[2:]] or list(CASES)
+    # In a process of its own: one that had a process group cannot be forked.
+    alone = settings_of({"parallel": {"dp_shard": 1}}, folder / "alone")
+    strategies.launches(1, folder, lambda launch: run(alone, launch))
+    for world in worlds:
+        strategies.launches(world, folder, lambda launch: compare(launch, folder))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

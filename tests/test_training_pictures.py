@@ -1,0 +1,417 @@
+"""Pictures while a run goes on: they are `sample`'s, and the training does not notice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import stages.bucket
+import stages.sample
+import stages.train
+from pipeline.cache import layout, prompts
+from pipeline.cache.root import Cache
+from pipeline.config import Config, SampleConfig, TrainConfig
+from pipeline.errors import CacheError, ConfigError, UserError
+from pipeline.launch import Launch
+from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.mesh import Layout
+from pipeline.planning import trace as tracing
+from pipeline.reporting import drawing
+from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
+from pipeline.training.task import Report, Task
+from tests.support.workers import drawings, tiny_run
+from tests.support.workers.drawings import distance, drawn, plain
+from tests.test_lock import ELSEWHERE, plant
+from tests.test_planning import NARROW
+from tests.test_validation import dropout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def settings(
+    output: Path, steps: int = 3, *, every: int = 1, sample: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    config = tiny_run.config(output, layers=1, steps=steps, **{"pictures": {"every": every}, **train})
+    return config.model_copy(update={"sample": SampleConfig(**{"steps": 2, **(sample or {})})})
+
+
+def run(config: Config, *, resume: str | None = None, task: Task | None = None, say: Any = None) -> Report:
+    given = task or tiny_run.task(config)
+    return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
+
+
+def files(config: Config) -> dict[int, bytes]:
+    folder = Path(config.train.output) / "pictures"
+    assert all(path.suffix == ".safetensors" for path in folder.iterdir())
+    return {int(path.stem.removeprefix("step-")): path.read_bytes() for path in folder.iterdir()}
+
+
+def rows(config: Config) -> list[dict[str, Any]]:
+    return metrics.read_events(Path(config.train.output) / "metrics.jsonl").get("pictures", [])
+
+
+@contextmanager
+def at_model_call(number: int, action: Callable[[], None]) -> Iterator[None]:
+    """`action` is called after call `number` (from 0) of the model by the sampler."""
+    calls, original = itertools.count(), pictures.sample
+
+    def sample(model: Any, *inputs: Any, **options: Any) -> Tensor:
+        def called(*tensors: Tensor) -> Tensor:
+            if next(calls) == number:
+                action()
+            return model(*tensors)
+
+        return original(called, *inputs, **options)
+
+    with mock.patch.object(pictures, "sample", sample):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ what is drawn
+
+
+@pytest.mark.parametrize("ema", [True, False])
+def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Path) -> None:
+    config = settings(
+        tmp_path / "run",
+        2,
+        every=2,
+        microbatch=3,
+        ema={"decay": 0.5} if ema else None,
+        optim={"lr": 1e-2},
+        flow={"shift": 2.0},
+        sample={"steps": 3, "guidance": 3.0, "seed": 7},
+    )
+    run(config)
+    folder = tmp_path / "run/checkpoints/step-00000002"
+    latents, description = drawn(tmp_path / "run", 2)
+    assert list(latents) == ["0000", "0001", "0002", "0003", "0004"]
+    assert {(t.dtype, tuple(t.shape)) for t in latents.values()} == {(torch.float32, (4, 8, 8))}
+    expected = plain(config, checkpoint.load_model_state(folder, ema=ema)[1])
+    assert distance(latents, expected) <= 1e-5
+    others = [
+        plain(config, checkpoint.load_model_state(folder)[1] if ema else None),  # weights: the last, the first
+        *(
+            plain(config.model_copy(update={"sample": config.sample.model_copy(update=change)}), weights)
+            for change in ({"seed": 8}, {"guidance": 4.0}, {"steps": 4})
+            for weights in [checkpoint.load_model_state(folder, ema=ema)[1]]
+        ),
+    ]
+    assert min(distance(latents, other) for other in others) > 1e-3
+    assert description == {
+        "step": 2,
+        "phase": 0,
+        "snapshot": "5eed",
+        "latent_recipe": "latents",
+        "prompt_set": "five",
+        "prompts": list(tiny_run.TEXTS),
+        "sampling_steps": 3,
+        "guidance": 3.0,
+        "seed": 7,
+        "ema": ema,
+        "height": 64,
+        "width": 64,
+    }
+    assert [(row["step"], row["count"], row["prompt_set"], row["file"]) for row in rows(config)] == [
+        (step, 5, "five", f"pictures/step-{step:08d}.safetensors") for step in (0, 2)
+    ]
+    assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout(monkeypatch)
+    options: dict[str, Any] = {"precision": precision, "ema": {"decay": 0.5, "device": "cpu"}, "save_every": 1}
+    digests, losses, states = [], [], []
+    for name, given in (("with", {"every": 1}), ("without", None)):
+        config = settings(tmp_path / name, **options, pictures=given)
+        run(config)
+        steps = [checkpoint.read_document(tmp_path / name / f"checkpoints/step-0000000{i}").files for i in (1, 2, 3)]
+        digests.append([{k: v for k, v in one.items() if k != ".metadata"} for one in steps])
+        losses.append([(row["step"], row["loss"]) for row in metrics.read(tmp_path / name / "metrics.jsonl")])
+        states.append(torch.get_rng_state())
+        assert (tmp_path / name / "pictures").exists() == (given is not None)
+    assert digests[0] == digests[1]
+    assert losses[0] == losses[1]
+    assert torch.equal(states[0], states[1]), "the last drawing follows the last step"
+
+
+def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout(monkeypatch)
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(
+        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, *_: compile_blocks(blocks, counter, 8)
+    )
+    torch._dynamo.reset()
+    config = settings(tmp_path / "run", 1, compile="block", compile_backend="eager")
+    run(config)
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+    weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000001")[1]
+    assert distance(drawn(tmp_path / "run", 1)[0], plain(config, weights)) <= 1e-5
+
+
+def test_the_time_does_not_count_as_that_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [0.0]
+
+    def pause() -> None:
+        later[0] = 1e9
+
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + later[0]))
+    config = settings(tmp_path / "run", 2)
+    with at_model_call(7, pause):  # between the first step and the second one
+        run(config)
+    assert later[0]
+    assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl") if row["images_per_s"] > 1e-5] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- when, and how often
+
+
+def test_after_a_resume_nothing_is_drawn_twice_and_nothing_is_missing(tmp_path: Path) -> None:
+    whole, parts = (settings(tmp_path / name, 5, every=2, save_every=2, ema={}) for name in ("whole", "parts"))
+    run(whole)
+    assert sorted(files(whole)) == [0, 2, 4, 5]
+    run(settings(tmp_path / "parts", 3, every=2, save_every=2, ema={}))
+    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000003")
+    before = (tmp_path / "parts/pictures/step-00000002.safetensors").stat()
+    (tmp_path / "parts/pictures/step-00000004.safetensors").write_bytes(b"of an attempt that was given up")
+    run(parts, resume="auto")
+    after = (tmp_path / "parts/pictures/step-00000002.safetensors").stat()
+    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+    there = files(parts)
+    assert {step: there[step] for step in (0, 2, 4, 5)} == files(whole)
+    assert [row["step"] for row in rows(parts)] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("change", ["nothing", "removed", "damaged", "guidance"])
+def test_a_resumed_run_draws_again_what_would_differ(change: str, tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 2, every=2, save_every=1)
+    run(config)
+    path = tmp_path / "run/pictures/step-00000002.safetensors"
+    original = path.read_bytes()
+    if change == "removed":
+        path.unlink()
+    elif change == "damaged":
+        path.write_bytes(original[:20])
+    guidance = 2.0 if change == "guidance" else 4.5
+    run(settings(tmp_path / "run", 3, every=2, save_every=1, sample={"guidance": guidance}), resume="auto")
+    again = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    count = sum(line.get("event") == "pictures" and line["step"] == 2 for line in again)
+    assert count == (1 if change == "nothing" else 2)
+    assert (path.read_bytes() == original) == (change != "guidance")
+    assert drawn(tmp_path / "run", 2)[1]["guidance"] == guidance
+
+
+def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 4, every=2)
+    with at_model_call(7, lambda: os.kill(os.getpid(), signal.SIGTERM)):  # a drawing has 3 passes of 2 steps
+        report = run(config)
+    assert (report.step, report.stopped_by) == (2, "SIGTERM")
+    assert report.checkpoint == tmp_path / "run/checkpoints/step-00000002"
+    assert sorted(files(config)) == [0]
+    run(config, resume="auto")
+    whole = settings(tmp_path / "whole", 4, every=2)
+    run(whole)
+    assert files(config) == files(whole)
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_a_run_that_was_taken_over_writes_no_file(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 4, every=2)
+    with at_model_call(7, lambda: plant(tmp_path / "run", ELSEWHERE)), pytest.raises(lock.RunTaken):
+        run(config)
+    assert sorted(files(config)) == [0]
+    assert [row["step"] for row in rows(config)] == [0]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(tmp_path / "run", 2, every=2)
+    (tmp_path / "run/pictures").mkdir(parents=True)
+    (tmp_path / "run/pictures/step-00000002.safetensors.abc.tmp").write_bytes(b"of a killed attempt")
+    present: list[list[str]] = []
+
+    def full(descriptor: int) -> None:
+        present.append(sorted(path.name.partition(".")[2] for path in (tmp_path / "run/pictures").iterdir()))
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "os", SimpleNamespace(fsync=full))
+        with pytest.raises(UserError, match=r"step-00000000.safetensors: could not be written.*No space"):
+            run(config)
+    assert [len(names) for names in present] == [1]
+    assert present[0][0] not in ("safetensors", "safetensors.abc.tmp")
+    assert files(config) == {}
+    run(config)
+    assert sorted(files(config)) == [0, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", microbatch=2)
+    task = tiny_run.task(config)
+
+    def of(height: int, width: int) -> Task:
+        return replace(task, pictures=tiny_run.prompts(config, (height, width)))
+
+    with pytest.raises(ConfigError, match=r"(?s)multiples of 8 pixels.*width 100.*train.pictures.width=96"):
+        run(config, task=of(64, 100))
+    with pytest.raises(ConfigError, match=r"(?s)more memory than a step.*at most 12288 pixels"):
+        run(config, task=of(104, 128))
+    assert not (tmp_path / "run").exists()
+    sizes = {size: pictures.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
+    assert sizes == {(64, 64): 1, (32, 32): 4, (48, 32): 2, (96, 128): 1}
+    single = config.model_copy(update={"sample": SampleConfig(guidance=1.0)})
+    assert pictures.drawn_at_once(single, of(64, 64)) == 2
+
+
+def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
+    tree = tiny_run.config().model_dump(exclude_unset=True)
+    with pytest.raises(ValueError, match="'pictures' is a folder of every run directory"):
+        Config.model_validate(tree | {"phases": [{"name": "pictures", "snapshot": "latest"}]})
+
+
+@pytest.mark.slow
+def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
+    """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
+    train = TrainConfig.model_validate({"microbatch": 1, "optim": {"clip": None, "in_backward": True}})
+
+    class Drawing(tracing._TracedStep):
+        def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
+            for batch in batches:
+                self.model.predict(*self.prepare(batch, 0.5).inputs)
+
+    def peak(samples: int, passes: Any) -> float:
+        with passes:
+            found = tracing.trace(NARROW, train, Layout(1, 1, 8, 1), tracing.Shape(32, 32, 300, samples)).peak
+        return found["activations"] + found["temporaries"] + found["buffers"] + found["gradients"] + found["inputs"]
+
+    step = peak(1, nullcontext())
+    drawing = peak(
+        pictures._MOST, mock.patch.multiple(tracing, _TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
+    )
+    assert 0 < drawing <= step
+
+
+# ------------------------------------------------------------------------------------------------------------ the stage
+
+
+@pytest.fixture
+def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callable[..., Config]:
+    """The tiny configuration on a copy of the photographs' cache, with a few steps."""
+
+    def make(*overrides: str) -> Config:
+        short = ["train.steps=1", "train.pictures={every: 1}", "sample.steps=2", "train.precision=fp32"]
+        return make_config(small_cache_copy.parent, *short, *overrides)
+
+    return make
+
+
+def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[..., Config]) -> None:
+    config = small()
+    snapshot = stages.bucket.run(config)
+    cache = Cache(config.cache)
+    output = Path(config.train.output)
+    with pytest.raises(CacheError, match=r"(?s)no prompt set 'prompts'.*sana-pipe encode --prompts"):
+        stages.train.run(config)
+    with pytest.raises(CacheError, match="no prompt set 'other'"):
+        stages.train.run(small("train.pictures.prompts=other"))
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    index = cache.index(recipe.name)
+    keys = [key.tobytes() for key in index.keys if key.tobytes() != layout.null_key(recipe.id)][:3]
+    published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
+    assert published is not None
+    with pytest.raises(ConfigError, match="multiples of"):
+        stages.train.run(small("train.pictures.height=65"))
+    assert not output.exists()
+
+    printed: list[str] = []
+    stages.train.run(config, say=printed.append)
+    assert any(line == f"pictures: 3 prompts of set {published.id[:12]} every 1 steps" for line in printed)
+    latents, description = drawn(output, 1)
+    opened = cache.open_snapshot(snapshot)
+    resolution, latent = config.data.resolution, opened.latent_recipe
+    assert (description["height"], description["width"]) == (resolution, resolution)
+    names = ("prompts", "prompt_set", "snapshot", "latent_recipe", "latent")
+    known = (["one", "two", "three"], published.id, snapshot, latent.id, latent.values())
+    assert json.dumps([description[name] for name in names]) == json.dumps(known)
+
+    architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
+    shape = (latent.channels, *[resolution // latent.compression] * 2)
+    expected = drawing.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
+    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
+
+    stages.sample.watch(config, output, once=True)
+    decoded = sorted(str(path.relative_to(output)) for path in output.glob("pictures/step-*/*.png"))
+    assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in (0, 1) for number in range(3)]
+
+
+def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:
+    config = small()
+    stages.bucket.run(config)
+    cache = Cache(config.cache)
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    ours = prompts.publish(cache, "ours", recipe, [], [])
+    assert ours is not None
+    other = replace(recipe, instruction="Draw: ")
+    cache.add_recipe(other)
+    place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
+    cache.files.put(place, layout.seal(replace(ours, name="prompts", recipe=other).body()))
+    with pytest.raises(CacheError, match=r"(?s)another text recipe.*instruction"):
+        stages.train.run(config)
+    assert not Path(config.train.output).exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("drawings")
+    command = [sys.executable, "-m", "tests.support.workers.drawings", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in drawings.CASES]
+    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for cases in drawings.CASES.values() for name in cases])
+def test_every_strategy_draws_what_one_process_draws(results: dict[str, Any], name: str) -> None:
+    row = results[name]
+    assert row["steps"] == ([1, 2] if "resumed" in name else [0, 1, 2])
+    assert max(row["distances"]) <= row["tolerance"]
+    assert row["distance of two steps"] > 3 * row["tolerance"], "the comparison sees one step of training"
+    assert all(row["same training"]), "bit for bit, on every process"
+    assert row["encoders"] == []
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_stop_request_to_one_process_ends_the_drawing_of_all(results: dict[str, Any]) -> None:
+    assert results["stopped"] == {"steps": [0], "step": 1, "stopped_by": "SIGTERM"}
