@@ -14,6 +14,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
+from pipeline.reporting import pictures
 from pipeline.reporting.data_figures import snapshot_figures
 from pipeline.reporting.run_figures import differing_options, is_run, run_figures
 
@@ -66,8 +67,23 @@ def collect(
         if figures["run"] is None:
             raise UserError("--compare needs a first run", found=f"nothing in {folder}", fix="--run DIR names it")
         figures["compare"] = other = run_figures(compare)
+        _lacks_pictures([figures["run"], other], lacks)
         other["options"] = differing_options(figures["run"], other)
     return figures, cache, opened
+
+
+def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
+    """Names the first run without pictures, or with drawings that are not decoded."""
+    for run in runs:
+        drawings = [drawing for part in run["parts"] for drawing in part["pictures"]]
+        waiting = [drawing for drawing in drawings if drawing.get("pictures") is None]
+        if waiting:
+            what = f"{len(waiting)} of {len(drawings)} drawings of {run['folder']} are not decoded"
+            lacks("pictures", what, pictures.command(Path(run["folder"])))
+            return
+    if not any(part["pictures"] for run in runs for part in run["parts"]):
+        what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"
+        lacks("pictures", what, "sana-pipe train --set 'train.pictures={}'")
 
 
 def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
@@ -80,6 +96,7 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
             "no held-out loss was measured (bucket.heldout holds samples out)",
             "sana-pipe train --set 'train.validation={}'",
         )
+    _lacks_pictures([figures["run"]], lacks)
     if not any(part["prediction"] for part in parts):
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
