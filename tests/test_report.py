@@ -481,6 +481,7 @@ def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, t
     for step, shade in ((1, 50), (2, 150), (3, 250)):
         drawings.paint(drawings.draw(run_copy, step, recipe), shade=shade, missing=["0000"] if step == 2 else [])
     drawings.paint(drawings.draw(other, 2, recipe, [drawings.PROMPTS[0], foreign], ema=False))
+    drawings.draw(other, 3, recipe)
     out = tmp_path / "report.html"
     report.run(made.config, out, run=run_copy, compare=other)
     page = checked(out)
@@ -500,6 +501,7 @@ def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, t
         "run: 3 steps, drawn with the EMA" in page.shown and "other: 1 steps, drawn with the last weights" in page.shown
     )
     assert page.shown.count(drawings.PROMPTS[0]) == 1 and foreign in page.shown
+    assert f"1 of 2 drawings of {other} are not decoded: sana-pipe sample --watch {other} --once" in page.shown
     listed = collect(made.config, run=run_copy)[0]["run"]["parts"][0]["pictures"]
     assert [entry["step"] for entry in listed] == [1, 2, 3] and listed[0]["prompts"] == list(drawings.PROMPTS)
     assert listed[1]["pictures"] == [None, str(run_copy / "pictures" / "step-00000002" / "0001.png")]
@@ -771,10 +773,12 @@ def test_a_latent_becomes_a_picture_whatever_its_channels() -> None:
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-PROBE = """<script>addEventListener('load', () => parent.postMessage(JSON.stringify({
+PROBE = """<script>const seen = () =>
+  [...document.querySelectorAll('.slider img')].filter(i => i.offsetHeight > 20).map(i => i.alt);
+addEventListener('load', () => parent.postMessage(JSON.stringify({
   broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt),
   images: document.images.length,
-  frames: [...document.querySelectorAll('.slider img')].filter(i => i.offsetHeight > 20).map(i => i.alt),
+  frames: seen(), clicked: (document.querySelector('.slider label').click(), seen()),
   sections: [...document.querySelectorAll('section')].filter(s => s.offsetHeight > 20).map(s => s.id),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   width: document.documentElement.clientWidth,
@@ -825,5 +829,6 @@ def test_a_browser_shows_every_section_and_picture(whole: Path, tmp_path: Path, 
     assert seen["sections"] == checked(whole).sections
     assert seen["broken"] == [] and seen["images"] == [tag for tag, _ in checked(whole).tags].count("img") == 9
     assert seen["frames"] == ["step second 2"] * 2, "of each prompt the last picture is in sight"
+    assert seen["clicked"] == ["step first 1", "step second 2"]
     assert seen["overflow"] <= 0 and width - 20 <= seen["width"] <= width
     assert seen["plots"] and all(250 <= drawn <= 600 for drawn in seen["plots"])

@@ -73,13 +73,10 @@ def collect(
 
 
 def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
-    """Names the first run without pictures, or with drawings that are not decoded."""
+    """Names the first run with drawings that are not decoded, else that there are none."""
     for run in runs:
-        drawings = [drawing for part in run["parts"] for drawing in part["pictures"]]
-        waiting = [drawing for drawing in drawings if drawing.get("pictures") is None]
-        if waiting:
-            what = f"{len(waiting)} of {len(drawings)} drawings of {run['folder']} are not decoded"
-            lacks("pictures", what, pictures.command(Path(run["folder"])))
+        if what := pictures.undecoded(run):
+            lacks("pictures", what, pictures.decode_command(Path(run["folder"])))
             return
     if not any(part["pictures"] for run in runs for part in run["parts"]):
         what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"

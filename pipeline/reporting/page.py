@@ -23,6 +23,7 @@ from pipeline.amounts import amount
 from pipeline.errors import UserError
 from pipeline.reporting.data_figures import bucket_name
 from pipeline.reporting.photos import Embedded, embedded
+from pipeline.reporting.pictures import decode_command, undecoded
 from pipeline.reporting.plots import Line, bar_plot, column_plot, line_plot, number_text
 
 GIB = 2**30
@@ -186,7 +187,7 @@ def _sections(
     yield Section("gallery", TITLES["gallery"], cards=list(gallery))
     if figures["run"] is not None:
         yield from _run_sections(figures["run"])
-        yield _pictures([figures["run"]] + ([figures["compare"]] if figures["compare"] is not None else []), figures)
+        yield _pictures([run for run in (figures["run"], figures["compare"]) if run is not None])
         if figures["compare"] is not None:
             yield _compare(figures["run"], figures["compare"])
 
@@ -509,7 +510,7 @@ def _scalars(summary: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{key}.{name}".removesuffix("."), single
 
 
-def _pictures(runs: Sequence[dict[str, Any]], figures: dict[str, Any]) -> Section:
+def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
     """Each prompt with a slider over the steps of each run."""
     section = Section("pictures", TITLES["pictures"])
     labels = _labels(runs)
@@ -532,9 +533,9 @@ def _pictures(runs: Sequence[dict[str, Any]], figures: dict[str, Any]) -> Sectio
         for order, (prompt, places) in enumerate(frames.items()):
             slider = Slider(f"time-{number}-{order}", label, [_frame(*place) for place in _spread(places)])
             by_prompt.setdefault(prompt, []).append(slider)
+    if by_prompt:
+        section.lines += [f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run))]
     section.sliders = [Sliders(prompt, sliders) for prompt, sliders in by_prompt.items()]
-    if section.sliders and (lacks := figures["missing"].get("pictures")) is not None:
-        section.lines.append(f"{lacks['what']}: {lacks['command']}")
     return section
 
 

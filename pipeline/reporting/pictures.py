@@ -130,6 +130,13 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return drawings
 
 
+def undecoded(run: dict[str, Any]) -> str:
+    """What of a run's drawings is not decoded, "" if nothing. run: of `run_figures`."""
+    drawings = [drawing for part in run["parts"] for drawing in part["pictures"]]
+    waiting = sum(drawing.get("pictures") is None for drawing in drawings)
+    return f"{waiting} of {len(drawings)} drawings of {run['folder']} are not decoded" if waiting else ""
+
+
 def files(run: Path) -> list[Path]:
     """The files of drawn latents of a run directory and of its phases, in the order of steps."""
     return sorted([*run.glob(f"{FOLDER}/step-*.safetensors"), *run.glob(f"*/{FOLDER}/step-*.safetensors")])
@@ -269,6 +276,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
-def command(run: Path) -> str:
+def decode_command(run: Path) -> str:
     """The command that decodes what is not decoded yet, as a user types it."""
     return shown("sample", "--watch", str(run), "--once")
