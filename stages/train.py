@@ -214,13 +214,7 @@ def _train(
         if launch.is_main:
             speak(f"{config.train.steps} steps: train.epochs of this snapshot")
     config, part = _heldout(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
-    prompts = None
-    if config.train.pictures is not None:
-        prompts = open_prompts(cache, config.train.pictures.prompts, opened.text_recipe)
-        if launch.is_main:
-            speak(
-                f"pictures: {len(prompts)} prompts of set {prompts.id[:12]} every {config.train.pictures.every} steps"
-            )
+    config, prompts = _prompts(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
@@ -310,6 +304,22 @@ def _heldout(
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     validation = validation.model_copy(update={"snapshot": part.id})
     return config.model_copy(update={"train": config.train.model_copy(update={"validation": validation})}), part
+
+
+def _prompts(
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: Document | None, log: Callable[[str], None]
+) -> tuple[Config, PromptSet | None]:
+    """The prompt set to draw, if any, and the configuration with its id. A resumed run keeps its choice."""
+    pictures = config.train.pictures
+    if pictures is None:
+        return config, None
+    name = pictures.prompts
+    if name is None and resumed is not None:
+        name = (resumed.config["train"].get("pictures") or {}).get("prompts")
+    prompts = open_prompts(cache, name, snapshot.text_recipe)
+    log(f"pictures: {len(prompts)} prompts of set {prompts.id[:12]} every {pictures.every} steps")
+    pictures = pictures.model_copy(update={"prompts": prompts.id})
+    return config.model_copy(update={"train": config.train.model_copy(update={"pictures": pictures})}), prompts
 
 
 def task(

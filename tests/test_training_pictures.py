@@ -202,23 +202,34 @@ def test_after_a_resume_nothing_is_drawn_twice_and_nothing_is_missing(tmp_path: 
     assert [row["step"] for row in rows(parts)] == [0, 2, 4, 5]
 
 
-@pytest.mark.parametrize("change", ["nothing", "removed", "damaged", "guidance"])
-def test_a_resumed_run_draws_again_what_would_differ(change: str, tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", 2, every=2, save_every=1)
-    run(config)
+@pytest.mark.parametrize("change", ["guidance", "removed", "damaged"])
+def test_a_resumed_run_draws_a_missing_file_again(change: str, tmp_path: Path) -> None:
+    run(settings(tmp_path / "run", 2, every=2, save_every=1))
     path = tmp_path / "run/pictures/step-00000002.safetensors"
     original = path.read_bytes()
     if change == "removed":
         path.unlink()
     elif change == "damaged":
-        path.write_bytes(original[:20])
+        path.write_bytes(original[:-1])
     guidance = 2.0 if change == "guidance" else 4.5
-    run(settings(tmp_path / "run", 3, every=2, save_every=1, sample={"guidance": guidance}), resume="auto")
-    again = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    count = sum(line.get("event") == "pictures" and line["step"] == 2 for line in again)
-    assert count == (1 if change == "nothing" else 2)
-    assert (path.read_bytes() == original) == (change != "guidance")
-    assert drawn(tmp_path / "run", 2)[1]["guidance"] == guidance
+    config = settings(tmp_path / "run", 3, every=2, save_every=1, sample={"guidance": guidance})
+    run(config, resume="auto")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    count = sum(line.get("event") == "pictures" and line["step"] == 2 for line in lines)
+    assert count == (1 if change == "guidance" else 2)
+    assert path.read_bytes() == original
+    assert drawn(tmp_path / "run", 3)[1]["guidance"] == guidance
+
+
+def test_a_file_of_an_abandoned_attempt_does_not_count(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every": 2, "save_every": 1}
+    run(settings(tmp_path / "run", 4, **options))
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    run(settings(tmp_path / "run", 4, **options, optim={"lr": 1e-2}, pictures=None), resume="auto")
+    config = settings(tmp_path / "run", 5, **options)
+    run(config, resume="auto")
+    weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000004")[1]
+    assert distance(drawn(tmp_path / "run", 4)[0], plain(config, weights)) <= 1e-5
 
 
 def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_path: Path) -> None:
@@ -237,9 +248,20 @@ def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_pa
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
-def test_a_run_that_was_taken_over_writes_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["drawing", "writing"])
+def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path / "run", 4, every=2)
-    with at_model_call(7, lambda: plant(tmp_path / "run", ELSEWHERE)), pytest.raises(lock.RunTaken):
+    writes = itertools.count()
+
+    def take_over() -> None:
+        plant(tmp_path / "run", ELSEWHERE)
+
+    def written(descriptor: int) -> None:
+        if next(writes) == 1 and moment == "writing":
+            take_over()
+
+    monkeypatch.setattr(pictures, "os", SimpleNamespace(fsync=written))
+    with at_model_call(7 if moment == "drawing" else -1, take_over), pytest.raises(lock.RunTaken):
         run(config)
     assert sorted(files(config)) == [0]
     assert [row["step"] for row in rows(config)] == [0]
@@ -364,9 +386,20 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     expected = drawing.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
+    # A newer set does not take its place in a run that is resumed, unless its name is given.
+    newer = prompts.publish(cache, "prompts", recipe, ["four"], keys[:1])
+    assert newer is not None
+    for more, expected_set in (((), published), (("train.pictures={every: 1, prompts: prompts}",), newer)):
+        steps = len(files(config))
+        stages.train.run(small(f"train.steps={steps}", *more), resume="auto", say=printed.append)
+        assert drawn(output, steps)[1]["prompt_set"] == expected_set.id
+    assert len([line for line in printed if line.startswith("changed since") and "prompts" in line]) == 1
+
     stages.sample.watch(config, output, once=True)
     decoded = sorted(str(path.relative_to(output)) for path in output.glob("pictures/step-*/*.png"))
-    assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in (0, 1) for number in range(3)]
+    assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in range(3) for number in range(3)] + [
+        "pictures/step-00000003/0000.png"
+    ]
 
 
 def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:

@@ -133,13 +133,13 @@ class Pictures:
             raise Interrupted
 
     def _is_done(self) -> bool:
-        """Whether an earlier attempt drew the same after the step that this one starts from. On the first process."""
+        """Whether an earlier attempt drew after the step that this one starts from. On the first process."""
         step = self.run.done
         if self.journal is None or not self.journal.has_pictures(step):
             return False
         try:
-            with safe_open(self._path(step), framework="pt") as file:
-                return (file.metadata() or {}).get("drawing") == self._description(step)
+            with safe_open(self._path(step), framework="pt"):
+                return True
         except (OSError, SafetensorError):
             return False
 
