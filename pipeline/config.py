@@ -1102,10 +1102,9 @@ _EXPORT = (
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
     *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
 )
-_SAMPLE = (
-    *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
+_DRAW = (
+    *(*_CACHE, "sample", "vae", "phases"),
     *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
-    "phases",
 )
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,
@@ -1121,9 +1120,9 @@ READS: dict[str, tuple[str, ...]] = {
     ),
     "plan --encode": _ENCODE,
     "export": _EXPORT,
-    "sample": _SAMPLE,
+    "sample": (*_DRAW, *_SOURCE, "data.background", "encode.device"),
     "sample --watch": ("vae", "encode.device"),
-    "sample --prompt": (*_SAMPLE, "text", "encode", "data.resolution"),
+    "sample --prompt": (*_DRAW, "text", "encode", "data.resolution"),
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
