@@ -29,7 +29,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
-TARGETS := install demo test test-durations slow dist fault fault-long nightly lowest newest mutants gpu lint types format bench check clean
+TARGETS := install browser demo test test-durations slow dist fault fault-long nightly lowest newest mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -46,6 +46,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(addprefix -c ,$(CONSTRAINTS)) torch
 	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[demo,test,dev]'
 	touch '$@'
+
+# Chromium, in which a test opens a report. The test is skipped without it.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } >/dev/null \
+	  || echo 'make: Chromium could not be installed: the test that opens a report in a browser will be skipped'
 
 demo: $(STAMP)
 	$(BIN)/sana-pipe demo --out '$(DEMO_DIR)' $(DEMO_ARGS)

@@ -1,8 +1,9 @@
 """`sana-pipe demo`: photographs to generated pictures, on two cores, without downloads.
 
 Puts photographs with captions and small models into a folder, then runs the commands encode, bucket, train, export,
-sample and report there, each in its process, as a user would. So every command can be repeated by hand. The price:
-Python starts six times. A second demo in the same folder reuses its content; each stage continues.
+sample and report there, each in its process, as a user would. So every command can be repeated by hand. There are two
+rounds: the second adds photographs, and both are validated on other crops of those. The price: Python starts a dozen
+times. A second demo in the same folder reuses its content; each stage continues, and a finished round is left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +30,11 @@ from pipeline.sources.source import Item, Unreadable
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
-PHOTOS = "photos"
 MODELS = "tiny"
 VAE_STEPS, QUICK_VAE_STEPS = 400, 20
-QUICK_TRAIN_STEPS = 20
+ROUND_STEPS, QUICK_STEPS = {"round1": 900, "round2": 600}, 10
+VALIDATIONS = 4
+"""Of a round, beside that before its first step."""
 MAX_PICTURES = 256
 """Limit on pictures that the small VAE is fitted to; more would make the demonstration slow."""
 
@@ -53,19 +56,11 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     began = time.monotonic()
     out = Path(out)
     _claim(out, data, quick)
-    folder = PHOTOS if data is None else str(Path(data).resolve())
     config = _configuration(out)
     _photographs(out, data)
-    _models(out, config, out / PHOTOS if data is None else Path(data), quick)
-    faster = ["--set", f"train.steps={QUICK_TRAIN_STEPS}"] if quick else []
-    for arguments in (
-        ["encode", "--data", folder],
-        ["bucket"],
-        ["train", "--resume", "auto", *faster],
-        ["export", "--out", "export", "--overwrite"],
-        ["sample", "--out", "samples"],
-        ["report", "--out", "report.html", "--gallery", "4"],
-    ):
+    folders = [out / name for name in ("photos", "more")] if data is None else [Path(data)]
+    _models(out, config, folders, quick)
+    for arguments in _rounds(out, quick) if data is None else _single(Path(data), quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
         code = subprocess.run(command(*arguments), cwd=out, check=False).returncode
@@ -79,9 +74,61 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     return 0
 
 
+_TRAIN = ["train", "--resume", "auto"]
+_RESULTS = (
+    ["export", "--out", "export", "--overwrite"],
+    ["sample", "--out", "samples"],
+    ["report", "--out", "report.html", "--gallery", "4"],
+)
+
+
+def _single(data: Path, quick: bool) -> Iterator[list[str]]:
+    """The commands for the user's pictures."""
+    yield ["encode", "--data", str(data.resolve())]
+    yield ["bucket"]
+    yield [*_TRAIN, *(["--set", f"train.steps={QUICK_STEPS}"] if quick else [])]
+    yield from _RESULTS
+
+
+def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
+    """The commands of two rounds. Each round becomes a phase in the configuration once its snapshot exists."""
+    without_heldout = ["--set", "bucket.sources.heldout.weight=0"]
+    if not _has_phase(out, "round2"):
+        yield ["encode", "--data", "photos"]
+        yield ["encode", "--data", "heldout"]
+        yield ["bucket", "--name", "heldout", "--set", "bucket.sources.photos.weight=0"]
+        yield ["bucket", "--name", "round1", *without_heldout]
+        _add_phase(out, "round1", quick)
+        yield _TRAIN
+    yield ["encode", "--data", "more"]
+    yield ["bucket", "--name", "round2", *without_heldout]
+    _add_phase(out, "round2", quick)
+    yield _TRAIN
+    yield from _RESULTS
+
+
+def _has_phase(out: Path, name: str) -> bool:
+    return any(phase.name == name for phase in load(out / LOCAL_NAME).phases)
+
+
+def _add_phase(out: Path, name: str, quick: bool) -> None:
+    """Append a phase to the configuration, as a user would."""
+    if _has_phase(out, name):
+        return
+    path, steps = out / LOCAL_NAME, QUICK_STEPS if quick else ROUND_STEPS[name]
+    text = path.read_text(encoding="utf-8")
+    validation = f"{{snapshot: heldout, every: {-(-steps // VALIDATIONS)}}}"
+    line = f"  - {{name: {name}, snapshot: {name}, steps: {steps}, set: {{train.validation: {validation}}}}}\n"
+    added = line if load(path).phases else f"\nphases:\n{line}"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + added, encoding="utf-8")
+    os.replace(temporary, path)
+    print(f"\nadded to {path}:\n{added.strip()}", flush=True)
+
+
 def _claim(out: Path, data: Path | None, quick: bool) -> None:
     """Mark the folder with this demonstration's options; refuse a folder of other content or options."""
-    options = {"data": None if data is None else str(Path(data).resolve()), "quick": quick}
+    options = {"data": None if data is None else str(Path(data).resolve()), "quick": quick, "rounds": 2}
     mark = out / MARK
     try:
         marked = json.loads(mark.read_text(encoding="utf-8"))
@@ -113,20 +160,20 @@ def _configuration(out: Path) -> Config:
 
 
 def _photographs(out: Path, data: Path | None) -> None:
-    if data is not None or (out / PHOTOS).is_dir():
-        return
-    work = out / f".{PHOTOS}.partial"
-    shutil.rmtree(work, ignore_errors=True)
-    photos = tiny.demo_photos(work)
-    os.rename(work, out / PHOTOS)
-    print(f"{len(photos)} photographs with captions in {out / PHOTOS}", flush=True)
+    for name, photos in tiny.ROUNDS.items() if data is None else ():
+        if not (out / name).is_dir():
+            work = out / f".{name}.partial"
+            shutil.rmtree(work, ignore_errors=True)
+            tiny.demo_photos(work, photos)
+            os.rename(work, out / name)
+            print(f"{len(photos)} photographs with captions in {out / name}", flush=True)
 
 
-def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
+def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> None:
     if (out / MODELS).is_dir():
         print(f"small models in {out / MODELS} are reused", flush=True)
         return
-    pictures, captions = _read(config, data)
+    pictures, captions = _read(config, folders)
     sizes = config.data.buckets
     assert sizes != "sana", "the demonstration's configuration lists its buckets"
     start = time.monotonic()
@@ -153,26 +200,28 @@ def _models(out: Path, config: Config, data: Path, quick: bool) -> None:
     )
 
 
-def _read(config: Config, data: Path) -> tuple[list[np.ndarray], list[str]]:
+def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], list[str]]:
     """Pictures (H, W, 3) uint8, their shorter side at most four times the resolution, and captions. Unusable files are
     skipped; `encode` reports them."""
-    source = FolderSource(data, CaptionRule.of(config.data))
-    items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
-    captions = [text for item in items for text, _ in item.captions]
     pictures: list[np.ndarray] = []
-    for item in items:
-        if len(pictures) == MAX_PICTURES:
-            print(f"the small VAE is fitted to the first {MAX_PICTURES} of {len(items)} pictures", flush=True)
-            break
-        try:
-            content = source.read(item.key)
-            limits = config.data.max_pixels, config.data.max_bytes
-            width, height = decoding.probe(content, *limits)
-            scale = min(1.0, 4 * config.data.resolution / min(width, height))
-            size = (max(1, round(height * scale)), max(1, round(width * scale)))
-            pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
-        except (Unreadable, decoding.ImageReject) as error:
-            print(f"not used for the small VAE: {item.key}: {error}", flush=True)
+    captions: list[str] = []
+    for folder in folders:
+        source = FolderSource(folder, CaptionRule.of(config.data))
+        items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
+        captions += [text for item in items for text, _ in item.captions]
+        for item in items:
+            if len(pictures) == MAX_PICTURES:
+                print(f"the small VAE is fitted to the first {MAX_PICTURES} of {len(items)} pictures", flush=True)
+                break
+            try:
+                content = source.read(item.key)
+                limits = config.data.max_pixels, config.data.max_bytes
+                width, height = decoding.probe(content, *limits)
+                scale = min(1.0, 4 * config.data.resolution / min(width, height))
+                size = (max(1, round(height * scale)), max(1, round(width * scale)))
+                pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
+            except (Unreadable, decoding.ImageReject) as error:
+                print(f"not used for the small VAE: {item.key}: {error}", flush=True)
     if not pictures:
-        raise UserError(f"{data} holds no usable picture with a caption", fix="--data with another folder")
+        raise UserError(f"{folders[0]} holds no usable picture with a caption", fix="--data with another folder")
     return pictures, captions

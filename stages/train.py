@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,8 +92,7 @@ def _chain(
 ) -> Report:
     """Train the phases that are not finished. The first process reads where they stand, for all."""
     cache = Cache.of(config)
-    places = _agreed(config, launch, lambda: _survey(config, cache, resume, begin, say))
-    summaries: list[dict[str, Any]] = []
+    places, summaries = _agreed(config, launch, lambda: _survey(config, cache, resume, begin, say))
     report = Report(0, None, None, None)
     for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
         own, last = config.of_phase(phase.name), place.last
@@ -108,27 +108,31 @@ def _chain(
             if report.stopped_by is not None:
                 return report
             _give_back(own)
-        if launch.is_main and report.checkpoint is not None:
-            summaries.append(_summary(cache, place, report.checkpoint))
-            if not place.finished or number == len(places):
-                for line in phases.table(summaries):
-                    say(line)
+            summaries.append(_agreed(config, launch, partial(_summary, cache, place, report.checkpoint)))
         begin = report.checkpoint
+        if number == len(places) or not place.finished:
+            for line in phases.table(summaries):
+                say(line)
     return report
 
 
 def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -> list[str]:
     """What the configuration of a finished phase says now and did not say then."""
     assert place.last is not None
-    used = place.last.document.state.snapshot
+    used, validation = place.last.document.state.snapshot, config.train.validation
+    if validation is not None and validation.snapshot is not None:  # checkpoints name it by its id
+        named = validation.model_copy(
+            update={"snapshot": cache.snapshot_of(validation.snapshot) or validation.snapshot}
+        )
+        config = config.model_copy(update={"train": config.train.model_copy(update={"validation": named})})
     moved = cache.snapshot_of(snapshot) not in (None, used)
     return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]
 
 
 def _survey(
     config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, say: Log
-) -> list[phases.Place]:
-    """Where the phases stand; refuses a chain that cannot go on from there."""
+) -> tuple[list[phases.Place], list[dict[str, Any]]]:
+    """Where the phases stand, and the summaries of the finished ones; refuses a chain that cannot go on from there."""
     places = phases.survey(config)
     begun = [place for place in places if place.last is not None]
     output = Path(config.train.output)
@@ -150,10 +154,11 @@ def _survey(
                 cache.open_snapshot(phase.snapshot)
             except CacheError as error:
                 say(f"note: phase {phase.name!r} cannot begin yet: {error.what}")
-    return places
+    return places, [_summary(cache, place, place.last.folder) for place in places if place.finished and place.last]
 
 
-def _summary(cache: Cache, place: phases.Place, folder: Path) -> dict[str, Any]:
+def _summary(cache: Cache, place: phases.Place, folder: Path | None) -> dict[str, Any]:
+    assert folder is not None
     last = checkpoint.Resumed(folder, checkpoint.read_document(folder))
     try:
         head = cache.open_snapshot(last.document.state.snapshot).head

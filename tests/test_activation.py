@@ -98,8 +98,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=[pytest.mark.slow] * (", " in name and precision == "bf16"))
+        for name in WAYS
+        for precision in PRECISIONS
+    ],
+)
 def test_fewer_bytes_are_kept_and_the_gradients_are_the_same(
     name: str, precision: str, plain: dict[str, tuple[int, int, dict[str, Tensor]]]
 ) -> None:

@@ -14,6 +14,8 @@ from PIL import Image
 from pipeline.config import load
 from pipeline.errors import UserError
 from pipeline.models import tiny
+from pipeline.processes import command
+from pipeline.training import metrics
 from stages import demo
 
 
@@ -23,11 +25,14 @@ class Commands:
     def __init__(self, failing: str | None = None, code: int = 4):
         self.failing, self.code = failing, code
         self.lines: list[list[str]] = []
+        self.phases: list[list[str]] = []
+        """Names of the phases in the configuration, at each `train`."""
 
     def __call__(self, arguments: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
         line = arguments[4:]
         self.lines.append(line)
-        assert (cwd / "sana-pipe.yaml").is_file()
+        if line[0] == "train":
+            self.phases.append([phase.name for phase in load(cwd / "sana-pipe.yaml").phases])
         return subprocess.CompletedProcess(arguments, self.code if line[0] == self.failing else 0)
 
 
@@ -57,20 +62,31 @@ def test_the_demonstration_runs_the_commands_in_its_folder(
 ) -> None:
     out = tmp_path / "demo"
     assert demo.run(out) == 0
-    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample", "report"]
-    assert commands.lines[0] == ["encode", "--data", "photos"]
-    assert len(list((out / "photos").glob("*.txt"))) == 12
-    assert len(made[0]["pictures"]) == 12
+    rounds = ["encode", "encode", "bucket", "bucket", "train", "encode", "bucket", "train"]
+    assert [line[0] for line in commands.lines] == [*rounds, "export", "sample", "report"]
+    assert [line[2] for line in commands.lines if line[0] == "encode"] == ["photos", "heldout", "more"]
+    assert [line[2] for line in commands.lines if line[0] == "bucket"] == ["heldout", "round1", "round2"]
+    assert commands.phases == [["round1"], ["round1", "round2"]], "a phase is added when its snapshot is there"
+    assert [len(list((out / name).glob("*.txt"))) for name in ("photos", "more", "heldout")] == [8, 4, 4]
+    later, heldout = (
+        {path.stem: path.read_bytes() for path in (out / n).glob("*.[jp][pn]g")} for n in ("more", "heldout")
+    )
+    assert later.keys() == heldout.keys() and all(later[name] != heldout[name] for name in later)
+    first, second = load(out / "sana-pipe.yaml").phases
+    assert (first.snapshot, second.snapshot, first.steps, second.steps) == ("round1", "round2", 900, 600)
+    assert first.set == {"train.validation": {"snapshot": "heldout", "every": 225}}
+    assert len(made[0]["pictures"]) == 12, "the VAE stands for one that has seen such pictures"
     assert made[0]["sizes"] == load("tiny").data.buckets
     printed = capsys.readouterr().out
-    assert printed.count("$ cd ") == 6
+    assert printed.count("$ cd ") == 11
     assert printed.splitlines()[-1] == f"contact sheet: {out / 'samples' / 'contact_sheet.png'}"
 
     before = {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()}
-    assert demo.run(out) == 0  # again: everything is reused, and every command is run again
+    assert demo.run(out) == 0  # again: everything is reused, and the last round's commands are run again
     assert len(made) == 1
     assert {p: p.stat().st_mtime_ns for p in (out / "photos").iterdir()} == before
-    assert len(commands.lines) == 12
+    assert [line[0] for line in commands.lines[11:]] == ["encode", "bucket", "train", "export", "sample", "report"]
+    assert commands.phases[2:] == [["round1", "round2"]]
 
 
 def test_an_interrupted_preparation_is_done_again(
@@ -102,7 +118,8 @@ def test_pictures_of_the_user(tmp_path: Path, commands: Commands, made: list[dic
     assert [p.shape for p in made[0]["pictures"]] == [(256, 384, 3), (60, 40, 3)]
     assert made[0]["steps"] == demo.QUICK_VAE_STEPS
     assert commands.lines[0] == ["encode", "--data", str(data)]
-    assert commands.lines[2][-2:] == ["--set", f"train.steps={demo.QUICK_TRAIN_STEPS}"]
+    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample", "report"]
+    assert commands.lines[2][-2:] == ["--set", f"train.steps={demo.QUICK_STEPS}"] and commands.phases == [[]]
     assert not (tmp_path / "demo" / "photos").exists()
 
 
@@ -122,7 +139,7 @@ def test_a_failing_command_stops_the_demonstration(
         failing = Commands("train", code)
         monkeypatch.setattr(demo.subprocess, "run", failing)
         assert demo.run(tmp_path / "demo") == expected
-        assert [line[0] for line in failing.lines] == ["encode", "bucket", "train"]
+        assert [line[0] for line in failing.lines] == ["encode", "encode", "bucket", "bucket", "train"]
         assert f"ended with {code}" in capsys.readouterr().out
 
 
@@ -137,4 +154,21 @@ def test_a_folder_of_something_else_is_left_alone(
     demo.run(tmp_path / "demo", quick=True)
     with pytest.raises(UserError, match="other options"):
         demo.run(tmp_path / "demo", quick=False)
-    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"data": None, "quick": True}
+    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"data": None, "quick": True, "rounds": 2}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_second_round_learns_the_new_photographs(tmp_path: Path) -> None:
+    """Held-out crops of them: the loss rises while the first round learns others, and falls far below its start."""
+    done = subprocess.run(command("demo", "--out", str(tmp_path / "demo")), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (
+        [row["loss"] for row in metrics.read_events(tmp_path / f"demo/runs/tiny/{name}/metrics.jsonl")["validation"]]
+        for name in ("round1", "round2")
+    )
+    assert second[0] == pytest.approx(first[-1], abs=1e-5)
+    assert second[-1] < 0.5 * first[0] < 0.5 * first[-1]
+    page = (tmp_path / "demo/report.html").read_text()
+    assert "round1" in page and "round2" in page
+    assert "12 of 12 drawn latents" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+import json
 import random
 import shutil
 import time
@@ -96,6 +97,24 @@ def test_a_changed_caption_encodes_that_caption(start: Config, source: Path) -> 
     (source / "coffee.txt").write_text("an empty cup")
     done = stages.encode.run(start, data=str(source))
     assert (done["images"], done["captions"]) == (0, 1)
+
+
+def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Long captions first, short ones beside them in a later round: two snapshots of one source."""
+    (tmp_path / "pictures").mkdir()
+    for seed in range(2):
+        picture(tmp_path / "pictures" / f"{seed}.png", seed)
+    for path in sorted((tmp_path / "pictures").glob("*.txt")):
+        path.with_suffix(".json").write_text(json.dumps({"long": path.read_text() + ", at length", "short": path.stem}))
+    settings = "bucket.batch=2", "bucket.remainder=repeat"
+    found = []
+    for name, weights, encoded in (("long", "{long: 1}", (2, 3)), ("mixed", "{long: 3, short: 1}", (0, 2))):
+        config = make_config(tmp_path, *settings, f"data.caption_weights={weights}")
+        done = stages.encode.run(config, data=str(tmp_path / "pictures"))
+        assert (done["images"], done["captions"]) == encoded, "with the null record"
+        stages.bucket.run(config, name=name)
+        found.append(Cache(config.cache).open_snapshot(name))
+    assert [sorted(snapshot.caption_rows(0)[1]) for snapshot in found] == [[1.0], [1.0, 3.0]]
 
 
 def test_a_changed_picture_encodes_that_picture(start: Config, source: Path) -> None:

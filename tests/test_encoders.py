@@ -276,7 +276,7 @@ def test_tf32_and_channels_last_reach_the_encoder_and_nothing_else(
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
-def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray) -> None:
+def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray, one_thread: None) -> None:
     from diffusers import AutoencoderDC
 
     config = VaeConfig(id=str(folder))

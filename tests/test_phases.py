@@ -360,6 +360,22 @@ def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..
         run_phases(rounds(A, B, C))
 
 
+def test_a_finished_phase_validated_on_a_named_snapshot_has_not_changed(
+    rounds: Callable[..., Config], make_config: Any, tmp_path: Path
+) -> None:
+    """The checkpoint has the snapshot's id, the configuration its name."""
+    import stages.bucket
+
+    stages.bucket.run(make_config(tmp_path, "bucket.heldout=0.4"), name="part")
+    a = {**A, "snapshot": "part", "set": {"train.validation": {"snapshot": "part.heldout", "every": 9, "samples": 4}}}
+    run_phases(rounds(a))
+    _, printed = run_phases(rounds(a), resume="auto")
+    assert any("finished after step 3" in line for line in printed)
+    assert not any(line.startswith("note: phase") for line in printed)
+    _, printed = run_phases(rounds({**a, "set": {"train.validation": {"snapshot": "two"}}}), resume="auto")
+    assert any(line.startswith("note: phase a") and "train.validation.snapshot" in line for line in printed)
+
+
 @pytest.mark.slow
 def test_a_phase_that_has_begun_keeps_its_snapshot_and_says_so(rounds: Callable[..., Config], tmp_path: Path) -> None:
     """Also when its name now points to another, and when it was stopped in the middle."""

@@ -772,6 +772,11 @@ def test_a_latent_becomes_a_picture_whatever_its_channels() -> None:
 # ---------------------------------------------------------------------------------------------------- a browser
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000"),
+    *("--no-first-run", "--disable-quic", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--disable-extensions"),  # nothing but the page is asked for
+)
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PROBE = """<script>const seen = () =>
   [...document.querySelectorAll('.slider img')].filter(i => i.offsetHeight > 20).map(i => i.alt);
@@ -800,8 +805,7 @@ def browser() -> str:
 
 def opened_in(executable: str, page: Path, profile: Path) -> tuple[str, str]:
     """The document of a page after its scripts, and what the browser logged."""
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000")
-    command = [executable, *options, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    command = [executable, *OPTIONS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -65,10 +65,28 @@ _PHOTOS = (
     _Photo("wheel", "stereo_motorcycle", (500, 248, 648, 470), "the front wheel of a motorcycle"),
     _Photo("nerve", "retina", (50, 400, 350, 850), "bright optic nerve head with red blood vessels"),
 )
+_LATER = ("retina", "motorcycle", "wheel", "nerve")
+_MARGIN = 0.01
 
 
-def demo_photos(out: Path) -> list[tuple[Path, str]]:
-    """Write a dozen colour photographs (four square, four landscape, four portrait) and a `.txt` caption beside each.
+def _narrower(photo: _Photo) -> _Photo:
+    """The photograph without a margin: other pixels of the same view."""
+    left, top, right, bottom = photo.box
+    x, y = round(_MARGIN * (right - left)), round(_MARGIN * (bottom - top))
+    return photo._replace(box=(left + x, top + y, right - x, bottom - y))
+
+
+ROUNDS = {
+    "photos": tuple(photo for photo in _PHOTOS if photo.name not in _LATER),
+    "more": tuple(photo for photo in _PHOTOS if photo.name in _LATER),
+    "heldout": tuple(_narrower(photo) for photo in _PHOTOS if photo.name in _LATER),
+}
+"""The demonstration's folders: pictures of the first round, those that the second adds, and other crops of the latter,
+which are not trained on."""
+
+
+def demo_photos(out: Path, photos: Sequence[_Photo] = _PHOTOS) -> list[tuple[Path, str]]:
+    """Write colour photographs (a dozen: four square, four landscape, four portrait) and a `.txt` caption beside each.
 
     They are crops of photographs that ship inside the scikit-image wheel, so there is no download. Existing
     files of these names are overwritten.
@@ -90,7 +108,7 @@ def demo_photos(out: Path) -> list[tuple[Path, str]]:
 
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for photo in _PHOTOS:
+    for photo in photos:
         pixels = getattr(data, photo.source)()
         if isinstance(pixels, tuple):  # stereo pictures: left, right, disparity
             pixels = pixels[0]
