@@ -111,6 +111,13 @@ class StartWeights(Weights):
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
 
+class DecoderWeights(Weights):
+    """Another decoder of the VAE's latents, such as a faster one: diffusers' `AutoencoderDC` or `AutoencoderTiny`."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the decoder's computation."""
+
+
 class VaeConfig(Weights):
     """The image encoder."""
 
@@ -126,6 +133,17 @@ class VaeConfig(Weights):
     are then rounded in another order."""
     scaling_factor: Annotated[float, Field(gt=0)] | None = None
     """Latents are multiplied by this number; null: the factor in the VAE's configuration (0.41407 for Sana's DC-AE)."""
+    decoder: DecoderWeights | None = None
+    """The decoder of `sample` and `report`; null: the VAE's. It must have the VAE's channels, compression and scaling
+    factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. `vae.decoder: ID` sets `id`.
+    Not part of the recipe."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decoder_by_id(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("decoder"), str):
+            data = {**data, "decoder": {"id": data["decoder"]}}
+        return data
 
 
 class TextConfig(Weights):
@@ -1084,10 +1102,9 @@ _EXPORT = (
     *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
     *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
 )
-_SAMPLE = (
-    *(*_CACHE, *_SOURCE, "sample", "vae", "data.background", "encode.device"),
+_DRAW = (
+    *(*_CACHE, "sample", "vae", "phases"),
     *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
-    "phases",
 )
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,
@@ -1103,9 +1120,9 @@ READS: dict[str, tuple[str, ...]] = {
     ),
     "plan --encode": _ENCODE,
     "export": _EXPORT,
-    "sample": _SAMPLE,
+    "sample": (*_DRAW, *_SOURCE, "data.background", "encode.device"),
     "sample --watch": ("vae", "encode.device"),
-    "sample --prompt": (*_SAMPLE, "text", "encode", "data.resolution"),
+    "sample --prompt": (*_DRAW, "text", "encode", "data.resolution"),
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),

@@ -54,6 +54,8 @@ def run(config: Config, as_json: bool = False) -> int:
     vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
     text = _inspect(_Part("text encoder", config.text, "encode"), encoders.text_width)
     parts = [vae, text, _tokenizer(config)]
+    if config.vae.decoder is not None:
+        parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), encoders.decoder_shape))
     shape: SanaConfig | None = None
     if config.model.weights is not None:
         model = _inspect(_Part("transformer", config.model.weights, "train"), architecture_at, widest=True)
@@ -61,6 +63,15 @@ def run(config: Config, as_json: bool = False) -> int:
         shape = model.facts
     problems = [part.problem for part in parts if part.problem is not None]
     problems += _misfits(config, vae.facts, text.facts, shape)
+    if config.vae.decoder is not None and None not in (vae.facts, decoder := parts[3].facts) and decoder != vae.facts:
+        problems.append(
+            ConfigError(
+                "vae.decoder is for other latents than the VAE's",
+                expected="{} pixels per latent side, {} channels".format(*vae.facts),
+                found="{}, {}".format(*decoder),
+                fix="vae.decoder: null, or a decoder of this VAE",
+            )
+        )
     to_fetch = sum(part.to_fetch for part in parts)
     if as_json:
         click.echo(json.dumps(_report(parts, problems, to_fetch)))

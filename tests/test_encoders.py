@@ -289,6 +289,74 @@ def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray, one_
     assert got.dtype == np.uint8 and np.array_equal(got, want)
 
 
+def other_decoder(folder: Path, kind: str, **changes: Any) -> Path:
+    """Random weights of another decoder, in diffusers' format."""
+    from diffusers import AutoencoderDC, AutoencoderTiny
+
+    settings = dict(AutoencoderDC.load_config(folder / "vae"))
+    if kind == "AutoencoderDC":
+        model = AutoencoderDC.from_config({**settings, "decoder_layers_per_block": [1, 2, 1, 1], **changes})
+    else:
+        blocks = {"num_encoder_blocks": (1, 1, 1, 1), "num_decoder_blocks": (1, 1, 1, 1)}
+        model = AutoencoderTiny(**{"latent_channels": tiny.LATENT_CHANNELS, **blocks, **changes})
+    path = folder / f"{kind}-{len(list(folder.iterdir()))}"
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderDC", "AutoencoderTiny"])
+def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
+    folder: Path, images: np.ndarray, kind: str
+) -> None:
+    import diffusers
+
+    path = other_decoder(folder, kind)
+    config = VaeConfig.model_validate({"id": str(folder), "decoder": str(path)})
+    assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder))), "the same recipe"
+    latents = encoders.from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images)).float()
+    decoder = encoders.LatentDecoder.load(config, "cpu")
+    assert {name.split(".")[0] for name, _ in decoder.model.named_parameters()} == {"decoder"}
+    whole = getattr(diffusers, kind).from_pretrained(path).eval()
+    scale = whole.config.scaling_factor
+    assert (scale == 1) == (kind == "AutoencoderTiny")
+    with torch.no_grad():
+        want = whole.decode(latents / scale).sample
+    want = ((want / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+    def differs(config: VaeConfig) -> float:  # sums of fp32 depend on where the weights lie in memory
+        got = encoders.LatentDecoder.load(config, "cpu").decode(latents)
+        return float((np.abs(got.astype(int) - want) > 1).mean())
+
+    assert differs(config) == 0 and differs(VaeConfig(id=str(folder))) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "found"),
+    [
+        ("AutoencoderDC", {"latent_channels": 8}, "latent channels: 16 | 8"),
+        ("AutoencoderDC", {"scaling_factor": 0.5}, "scaling factor: "),
+        ("AutoencoderTiny", {"latent_channels": 4}, "latent channels: 16 | 4"),
+        (
+            "AutoencoderTiny",
+            {"num_decoder_blocks": (1, 1), "decoder_block_out_channels": (64, 64)},
+            "pixels per latent side: 8 | 2",
+        ),
+    ],
+)
+def test_a_decoder_of_other_latents_is_refused(folder: Path, kind: str, changes: dict[str, Any], found: str) -> None:
+    decoder = {"id": str(other_decoder(folder, kind, **changes)), "dtype": "bf16"}
+    config = VaeConfig.model_validate({"id": str(folder), "decoder": decoder})
+    with pytest.raises(hub.ModelError, match="other latents") as refused:
+        encoders.LatentDecoder.load(config, "cpu")
+    assert found in str(refused.value.found)
+
+
+def test_a_decoder_of_another_class_is_refused(folder: Path) -> None:
+    config = VaeConfig.model_validate({"id": str(folder), "decoder": {"id": str(folder / "text_encoder")}})
+    with pytest.raises(hub.ModelError, match="not a decoder"):
+        encoders.LatentDecoder.load(config, "cpu")
+
+
 def test_bf16_rounds_to_nearest_even() -> None:
     # 1 + 2^-8 lies half way between 1 and 1 + 2^-7: to even, down; the next half way goes up.
     values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0, 3.0e38])

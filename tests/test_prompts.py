@@ -222,6 +222,19 @@ def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRe
     assert prompts.open_prompts(cache, None, recipe).texts == ("one",)
 
 
+def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+    cache, recipe, keys = tiny
+    for name, key in (("a", keys[0]), ("b", keys[1])):
+        prompts.publish(cache, name, recipe, [name], [key])
+    data = cache.files.read("prompts/a/00000000.json")
+    for place in ("prompts/b/00000000.json", "copies/prompts/b/00000000.json"):
+        cache.files.replace(place, data)
+    with pytest.raises(IntegrityError):
+        prompts.open_prompts(cache, "b", recipe)
+    assert "prompts/b/00000000.json" in {finding.path for finding in audit.verify(cache)}
+    assert "prompts/b" in status(cache)["damaged"]
+
+
 def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     opened = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])

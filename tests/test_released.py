@@ -582,6 +582,13 @@ def test_check_sees_parts_that_do_not_fit(
     assert check.run(config(*narrowed)) == 2
     said = capsys.readouterr().err
     assert "channels 16" in said and "width 128" in said
+    assert check.run(config(f"vae.decoder={{id: {root}, subfolder: vae}}")) == 0
+    assert "decoder" in capsys.readouterr().out
+    shutil.copytree(root / "vae", tmp_path / "vae")
+    settings = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({**settings, "latent_channels": 8}))
+    assert check.run(config(f"vae.decoder={tmp_path / 'vae'}")) == 2
+    assert "vae.decoder is for other latents" in capsys.readouterr().err
     assert check.run(config("data.buckets=[[60, 64]]")) == 2
     assert check.run(config("text.tokenizer_subfolder=scheduler")) == 2
     assert "no tokenizer" in capsys.readouterr().err

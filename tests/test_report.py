@@ -29,7 +29,7 @@ from pipeline.reporting import data_figures, run_figures, sample_view
 from pipeline.reporting.figures import collect
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
-from tests.support import tiny_cache
+from tests.support import drawings, tiny_cache
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
 CAPTIONS = ("A red square", HOSTILE, "a blue field " * 200, "a yellow wall", "a grey road", "a white door")
@@ -411,6 +411,8 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
         plan = {"kinds": {"weights": 3 << 30}, "total": 5 << 30, "memory": 24 << 30}
         measured = {"memory_gib_predicted": 5.0, "memory_gib": 7.5}
         (folder / "prediction.json").write_text(json.dumps({"prediction": plan, "until_step": 2, "measured": measured}))
+        for step in (1, 2):
+            drawings.paint(drawings.draw(folder, step, tiny_cache.recipes()[0]), shade=100 * step)
     out = root / "page" / "report.html"
     assert report.run(made.config, out, run=root / "chain", compare=made.root / "run") == 0
     return out
@@ -447,7 +449,98 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
 def test_rejects_are_shown_where_they_can_still_be_read(made: Made, whole: Path) -> None:
     page = checked(whole)
     pictures = {values["alt"] for tag, values in page.tags if tag == "img"}
-    assert pictures == {"small.png"} and "broken.png: cannot be read any more" in page.shown
+    assert (
+        pictures - {alt for alt in pictures if alt.startswith("step ")} == {"small.png"}
+        and "broken.png: cannot be read any more" in page.shown
+    )
+
+
+def sliders(page: Page) -> dict[str, list[tuple[str, bool, str, str]]]:
+    """By name of the radio buttons: (text of the label, whether it is chosen, caption, picture) of each frame."""
+    found: dict[str, list[tuple[str, bool, str, str]]] = {}
+    frames = re.findall(
+        r'<input type="radio" name="([^"]+)" id="([^"]+)"( checked)?><label for="([^"]+)">([^<]*)</label>'
+        r'<figure>(?:<img src="([^"]+)"[^>]*>)?\s*<figcaption>([^<]*)</figcaption></figure>',
+        page.text,
+    )
+    assert len(frames) == [values.get("type") for tag, values in page.tags if tag == "input"].count("radio")
+    for name, identity, chosen, label_of, label, data, caption in frames:
+        assert label_of == identity
+        found.setdefault(name, []).append((label, bool(chosen), caption, data))
+    return found
+
+
+def red(data: str) -> int:
+    with Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2]))) as picture:
+        return picture.convert("RGB").getpixel((5, 5))[0]  # type: ignore[index, return-value]
+
+
+def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(run_copy, tmp_path / "other"))
+    recipe, foreign = tiny_cache.recipes()[0], "<b onclick=alert(1)>&amp;"
+    for step, shade in ((1, 50), (2, 150), (3, 250)):
+        drawings.paint(drawings.draw(run_copy, step, recipe), shade=shade, missing=["0000"] if step == 2 else [])
+    drawings.paint(drawings.draw(other, 2, recipe, [drawings.PROMPTS[0], foreign], ema=False))
+    drawings.draw(other, 3, recipe)
+    out = tmp_path / "report.html"
+    report.run(made.config, out, run=run_copy, compare=other)
+    page = checked(out)
+    found = sliders(page)
+    assert [[frame[0] for frame in frames] for frames in found.values()] == [
+        ["1", "2", "3"],
+        ["2"],
+        ["1", "2", "3"],
+        ["2"],
+    ]
+    assert all([chosen for _, chosen, _, _ in frames].index(True) == len(frames) - 1 for frames in found.values())
+    first, of_other, second, _ = found.values()
+    assert first[1][2:] == ("step 2: the latent was not finite", "")
+    assert [abs(red(frame[3]) - shade) < 20 for frame, shade in zip(second, (50, 150, 250))] == [True] * 3
+    assert red(of_other[0][3]) < 20
+    assert (
+        "run: 3 steps, drawn with the EMA" in page.shown and "other: 1 steps, drawn with the last weights" in page.shown
+    )
+    assert page.shown.count(drawings.PROMPTS[0]) == 1 and foreign in page.shown
+    assert f"1 of 2 drawings of {other} are not decoded: sana-pipe sample --watch {other} --once" in page.shown
+    listed = collect(made.config, run=run_copy)[0]["run"]["parts"][0]["pictures"]
+    assert [entry["step"] for entry in listed] == [1, 2, 3] and listed[0]["prompts"] == list(drawings.PROMPTS)
+    assert listed[1]["pictures"] == [None, str(run_copy / "pictures" / "step-00000002" / "0001.png")]
+
+
+def test_drawings_that_are_not_decoded_are_named_with_the_command(made: Made, run_copy: Path, tmp_path: Path) -> None:
+    recipe, out = tiny_cache.recipes()[0], tmp_path / "report.html"
+    none = collect(made.config, run=run_copy)[0]["missing"]["pictures"]
+    assert "train.pictures" in none["command"]
+    paths = [drawings.draw(run_copy, step, recipe) for step in (1, 2, 3)]
+    command = f"sana-pipe sample --watch {run_copy} --once"
+    report.run(made.config, out, run=run_copy)
+    page = checked(out)
+    assert "pictures" not in page.sections and f"3 of 3 drawings of {run_copy} are not decoded" in page.shown
+    drawings.paint(paths[0])
+    drawings.draw(run_copy, 1, recipe, seed=1)  # drawn again: its pictures are of the earlier file
+    drawings.paint(paths[1])
+    paths[2].write_bytes(b"damaged")
+    report.run(made.config, out, run=run_copy)
+    page = checked(out)
+    assert [[frame[0] for frame in frames] for frames in sliders(page).values()] == [["2"], ["2"]]
+    assert f"2 of 3 drawings of {run_copy} are not decoded: {command}" in page.shown
+    paths[2].unlink()
+    for path in (paths[0].with_suffix("") / "decoded.json", paths[0]):
+        path.unlink()
+    assert "pictures" not in collect(made.config, run=run_copy)[0]["missing"], "what was removed is not missing"
+
+
+def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_copy: Path, tmp_path: Path) -> None:
+    from pipeline.reporting.page import FRAMES
+
+    for step in range(1, FRAMES + 20):
+        drawings.paint(drawings.draw(run_copy, step, tiny_cache.recipes()[0], ["a cat"]))
+    report.run(made.config, tmp_path / "report.html", run=run_copy)
+    page = checked(tmp_path / "report.html")
+    [frames] = sliders(page).values()
+    steps = [int(frame[0]) for frame in frames]
+    assert len(steps) == FRAMES == len(set(steps)) and (steps[0], steps[-1]) == (1, FRAMES + 19)
+    assert f"{FRAMES} of {FRAMES + 19} steps" in page.shown
 
 
 def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,9 +778,12 @@ OPTIONS = (
     *("--disable-sync", "--disable-extensions"),  # nothing but the page is asked for
 )
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-PROBE = """<script>addEventListener('load', () => parent.postMessage(JSON.stringify({
+PROBE = """<script>const seen = () =>
+  [...document.querySelectorAll('.slider img')].filter(i => i.offsetHeight > 20).map(i => i.alt);
+addEventListener('load', () => parent.postMessage(JSON.stringify({
   broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt),
   images: document.images.length,
+  frames: seen(), clicked: (document.querySelector('.slider label').click(), seen()),
   sections: [...document.querySelectorAll('section')].filter(s => s.offsetHeight > 20).map(s => s.id),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   width: document.documentElement.clientWidth,
@@ -735,6 +831,8 @@ def test_a_browser_shows_every_section_and_picture(whole: Path, tmp_path: Path, 
     [text] = re.findall(r'<pre id="seen">(.*?)</pre>', document, flags=re.DOTALL)
     seen = json.loads(html.unescape(text))
     assert seen["sections"] == checked(whole).sections
-    assert seen["broken"] == [] and seen["images"] == 1
+    assert seen["broken"] == [] and seen["images"] == [tag for tag, _ in checked(whole).tags].count("img") == 9
+    assert seen["frames"] == ["step second 2"] * 2, "of each prompt the last picture is in sight"
+    assert seen["clicked"] == ["step first 1", "step second 2"]
     assert seen["overflow"] <= 0 and width - 20 <= seen["width"] <= width
     assert seen["plots"] and all(250 <= drawn <= 600 for drawn in seen["plots"])

@@ -167,4 +167,4 @@ def test_a_run_that_is_not_there_is_an_error_with_once(config: Config, run: Path
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:
-    assert pictures.command(run) == f"sana-pipe sample --watch {run} --once"
+    assert pictures.decode_command(run) == f"sana-pipe sample --watch {run} --once"

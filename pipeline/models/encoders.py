@@ -1,6 +1,7 @@
 """The frozen networks: pictures to latents, latents back to pictures, and (from `text`) captions to rows.
 
-What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (DC-AE's decoder alone), and `describe_vae`, which reads
+What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (a decoder alone: DC-AE's, or the one that `vae.decoder`
+names), and `describe_vae`, which reads
 from the files what decides a latent's values. `TextEncoder` and `describe_text` come from the module `text`.
 Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
 unnecessarily, and a recipe changes exactly when a value could change.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.config import VaeConfig
+from pipeline.config import VaeConfig, Weights
 from pipeline.models.hub import ModelError, read_json, resolve, weight_files
 from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
@@ -32,7 +33,7 @@ from pipeline.models.weights import (
 )
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderDC
+    from diffusers import AutoencoderDC, AutoencoderTiny
 
 __all__ = [
     "DTYPES",
@@ -44,6 +45,7 @@ __all__ = [
     "TextEncoder",
     "bf16_bits",
     "count_rows",
+    "decoder_shape",
     "describe_text",
     "describe_vae",
     "exact",
@@ -115,6 +117,33 @@ def vae_shape(folder: Path) -> tuple[int, int]:
     return _compression(settings), int(_vae_architecture(settings)["latent_channels"])
 
 
+def decoder_shape(folder: Path) -> tuple[int, int]:
+    """Pixels per latent side, and latent channels, of the decoder whose `config.json` is in a folder.
+
+    Raises:
+        ModelError: it is missing, or of another class of model.
+    """
+    settings = _decoder_settings(folder)
+    if settings["_class_name"] == "AutoencoderDC":
+        stages = settings.get("decoder_block_out_channels") or _VAE_ARCHITECTURE["encoder_block_out_channels"]
+        return 2 ** (len(stages) - 1), int(settings.get("latent_channels", 32))
+    stages = settings.get("num_decoder_blocks", (3, 3, 3, 1))
+    factor = settings.get("upsampling_scaling_factor", 2)
+    return int(factor ** (len(stages) - 1)), int(settings.get("latent_channels", 4))
+
+
+def _decoder_settings(folder: Path) -> dict[str, Any]:
+    settings = read_json(folder / "config.json")
+    if settings.get("_class_name") not in ("AutoencoderDC", "AutoencoderTiny"):
+        raise ModelError(
+            f"{folder} is not a decoder that this pipeline knows",
+            expected="AutoencoderDC or AutoencoderTiny (in diffusers' format)",
+            found=settings.get("_class_name"),
+            fix="vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model",
+        )
+    return settings
+
+
 def _vae_settings(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / "config.json")
     if settings.get("_class_name") != "AutoencoderDC":
@@ -171,21 +200,21 @@ def _layout(config: VaeConfig) -> torch.memory_format:
 # ---------------------------------------------------------------- pictures
 
 
-def _half_autoencoder(config: VaeConfig, keep: str, device: torch.device) -> tuple[AutoencoderDC, dict[str, Any], Path]:
-    """AutoencoderDC with only its `encoder` or its `decoder`; the other half is never allocated."""
-    from diffusers import AutoencoderDC
+def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.memory_format, device: Any) -> Any:
+    """AutoencoderDC or AutoencoderTiny with only its `encoder` or its `decoder`; the other half is never allocated."""
+    import diffusers
 
-    folder = resolve(config)
-    settings = _vae_settings(folder)
+    folder = resolve(weights)
+    kind = getattr(diffusers, _decoder_settings(folder)["_class_name"])
     with torch.device("meta"):
-        model = AutoencoderDC.from_config(AutoencoderDC.load_config(folder))
+        model = kind.from_config(kind.load_config(folder))
     delattr(model, "decoder" if keep == "encoder" else "encoder")
     state = {}
-    for path in weight_files(folder, config.variant):
+    for path in weight_files(folder, weights.variant):
         with open_tensors(path) as handle:
             for name in handle.keys():
                 if name.startswith(f"{keep}."):
-                    state[name] = handle.get_tensor(name).to(DTYPES[config.dtype])
+                    state[name] = handle.get_tensor(name).to(DTYPES[dtype])
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -194,8 +223,7 @@ def _half_autoencoder(config: VaeConfig, keep: str, device: torch.device) -> tup
             found=" ".join(str(error).split())[:600],
             fix="fetch the folder again",
         ) from None
-    model = model.to(device, memory_format=_layout(config))
-    return model.eval().requires_grad_(False), settings, folder
+    return model.to(device, memory_format=layout).eval().requires_grad_(False)
 
 
 class LatentEncoder:
@@ -223,7 +251,9 @@ class LatentEncoder:
         Raises:
             ModelError: no such model, or one of another class, or weights that do not fit.
         """
-        model, settings, folder = _half_autoencoder(config, "encoder", torch.device(device))
+        folder = resolve(config)
+        settings = _vae_settings(folder)
+        model = _half_autoencoder(config, "encoder", config.dtype, _layout(config), device)
         scale = _scaling_factor(config, folder, settings)
         return cls(model, config, _compression(settings), int(_vae_architecture(settings)["latent_channels"]), scale)
 
@@ -263,21 +293,41 @@ class LatentEncoder:
 
 
 class LatentDecoder:
-    """DC-AE's decoder: latents, as they are cached and sampled, to pictures."""
+    """Latents, as they are cached and sampled, to pictures: the one door to a decoder.
 
-    def __init__(self, model: AutoencoderDC, config: VaeConfig, scaling_factor: float):
-        self.model, self.dtype, self.scaling_factor, self._config = model, config.dtype, scaling_factor, config
+    Args:
+        scaling_factor: latents are divided by it.
+    """
+
+    def __init__(
+        self, model: AutoencoderDC | AutoencoderTiny, config: VaeConfig, scaling_factor: float, dtype: str = "fp32"
+    ):
+        self.model, self.dtype, self.scaling_factor, self._config = model, dtype, scaling_factor, config
         self.device = next(model.parameters()).device
 
     @classmethod
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentDecoder:
-        """Read the decoder's weights alone.
+        """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's.
+
+        An `AutoencoderTiny` takes latents as the model draws them, divided by the factor of its own configuration (1
+        unless stated), as in diffusers' pipelines.
 
         Raises:
-            ModelError: no such model, or one of another class, or weights that do not fit.
+            ModelError: no such model, or one of another class, or weights that do not fit; a decoder of other latents.
         """
-        model, settings, folder = _half_autoencoder(config, "decoder", torch.device(device))
-        return cls(model, config, _scaling_factor(config, folder, settings))
+        folder = resolve(config)
+        settings = _vae_settings(folder)
+        scale = _scaling_factor(config, folder, settings)
+        if config.decoder is None:
+            return cls(
+                _half_autoencoder(config, "decoder", config.dtype, _layout(config), device), config, scale, config.dtype
+            )
+        other = resolve(config.decoder)
+        theirs = _decoder_settings(other)
+        _check_decoder(folder, settings, other, theirs)
+        model = _half_autoencoder(config.decoder, "decoder", config.decoder.dtype, _layout(config), device)
+        tiny = theirs["_class_name"] == "AutoencoderTiny"
+        return cls(model, config, float(theirs.get("scaling_factor", 1)) if tiny else scale, config.decoder.dtype)
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
@@ -300,3 +350,19 @@ class LatentDecoder:
             raise NonFiniteError("latent decoder", bad.nonzero().flatten().tolist(), self.dtype)
         pixels = (x / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def _check_decoder(folder: Path, vae: dict[str, Any], other: Path, decoder: dict[str, Any]) -> None:
+    """ModelError unless a decoder is for latents like those of the VAE."""
+    names = ("pixels per latent side", "latent channels", "scaling factor")
+    ours = [*vae_shape(folder), vae.get("scaling_factor")]
+    theirs = [*decoder_shape(other), decoder.get("scaling_factor")]
+    if decoder["_class_name"] == "AutoencoderTiny" or theirs[2] is None:
+        theirs[2] = ours[2]  # a factor of its own, or none stated
+    odd = [f"{name}: {a} | {b}" for name, a, b in zip(names, ours, theirs, strict=True) if a != b]
+    if odd:
+        raise ModelError(
+            f"{other}: is a decoder of other latents than those of {folder} (VAE | decoder)",
+            found="; ".join(odd),
+            fix="vae.decoder: null, or a decoder of this VAE",
+        )

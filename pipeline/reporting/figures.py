@@ -14,6 +14,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
+from pipeline.reporting import pictures
 from pipeline.reporting.data_figures import snapshot_figures
 from pipeline.reporting.run_figures import differing_options, is_run, run_figures
 
@@ -66,8 +67,20 @@ def collect(
         if figures["run"] is None:
             raise UserError("--compare needs a first run", found=f"nothing in {folder}", fix="--run DIR names it")
         figures["compare"] = other = run_figures(compare)
+        _lacks_pictures([figures["run"], other], lacks)
         other["options"] = differing_options(figures["run"], other)
     return figures, cache, opened
+
+
+def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
+    """Names the first run with drawings that are not decoded, else that there are none."""
+    for run in runs:
+        if what := pictures.undecoded(run):
+            lacks("pictures", what, pictures.decode_command(Path(run["folder"])))
+            return
+    if not any(part["pictures"] for run in runs for part in run["parts"]):
+        what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"
+        lacks("pictures", what, "sana-pipe train --set 'train.pictures={}'")
 
 
 def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
@@ -80,6 +93,7 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
             "no held-out loss was measured (bucket.heldout holds samples out)",
             "sana-pipe train --set 'train.validation={}'",
         )
+    _lacks_pictures([figures["run"]], lacks)
     if not any(part["prediction"] for part in parts):
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:

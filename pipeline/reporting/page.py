@@ -16,15 +16,20 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
 from pipeline import __version__
 from pipeline.amounts import amount
 from pipeline.errors import UserError
 from pipeline.reporting.data_figures import bucket_name
-from pipeline.reporting.photos import Embedded
+from pipeline.reporting.photos import Embedded, embedded
+from pipeline.reporting.pictures import decode_command, undecoded
 from pipeline.reporting.plots import Line, bar_plot, column_plot, line_plot, number_text
 
 GIB = 2**30
+FRAMES = 24
+"""Limit on the pictures of a slider: the first, the last, and others evenly between them."""
+PICTURE_SIDE = 320
 ROWS = 60
 """Limit on the rows of a table; the rest is added up."""
 
@@ -47,6 +52,23 @@ class Card:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Slider:
+    """Pictures over time, one of them in sight. id: unique on the page. frames: (label, picture), by time."""
+
+    id: str
+    title: str
+    frames: Sequence[tuple[str, Embedded]]
+
+
+@dataclass(frozen=True)
+class Sliders:
+    """The sliders of a prompt, side by side."""
+
+    text: str
+    sliders: Sequence[Slider]
+
+
 @dataclass
 class Section:
     """One part of the page; without content it is left out."""
@@ -57,9 +79,12 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     plots: list[Markup] = field(default_factory=list)
     cards: list[Card] = field(default_factory=list)
+    sliders: list[Sliders] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.lines or any(table.rows for table in self.tables) or any(self.plots) or self.cards)
+        return bool(
+            self.lines or any(table.rows for table in self.tables) or any(self.plots) or self.cards or self.sliders
+        )
 
 
 TITLES = {
@@ -77,6 +102,7 @@ TITLES = {
     "losses": "Losses",
     "validation": "Held-out loss",
     "ema": "EMA",
+    "pictures": "Pictures",
     "throughput": "Throughput",
     "data-wait": "Data wait",
     "memory": "Memory beside the plan",
@@ -161,6 +187,7 @@ def _sections(
     yield Section("gallery", TITLES["gallery"], cards=list(gallery))
     if figures["run"] is not None:
         yield from _run_sections(figures["run"])
+        yield _pictures([run for run in (figures["run"], figures["compare"]) if run is not None])
         if figures["compare"] is not None:
             yield _compare(figures["run"], figures["compare"])
 
@@ -483,10 +510,60 @@ def _scalars(summary: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{key}.{name}".removesuffix("."), single
 
 
+def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
+    """Each prompt with a slider over the steps of each run."""
+    section = Section("pictures", TITLES["pictures"])
+    labels = _labels(runs)
+    by_prompt: dict[str, list[Slider]] = {}
+    for number, (label, run) in enumerate(zip(labels, runs, strict=True)):
+        frames: dict[str, list[tuple[str, str | None]]] = {}
+        several, drawn = len(run["parts"]) > 1, set()
+        for part in run["parts"]:
+            for drawing in part["pictures"]:
+                if drawing.get("pictures") is None:
+                    continue
+                when = f"{part['name']} {drawing['step']:,}" if several else f"{drawing['step']:,}"
+                drawn.add("EMA" if drawing["ema"] else "last weights")
+                for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
+                    frames.setdefault(prompt, []).append((when, place))
+        if drawn:
+            longest = max(map(len, frames.values()))
+            of = f"{FRAMES} of " if longest > FRAMES else ""
+            section.lines.append(f"{label}: {of}{longest} steps, drawn with the {' and the '.join(sorted(drawn))}.")
+        for order, (prompt, places) in enumerate(frames.items()):
+            slider = Slider(f"time-{number}-{order}", label, [_frame(*place) for place in _spread(places)])
+            by_prompt.setdefault(prompt, []).append(slider)
+    if by_prompt:
+        section.lines += [f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run))]
+    section.sliders = [Sliders(prompt, sliders) for prompt, sliders in by_prompt.items()]
+    return section
+
+
+def _spread(frames: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str | None]]:
+    last = len(frames) - 1
+    count = min(len(frames), FRAMES)
+    return (frames[round(i * last / max(1, count - 1))] for i in range(count))
+
+
+def _frame(when: str, place: str | None) -> tuple[str, Embedded]:
+    alt = f"step {when}"
+    if place is None:
+        return when, Embedded(alt, why="the latent was not finite")
+    try:
+        with Image.open(place) as picture:
+            return when, embedded(picture, alt, PICTURE_SIDE)
+    except OSError:
+        return when, Embedded(alt)
+
+
+def _labels(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of runs; their folders where the names are equal."""
+    names = [Path(run["folder"]).name for run in runs]
+    return names if len(set(names)) == len(names) else [run["folder"] for run in runs]
+
+
 def _compare(first: dict[str, Any], second: dict[str, Any]) -> Section:
-    names = [Path(run["folder"]).name for run in (first, second)]
-    if names[0] == names[1]:
-        names = [run["folder"] for run in (first, second)]
+    names = _labels((first, second))
     several = any(len(run["parts"]) > 1 for run in (first, second))
     parts = [
         (f"{label}: {name}" if several else label, part)

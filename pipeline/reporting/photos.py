@@ -76,12 +76,13 @@ class Photos:
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture of a page. data: a `data:` URI, "" if there is no picture; alt: its text."""
+    """A picture of a page. data: a `data:` URI, "" if there is no picture; alt: its text; why: there is none."""
 
     alt: str
     data: str = ""
     width: int = 0
     height: int = 0
+    why: str = "cannot be read any more"
 
 
 def embedded(picture: Image.Image | None, alt: str, side: int = SIDE) -> Embedded:

@@ -19,17 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load
-
 from pipeline.cache import layout
 from pipeline.config import VaeConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.processes import catching, shown
 
 if TYPE_CHECKING:
+    import torch
+
     from pipeline.models.encoders import LatentDecoder
 
 FOLDER = "pictures"
@@ -37,6 +34,7 @@ DECODED = "decoded.json"
 POLL_S = 2.0
 _DECIDES = ("weights", "compression", "channels", "scaling_factor")
 """Fields of a latent recipe that a decoder has to fit."""
+_SHOWN = ("ema", "height", "width", "sampling_steps", "guidance", "seed", "prompt_set")
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,9 @@ class Drawing:
         Raises:
             UserError: the file is damaged, or holds something else.
         """
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
         try:
             latents = load(self.data)
         except SafetensorError as error:
@@ -95,6 +96,45 @@ class Drawing:
             return {name: file and self.folder / file for name, file in document["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+
+def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The drawings of a run directory for reports, by step; files that were removed are left out.
+
+    Args:
+        rows: the journal's `pictures` rows, those of the last attempts.
+
+    Returns:
+        JSON values: `step`, `file`; `problem` if the file cannot be read; else `prompts`, `ema`, `height`, `width`,
+        `sampling_steps`, `guidance`, `seed`, `prompt_set` as drawn, and `pictures`: a path or null (not decodable) for
+        each prompt, or null if they are not decoded yet.
+    """
+    drawings = []
+    for row in rows:
+        path = run / FOLDER / Path(str(row.get("file"))).name
+        if not path.is_file():
+            continue
+        entry: dict[str, Any] = {"step": row["step"], "file": str(path)}
+        try:
+            drawing = Drawing.read(path)
+        except UserError as error:
+            drawings.append({**entry, "problem": error.what})
+            continue
+        made = drawing.pictures()
+        prompts = [str(prompt) for prompt in drawing.facts.get("prompts") or ()]
+        places = [None if made is None else made.get(f"{number:04d}") for number in range(len(prompts))]
+        entry |= {name: drawing.facts.get(name) for name in _SHOWN}
+        entry["prompts"] = prompts
+        entry["pictures"] = None if made is None else [place and str(place) for place in places]
+        drawings.append(entry)
+    return drawings
+
+
+def undecoded(run: dict[str, Any]) -> str:
+    """What of a run's drawings is not decoded, "" if nothing. run: of `run_figures`."""
+    drawings = [drawing for part in run["parts"] for drawing in part["pictures"]]
+    waiting = sum(drawing.get("pictures") is None for drawing in drawings)
+    return f"{waiting} of {len(drawings)} drawings of {run['folder']} are not decoded" if waiting else ""
 
 
 def files(run: Path) -> list[Path]:
@@ -182,6 +222,8 @@ class Watcher:
         return made
 
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
+        from PIL import Image
+
         from pipeline.models.encoders import LatentDecoder, NonFiniteError
 
         self._check(drawing)
@@ -234,6 +276,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
-def command(run: Path) -> str:
+def decode_command(run: Path) -> str:
     """The command that decodes what is not decoded yet, as a user types it."""
     return shown("sample", "--watch", str(run), "--once")

@@ -19,6 +19,7 @@ import yaml
 
 from pipeline.config import LOCAL_NAME
 from pipeline.errors import UserError
+from pipeline.reporting import pictures
 from pipeline.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
@@ -84,6 +85,7 @@ def _part(folder: Path) -> dict[str, Any]:
         "highest": {name: float(values.max()) for name, (_, values) in columns.items()},
         "curves": {name: thinned(steps, values) for name, (steps, values) in columns.items()},
         "validation": _validation(events.get("validation", [])),
+        "pictures": pictures.listed(folder, events.get("pictures", [])),
         "prediction": _document(folder / "prediction.json"),
         "summary": _document(folder / SUMMARY),
     }

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from pipeline.cache import layout
+from pipeline.reporting.pictures import DECODED, Drawing
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 
@@ -47,3 +49,15 @@ def draw(
     with (run / "metrics.jsonl").open("a") as journal:
         journal.write(json.dumps({**row, "prompt_set": "1" * 32, "time": f"2026-01-01T00:00:{step % 60:02d}"}) + "\n")
     return path
+
+
+def paint(path: Path, *, shade: int = 0, missing: Sequence[str] = ()) -> None:
+    """What the watcher writes for a drawing, with plain pictures: red is `shade`, green the number of the prompt."""
+    drawing = Drawing.read(path)
+    drawing.folder.mkdir()
+    names = [f"{number:04d}" for number in range(len(drawing.facts["prompts"]))]
+    for number, name in enumerate(names):
+        if name not in missing:
+            Image.new("RGB", (48, 32), (shade, 40 * number, 200)).save(drawing.folder / f"{name}.png")
+    made = {name: None if name in missing else f"{name}.png" for name in names}
+    (drawing.folder / DECODED).write_text(json.dumps({"latents": drawing.digest, "files": made}))
