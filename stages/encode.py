@@ -137,7 +137,7 @@ def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """What every step of a run needs. table: the target resolutions (height, width) of the buckets."""
 
     config: Config
@@ -174,11 +174,15 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = _Run(config, source, cache, latent, text, table, worker, engine)
+    return encode_source(Run(config, source, cache, latent, text, table, worker, engine), rehash, targets)
 
-    fragments = Fragments(cache, source.name, worker)
+
+def encode_source(run: Run, rehash: bool, targets: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Scan a source and make its missing records; see `run` for the result. targets: see `planning.image_work`."""
+    cache, source, latent, text = run.cache, run.source, run.latent, run.text
+    fragments = Fragments(cache, source.name, run.worker)
     scanned = _scan_and_publish(run, rehash, fragments)
-    images = planning.image_work(scanned.table, source.name, latent, table, targets)
+    images = planning.image_work(scanned.table, source.name, latent, run.table, targets)
     texts = planning.caption_work(scanned.table, text)
     counts = {
         "images": planning.count_missing(cache, latent, images),
@@ -197,7 +201,7 @@ def _run(
     left = sum(part.left for part in made.values())
     if left:
         click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
-    _check_rejects(config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
+    _check_rejects(run.config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
         "rejects": len(rejects),
@@ -210,7 +214,7 @@ def _run(
     }
 
 
-def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned:
+def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
         table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
@@ -233,7 +237,7 @@ def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned
     return _Scanned(table, gone, rejects, faults)
 
 
-def _summary(run: _Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
+def _summary(run: Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
     """What the source has, for people. counts: new and reused records of each kind."""
     (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
     return [
@@ -253,7 +257,7 @@ class _Made:
 
 
 def _encode(
-    run: _Run, images: pa.Table, texts: pa.Table, new: bool, summary: list[str]
+    run: Run, images: pa.Table, texts: pa.Table, new: bool, summary: list[str]
 ) -> tuple[dict[str, _Made], bool]:
     """Plan and encode captions, then pictures.
 
@@ -293,7 +297,7 @@ def _encode(
     return {"images": pictures, "captions": captions}, idle
 
 
-def _encode_pictures(run: _Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
+def _encode_pictures(run: Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")
@@ -323,7 +327,7 @@ Make = Callable[[Work, str], _Made]
 
 
 @contextmanager
-def _local(run: _Run) -> Iterator[Make]:
+def _local(run: Run) -> Iterator[Make]:
     worker, encoder = run.worker, UnitEncoder(run.config, run.cache, {run.source.name: run.source})
     space = encoder.disk_space(worker.stop.sleep)
 
@@ -340,7 +344,7 @@ def _local(run: _Run) -> Iterator[Make]:
 
 
 @contextmanager
-def _ray(run: _Run) -> Iterator[Make]:
+def _ray(run: Run) -> Iterator[Make]:
     key = run.config.model_dump_json()
     build = partial(unit_encoder.build, key, (run.source.name,))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster:
@@ -355,7 +359,7 @@ def _ray(run: _Run) -> Iterator[Make]:
         yield make
 
 
-_ENGINES: dict[str, Callable[[_Run], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
+_ENGINES: dict[str, Callable[[Run], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
 
 
 def _report_captions(meter: Meter) -> None:

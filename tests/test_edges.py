@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import codec, index, layout, shard
+from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.snapshot import Part
@@ -224,7 +224,7 @@ def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted:
 
 def holder(cache: Cache, key: int) -> str:
     result = cache.index(LATENT.name)
-    row = int(result.find(index.as_keys([bytes([key] * 16)]))[0])
+    row = int(result.find(key_columns.as_keys([bytes([key] * 16)]))[0])
     assert row >= 0
     return result.shards[int(result.columns["shard"][row])]
 
@@ -251,7 +251,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
         commit_records(cache, number, "aa", keys, adopted=False)
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
-    rows = whole.find(index.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
+    rows = whole.find(key_columns.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
     assert [whole.origin[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
 
 

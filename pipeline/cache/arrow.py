@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 LIMIT = 1 << 30
 """Limit on the bytes of a column in one piece: half of Arrow's."""
 ROWS = 1 << 16
-"""Rows to pick at a time from a table with a larger column."""
+"""Rows that are handled at a time: picked from a table with a larger column, or read from one of any size."""
 
 
 def _largest(table: pa.Table) -> int:
@@ -45,6 +45,12 @@ def pieces(table: pa.Table) -> list[pa.Table]:
 def combined(table: pa.Table) -> pa.Table:
     """The same table with one chunk per column, or one for each of its `pieces`."""
     return pa.concat_tables([piece.combine_chunks() for piece in pieces(table)])
+
+
+def batches(table: pa.Table) -> Iterator[pa.Table]:
+    """The rows of a table, in order, in tables of at most `ROWS` rows, without a copy."""
+    for start in range(0, table.num_rows, ROWS):
+        yield table.slice(start, ROWS)
 
 
 def take_rows(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:

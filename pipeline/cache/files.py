@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
+import pyarrow as pa
+
 from pipeline import retrying
 from pipeline.cache import layout, local_files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
+from pipeline.cache.scratch import LIMIT, Scratch
 from pipeline.errors import AwayError, CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -433,13 +436,30 @@ class Files:
         data = self.read(name)
         actual = layout.content_digest(data)
         if actual != digest:
-            raise IntegrityError(
-                f"{self.where(name)}: its bytes do not match its name",
-                expected=digest,
-                found=actual,
-                fix=layout.REPAIR,
-            )
+            raise self._altered(name, digest, actual)
         return data
+
+    def mapped(self, name: str, digest: str) -> pa.Buffer:
+        """The bytes of a content-addressed file, checked; a large file is mapped into memory. Raises as `content`."""
+        if self.sizes([name]).get(name, 0) <= LIMIT:
+            return pa.py_buffer(self.content(name, digest))
+        try:
+            handle = self.open(name)
+            actual = local_files.digest_of(handle)
+        except OSError as error:  # it was there a moment ago
+            raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
+        if actual != digest:
+            raise self._altered(name, digest, actual)
+        return handle.map()
+
+    def _altered(self, name: str, digest: str, actual: str) -> IntegrityError:
+        what = f"{self.where(name)}: its bytes do not match its name"
+        return IntegrityError(what, expected=digest, found=actual, fix=layout.REPAIR)
+
+    @property
+    def scratch(self) -> Scratch:
+        """Temporary storage for what does not fit into memory."""
+        return Scratch(self.temporary)
 
     # ------------------------------------------------------------ housekeeping
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
+import pyarrow as pa
 import xxhash
 
 from pipeline import retrying
@@ -179,6 +180,9 @@ class ObjectFiles(Files):
 
     def open(self, name: str) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
+
+    def mapped(self, name: str, digest: str) -> pa.Buffer:
+        return pa.py_buffer(self.content(name, digest))
 
     def ranged(self, name: str) -> Handle:
         if self.connection.is_web:

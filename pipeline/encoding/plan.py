@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import take_rows
-from pipeline.cache.index import as_keys, binary, committed, fixed
+from pipeline.cache.index import committed
+from pipeline.cache.key_columns import as_keys, binary, fixed
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import UserError

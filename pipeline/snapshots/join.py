@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
+from pipeline.cache.index import RecordIndex
+from pipeline.cache.key_columns import as_keys, fixed, key_bytes
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
     NAMES,
