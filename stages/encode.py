@@ -182,8 +182,8 @@ def encode_source(run: Run, rehash: bool, targets: dict[str, tuple[int, int]]) -
     cache, source, latent, text = run.cache, run.source, run.latent, run.text
     fragments = Fragments(cache, source.name, run.worker)
     scanned = _scan_and_publish(run, rehash, fragments)
-    images = planning.image_work(scanned.table, source.name, latent, run.table, targets)
-    texts = planning.caption_work(scanned.table, text)
+    images = planning.image_work(scanned.table, source.name, latent, run.table, targets, cache.files.scratch)
+    texts = planning.caption_work(scanned.table, text, cache.files.scratch)
     counts = {
         "images": planning.count_missing(cache, latent, images),
         "captions": planning.count_missing(cache, text, texts),

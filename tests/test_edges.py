@@ -24,7 +24,7 @@ from pipeline.cache.snapshot import Part
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, _Scan
+from pipeline.encoding.scan import SCAN, _unchanged
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
@@ -685,10 +685,9 @@ def test_limits_of_a_policy_are_allowed_themselves() -> None:
 
 
 def test_a_row_is_known_by_its_size_and_its_time() -> None:
-    known = _Scan.__new__(_Scan)
-    known._known = {"a": {"size": 1, "mtime_ns": 2}}
-    assert known._before("a", 1, 2) is not None
-    assert known._before("a", 1, 3) is None and known._before("a", 2, 2) is None and known._before("b", 1, 2) is None
+    row = {"size": 1, "mtime_ns": 2}
+    assert _unchanged(row, 1, 2) is row
+    assert _unchanged(row, 1, 3) is None and _unchanged(row, 2, 2) is None and _unchanged(None, 1, 2) is None
 
 
 def test_unit_documents_tell_what_may_pass() -> None:

@@ -27,9 +27,9 @@ import pyarrow as pa
 
 from pipeline import retrying
 from pipeline.cache import layout, local_files
+from pipeline.cache import scratch as scratches
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
-from pipeline.cache.scratch import LIMIT, Scratch
 from pipeline.errors import AwayError, CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -286,6 +286,19 @@ class Files:
             self.publish_content(path, target, digest)
         return digest
 
+    def put_content_file(self, path: Path, suffix: str) -> str:
+        """`put_content` of a written file into `tables/`, which need not fit into memory."""
+        with cache_errors(path), open(path, "rb+") as file:
+            sync(file)
+        digest = file_digest(path)
+        target = Paths.table(digest, suffix)
+        if self.freshen(target):
+            with suppress(OSError):  # missing again while `discard` checks its age
+                if self.digest(target) == digest:
+                    return digest
+        self.publish_content(path, target, digest)
+        return digest
+
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
 
@@ -441,7 +454,7 @@ class Files:
 
     def mapped(self, name: str, digest: str) -> pa.Buffer:
         """The bytes of a content-addressed file, checked; a large file is mapped into memory. Raises as `content`."""
-        if self.sizes([name]).get(name, 0) <= LIMIT:
+        if self.sizes([name]).get(name, 0) <= scratches.LIMIT:
             return pa.py_buffer(self.content(name, digest))
         try:
             handle = self.open(name)
@@ -457,9 +470,9 @@ class Files:
         return IntegrityError(what, expected=digest, found=actual, fix=layout.REPAIR)
 
     @property
-    def scratch(self) -> Scratch:
+    def scratch(self) -> scratches.Scratch:
         """Temporary storage for what does not fit into memory."""
-        return Scratch(self.temporary)
+        return scratches.Scratch(self.temporary)
 
     # ------------------------------------------------------------ housekeeping
 

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, layout
-from pipeline.cache.arrow import parquet_bytes, parquet_table
+from pipeline.cache import copies, index, layout, scratch
+from pipeline.cache.arrow import parquet_batches, parquet_bytes, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
@@ -188,19 +189,32 @@ class Cache:
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
-        return self.files.put_content(parquet_bytes(table), "tables", "parquet")
+        if table.nbytes <= scratch.LIMIT:
+            return self.files.put_content(parquet_bytes(table), "tables", "parquet")
+        with self.files.temporary() as path:
+            with cache_errors(path):
+                write_parquet(table, path)
+            return self.files.put_content_file(path, "parquet")
 
-    def table(self, digest: str) -> pa.Table:
-        """A Parquet table by its digest. The last one stays in memory, since the units of a plan share a table."""
+    def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
+        """A Parquet table by its digest; the rows of a large one are in a temporary file (see `Scratch`). The last one
+        stays open, since the units of a plan share a table.
+
+        Args:
+            columns: names of the columns to read; default: all.
+        """
         last = self._last_table
-        if last is None or last[0] != digest:
-            name = Paths.table(digest, "parquet")
-            data = self.files.content(name, digest)
-            try:
-                last = self._last_table = (digest, parquet_table(data))
-            except (pa.ArrowException, OSError) as error:
-                raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
-        return last[1]
+        if last is not None and last[0] == digest:
+            return last[1] if columns is None else last[1].select(columns)
+        name = Paths.table(digest, "parquet")
+        data = self.files.mapped(name, digest)
+        try:
+            table = self.files.scratch.table(*parquet_batches(data, columns))
+        except (pa.ArrowException, OSError) as error:
+            raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
+        if columns is None:
+            self._last_table = digest, table
+        return table
 
     # ------------------------------------------------------------ sources
 

@@ -23,18 +23,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import local_files
-from pipeline.cache.arrow import combined, take_rows
+from pipeline.cache.arrow import combined, ipc_table, take_rows
 from pipeline.cache.key_columns import fixed, halves
 
-LIMIT = 16 << 20
+LIMIT = 4 << 20
 """Bytes of a table or array that stay in memory."""
-RUN = 1 << 18
+RUN = 1 << 17
 """Rows that are sorted at a time."""
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
@@ -87,7 +87,7 @@ class Scratch:
                     with local_files.cache_errors(path):
                         file.write_table(batch.combine_chunks())
             with pa.memory_map(str(path)) as mapped:
-                return pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(use_threads=False)).read_all()
+                return ipc_table(mapped.read_buffer())
 
     def arrays(
         self, chunks: Iterable[dict[str, np.ndarray]], dtypes: Mapping[str, Any], most: int
@@ -100,6 +100,10 @@ class Scratch:
             for name, values in chunk.items():
                 whole[name][start:end] = values
         return {name: values[:end] for name, values in whole.items()}
+
+    def writer(self, dtype: Any) -> ArrayWriter:
+        """An array of unknown length."""
+        return ArrayWriter(self._temporary, np.dtype(dtype))
 
     def sorted_by_key(self, batches: Iterable[pa.Table]) -> Iterator[pa.Table]:
         """Rows in ascending order of the column `key` (fixed 16 bytes), as tables of about `RUN` rows. Rows of equal
@@ -132,6 +136,44 @@ class Scratch:
         for low, high in _ranges(np.sum(bounds, axis=0)):
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]
             yield _sorted(pa.concat_tables(parts))[0]
+
+
+class ArrayWriter:
+    """Appends to an array of one dimension, which is in a file from `LIMIT` bytes on."""
+
+    def __init__(self, temporary: Callable[[], AbstractContextManager[Path]], dtype: np.dtype):
+        self._temporary, self._dtype = temporary, dtype
+        self._waiting: list[np.ndarray] = []
+        self._size = 0
+        self._file: BinaryIO | None = None
+
+    def add(self, values: np.ndarray) -> None:
+        """Append values (n,).
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        self._waiting.append(values.astype(self._dtype))
+        self._size += self._waiting[-1].nbytes
+        if self._size > LIMIT:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is None:
+            with self._temporary() as path, local_files.cache_errors(path):
+                self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 - closed by `finish`, or with this object
+        with local_files.cache_errors(Path(self._file.name)):
+            for values in self._waiting:
+                local_files.write_all(self._file, values.data.cast("B"))
+        self._waiting, self._size = [], 0
+
+    def finish(self) -> np.ndarray:
+        """The whole array; nothing can be added any more."""
+        if self._file is None:
+            return np.concatenate([np.empty(0, self._dtype), *self._waiting])
+        self._flush()
+        with self._file as file:
+            return np.memmap(file, self._dtype, "r+").view(np.ndarray)
 
 
 def _emptied(tables: list[pa.Table]) -> Iterator[pa.Table]:
