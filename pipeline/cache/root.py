@@ -2,7 +2,7 @@
 
 `Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
 in one place.
-Price: only the last table is kept in memory between calls; callers store what they need again.
+Price: only the last table, and the indexes of finished recipes, stay open between calls.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class Cache:
             raise IntegrityError(error.what, fix="sana-pipe encode --data DIR: it writes this file again") from None
         self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
+        self._indexes: dict[str, tuple[int, index.RecordIndex]] = {}
 
     @classmethod
     def of(cls, config: Config, *, create: bool = False) -> Cache:
@@ -288,7 +289,15 @@ class Cache:
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
 
     def index(self, recipe: str) -> index.RecordIndex:
-        return index.RecordIndex(self.files, recipe, self.files.numbers(Paths.plans(recipe)))
+        """The records of a recipe. While every plan has a segment, an index stays valid and is not built again."""
+        plans = self.files.numbers(Paths.plans(recipe))
+        known = self._indexes.pop(recipe, None)
+        finished = all(self.files.exists(Paths.segment(recipe, plan)) for plan in plans)
+        if known is None or not finished or known[0] != len(plans):
+            known = len(plans), index.RecordIndex(self.files, recipe, plans)
+        if finished:
+            self._indexes[recipe] = known
+        return known[1]
 
     # ------------------------------------------------------------ snapshots
 

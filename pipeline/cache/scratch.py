@@ -198,7 +198,10 @@ def _regrouped(batches: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
     """A table sorted by key, stable, and the first halves of its keys."""
     high, low = halves(fixed(table.column(_KEY)))
-    order = np.lexsort((low, high))
+    order = np.argsort(high, kind="stable")  # fast where the table consists of sorted runs
+    first, second = high[order], low[order]
+    if ((first[1:] == first[:-1]) & (second[1:] < second[:-1])).any():
+        order = np.lexsort((low, high))
     return take_rows(table.combine_chunks(), order), high[order]
 
 
