@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,28 +65,15 @@ class Scratch:
             return np.memmap(file, dtype, "r+", shape=(count,)).view(np.ndarray)
 
     def table(self, schema: pa.Schema, batches: Iterable[pa.Table]) -> pa.Table:
-        """One table of all batches. In memory it is `combined`; in a file it has a chunk for each batch.
+        """One table of all batches; see `TableWriter.finish`.
 
         Raises:
             NoSpaceError: the disk is full.
         """
-        waiting: list[pa.Table] = []
-        size, rest = 0, iter(batches)
-        for batch in rest:
-            waiting.append(batch)
-            size += batch.nbytes
-            if size > LIMIT:
-                return self._written(schema, waiting, rest)
-        return combined(pa.concat_tables([schema.empty_table(), *waiting]))
-
-    def _written(self, schema: pa.Schema, first: list[pa.Table], rest: Iterator[pa.Table]) -> pa.Table:
-        with self._temporary() as path:
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
-                for batch in chain(_emptied(first), rest):
-                    with local_files.cache_errors(path):
-                        file.write_table(batch.combine_chunks())
-            with pa.memory_map(str(path)) as mapped:
-                return ipc_table(mapped.read_buffer())
+        writer = self.table_writer(schema)
+        for batch in batches:
+            writer.add(batch)
+        return writer.finish()
 
     def arrays(
         self, chunks: Iterable[dict[str, np.ndarray]], dtypes: Mapping[str, Any], most: int
@@ -100,6 +86,10 @@ class Scratch:
             for name, values in chunk.items():
                 whole[name][start:end] = values
         return {name: values[:end] for name, values in whole.items()}
+
+    def table_writer(self, schema: pa.Schema) -> TableWriter:
+        """A table that is written piece by piece."""
+        return TableWriter(self._temporary, schema)
 
     def writer(self, dtype: Any) -> ArrayWriter:
         """An array of unknown length."""
@@ -176,11 +166,50 @@ class ArrayWriter:
             return np.memmap(file, self._dtype, "r+").view(np.ndarray)
 
 
-def _emptied(tables: list[pa.Table]) -> Iterator[pa.Table]:
-    """The tables of a list, which does not hold them any longer."""
-    tables.reverse()
-    while tables:
-        yield tables.pop()
+class TableWriter:
+    """Appends to a table, which is in a file from `LIMIT` bytes on."""
+
+    def __init__(self, temporary: Callable[[], AbstractContextManager[Path]], schema: pa.Schema):
+        self._temporary, self._schema = temporary, schema
+        self._waiting: list[pa.Table] = []
+        self._size = self._rows = 0
+        self._file: BinaryIO | None = None
+        self._writer: pa.ipc.RecordBatchFileWriter | None = None
+
+    def add(self, table: pa.Table) -> tuple[int, int]:
+        """Append rows. Returns the number of the first, and how many they are.
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        start, self._rows = self._rows, self._rows + len(table)
+        self._waiting.append(table)
+        self._size += table.nbytes
+        if self._size > LIMIT:
+            self._flush()
+        return start, len(table)
+
+    def _flush(self) -> None:
+        if self._file is None:
+            with self._temporary() as path, local_files.cache_errors(path):
+                self._file = open(path, "x+b")  # noqa: SIM115 - closed by `finish`, or with this object
+            self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), self._schema)
+        assert self._writer is not None
+        with local_files.cache_errors(Path(self._file.name)):
+            for table in self._waiting:
+                self._writer.write_table(table.combine_chunks())
+        self._waiting, self._size = [], 0
+
+    def finish(self) -> pa.Table:
+        """The whole table; nothing can be added any more. In memory it is `combined`; in a file it has a chunk for each
+        piece."""
+        if self._file is None or self._writer is None:
+            return combined(pa.concat_tables([self._schema.empty_table(), *self._waiting]))
+        self._flush()
+        with self._file as file, local_files.cache_errors(Path(file.name)):
+            self._writer.close()
+            file.flush()
+            return ipc_table(pa.py_buffer(np.memmap(file, np.uint8, "r")))
 
 
 def _regrouped(batches: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:

@@ -178,6 +178,8 @@ class _Piece:
     """Rows of the table: taken from the last scan, or to be made from a run.
 
     Attributes:
+        table: rows of the last scan.
+        rows: first row and number of rows of what was made, in `_Scan.made`; None until then.
         looked: the pending result of `Run.look`.
         stats: item -> (size, mtime), once `looked` is done.
         before: item -> its row in the last scan, as far as looked up.
@@ -190,6 +192,11 @@ class _Piece:
     looked: Future[Seen] | None = None
     stats: Seen = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.table is not None or self.rows is not None
 
 
 @dataclass(frozen=True)
@@ -220,6 +227,7 @@ class _Scan:
         self._scratch = cache.files.scratch if cache is not None else Scratch()
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
+        self.made = self._scratch.table_writer(SCAN)
         self._known: ItemRows | None = None
         self._reused = False
         self._done = 0
@@ -235,7 +243,8 @@ class _Scan:
             self._gather(self.fragments, shared)
         if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
             self.source.rule.check_seen()
-        return [piece.table for piece in pieces if piece.table is not None]
+        made = self.made.finish()
+        return [piece.table if piece.rows is None else made.slice(*piece.rows) for piece in pieces if piece.is_there]
 
     def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
         """Make the pieces without new pictures. Returns the others, by fragment id."""
@@ -247,7 +256,7 @@ class _Scan:
                 if self.fragments is not None and self._new(piece):
                     identities.append((piece, self.pool.submit(piece.run.identity, piece.stats)))
                 else:
-                    piece.table = self._made(piece)
+                    piece.rows = self.made.add(self._made(piece))
             elif piece.table is not None:
                 self._reach(len(piece.table))
         settings, shared = self.settings, dict[str, _Piece]()
@@ -270,7 +279,7 @@ class _Scan:
 
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
-            shared[fragment].table = rows.table
+            shared[fragment].rows = self.made.add(rows.table)
             if fragment not in made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
@@ -338,7 +347,10 @@ class _Scan:
                 columns = {column: [] for column in SCAN.names}
         piece.run = piece.looked = None
         piece.stats, piece.before = {}, {}
-        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
+        made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
+        if piece.stamp is not None:
+            self.source.release(made.column("item").to_pylist())
+        return made
 
     def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
         """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""

@@ -151,6 +151,9 @@ class Source(ABC):
         """Take over (key, part, where) of a listing in place of those known so far, so that `stat` and `read` work
         without a new listing."""
 
+    def release(self, keys: Iterable[str]) -> None:  # noqa: B027 - a folder has none
+        """Forget the places of listed items, which are not needed before the next `recall`."""
+
     @abstractmethod
     def items(self) -> Iterator[Item | Reject]:
         """Items in ascending order of their keys (by code point), with the rejects among or before them.
@@ -276,6 +279,10 @@ class FilesSource(Source):
 
         self._recalled = ItemRows(self.scratch.table(_PLACES, tables()), self.scratch)
         self._listed = {}
+
+    def release(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._listed.pop(key, None)
 
     def _place(self, key: str, part: str, where: str) -> None:
         """Note where the bytes of a listed item are."""
