@@ -20,11 +20,12 @@ import stages.bucket
 from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import Part
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, _unchanged
+from pipeline.encoding.scan import SCAN, _unchanged, _unique
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
@@ -35,6 +36,7 @@ from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
 from pipeline.work import engine
+from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
 
@@ -688,6 +690,24 @@ def test_a_row_is_known_by_its_size_and_its_time() -> None:
     row = {"size": 1, "mtime_ns": 2}
     assert _unchanged(row, 1, 2) is row
     assert _unchanged(row, 1, 3) is None and _unchanged(row, 2, 2) is None and _unchanged(None, 1, 2) is None
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_items_with_the_same_sample_id_are_refused(monkeypatch: pytest.MonkeyPatch, lowered: bool) -> None:
+    if lowered:
+        lower_limits(monkeypatch)
+    items = [f"{n}.jpg" for n in range(20)]
+    table = pa.Table.from_pylist([{"item": item, "reject": "bad" if item == "3.jpg" else None} for item in items], SCAN)
+    same = {"3.jpg": 5, "4.jpg": 5, "17.jpg": 5}
+    monkeypatch.setattr(
+        layout,
+        "sample_ids",
+        lambda source, some: b"".join(same.get(i, layout.sample_id(source, i)).to_bytes(8, "little") for i in some),
+    )
+    with pytest.raises(UserError) as caught:
+        _unique("photos", table, Scratch())
+    assert "4.jpg" in caught.value.what and "17.jpg" in caught.value.what and "'3.jpg'" not in caught.value.what
+    _unique("photos", table.slice(0, 17), Scratch())
 
 
 def test_unit_documents_tell_what_may_pass() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,10 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache import arrow, local_files, scratch
+from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import NoSpaceError
 from tests.support.lowered import lower_limits
@@ -103,3 +106,16 @@ def test_items_are_found_by_name(folder: Path) -> None:
     last = {item: row for row, item in enumerate(items)}
     assert rows.find(["7.jpg", "none", "39.jpg", "9.jpg"]).tolist() == [last["7.jpg"], -1, 39, 49]
     assert ItemRows(pa.table({"item": pa.array([], pa.string())}), scratch_in(folder)).find(["x"]).tolist() == [-1]
+
+
+def test_a_cache_that_cannot_be_written_is_still_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    table = pa.table({"item": [f"{n}.jpg" for n in range(9)]})
+    digest = cache.put_table(table)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert Cache(tmp_path / "cache").table(digest).equals(table)
+    assert folder.exists()

@@ -471,8 +471,11 @@ class Files:
 
     @property
     def scratch(self) -> scratches.Scratch:
-        """Temporary storage for what does not fit into memory."""
-        return scratches.Scratch(self.temporary)
+        """Temporary storage for what does not fit into memory: in the cache or, if nothing can be written there, in the
+        system's folder for temporary files."""
+        folder = self.root / "tmp"
+        writable = os.access(folder if folder.is_dir() else self.root, os.W_OK)
+        return scratches.Scratch(self.temporary if writable else None)
 
     # ------------------------------------------------------------ housekeeping
 

@@ -35,6 +35,7 @@ from pipeline.cache.drivers import Connection, RequestFailed, has_own
 from pipeline.cache.files import Entry, Files, check_digest
 from pipeline.cache.local_files import Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
+from pipeline.cache.scratch import Scratch
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
 
@@ -183,6 +184,10 @@ class ObjectFiles(Files):
 
     def mapped(self, name: str, digest: str) -> pa.Buffer:
         return pa.py_buffer(self.content(name, digest))
+
+    @property
+    def scratch(self) -> Scratch:
+        return Scratch(self.temporary)
 
     def ranged(self, name: str) -> Handle:
         if self.connection.is_web:
