@@ -1,18 +1,22 @@
-"""How planning, committing, status and a run with nothing to do grow with the number of items.
+"""How time and memory of encoding's commands grow with the number of items.
 
-Synthetic items with a trivial encoder (small zero latents), through the real scan table, plans, shards, commits,
+Time: synthetic items with a trivial encoder (small zero latents), through the real scan table, plans, shards, commits,
 segments and index; medians of three rounds over all sizes. `growth_exponent`: the largest slope of log(seconds) over
 log(items) between the two largest sizes, over the phases that take longer than a tenth of a second; 1 is linear.
 `noop_seconds_1e5`: what a second run over 10^5 items that are all there takes for planning and looking for missing
 units.
+
+Memory: an unchanged source of tars whose items are all encoded (`benchmarks.large_cache`), at 10^6 and 10^7 items (with
+`--quick` at 3 x 10^5 and 10^6). Each command runs in a process of its own; its private memory counts, mapped files do
+not. `scan_join_mib_N`: the larger of an unchanged scan and of `bucket`; `noop_mib_N`: `encode` with nothing to do;
+`bytes_per_item_exponent`: the largest slope, over these commands, of log(bytes beyond those before the command) over
+log(items). At 10^7 items the folder for temporary files needs 40 GB and the run half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +26,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.report import finish, median, reset_peak, resident, table
+from benchmarks import large_cache
+from benchmarks.report import finish, median, table
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
@@ -59,8 +64,8 @@ def scan_table(count: int) -> pa.Table:
     )
 
 
-def measure(count: int) -> tuple[dict[str, float], float]:
-    """Seconds by phase, and the peak memory in MB of a run with nothing to do, in a process of its own."""
+def measure(count: int) -> dict[str, float]:
+    """Seconds by phase."""
     seconds: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
@@ -99,13 +104,7 @@ def measure(count: int) -> tuple[dict[str, float], float]:
         if not told["complete"]:
             raise RuntimeError("the cache is not complete")
         timed("run with nothing to do", lambda: run_with_nothing_to_do(Path(folder), scan))
-        told = subprocess.run(
-            [sys.executable, "-m", "benchmarks.encode_scale", "--memory-of", folder, str(count)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return seconds, float(told.stdout)
+    return seconds
 
 
 def run_with_nothing_to_do(folder: Path, scan: pa.Table) -> None:
@@ -115,47 +114,58 @@ def run_with_nothing_to_do(folder: Path, scan: pa.Table) -> None:
         raise RuntimeError("there is work left")
 
 
-def memory_of(folder: Path, count: int) -> float:
-    """MB that a run with nothing to do takes in this process beyond what it had with the scan in memory."""
-    scan = scan_table(count)
-    reset_peak()
-    before = resident("VmRSS")
-    run_with_nothing_to_do(folder, scan)
-    return (resident("VmHWM") - before) / 1e6
+def memory_figures(sizes: list[int]) -> dict[str, float]:
+    """Print memory and CPU seconds of each command at two sizes; returns the figures."""
+    costs: dict[int, dict[str, large_cache.Cost]] = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            large_cache.cost("build", Path(folder), size)
+            costs[size] = {name: large_cache.cost(name, Path(folder), size) for name in large_cache.COMMANDS}
+    small, large = sizes
+    rows = []
+    for name in large_cache.COMMANDS:
+        pair = [costs[size][name] for size in sizes]
+        mib = [cost.own / 2**20 for cost in pair]
+        rows.append([name, *mib, *(cost.per_item(size) for cost, size in zip(pair, sizes, strict=True))])
+        rows[-1] += [cost.cpu for cost in pair]
+    table(["own memory", *(f"{what} {n:,}" for what in ("MiB", "bytes an item", "CPU s") for n in sizes)], rows)
+
+    def slope(name: str) -> float:
+        few, many = (costs[size][name].own - costs[size][name].before for size in sizes)
+        return math.log(many / few) / math.log(large / small)
+
+    tag = f"1e{round(math.log10(large))}"
+    return {
+        f"scan_join_mib_{tag}": max(costs[large][name].own for name in ("scan", "bucket")) / 2**20,
+        f"noop_mib_{tag}": costs[large]["noop"].own / 2**20,
+        f"status_mib_{tag}": costs[large]["status"].own / 2**20,
+        f"noop_cpu_s_{tag}": costs[large]["noop"].cpu,
+        "bytes_per_item_exponent": max(slope(name) for name in ("scan", "noop", "bucket")),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 2 x 10^4 items only")
-    parser.add_argument("--memory-of", nargs=2, metavar=("FOLDER", "ITEMS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.memory_of:
-        print(memory_of(Path(options.memory_of[0]), int(options.memory_of[1])))
-        return
     sizes = [1000, 5000, 20000] if options.quick else [1000, 10000, 100000]
     rounds = [{size: measure(size) for size in sizes} for _ in range(ROUNDS)]
-    results = {
-        size: (
-            {phase: median([turn[size][0][phase] for turn in rounds]) for phase in PHASES},
-            median([turn[size][1] for turn in rounds]),
-        )
-        for size in sizes
-    }
-    rows = [[phase, *(results[n][0][phase] for n in sizes)] for phase in PHASES]
-    rows.append(["peak MB of a run with nothing to do", *(results[n][1] for n in sizes)])
-    rows.append(["peak bytes per item", *(results[n][1] * 1e6 / n for n in sizes)])
+    results = {size: {phase: median([turn[size][phase] for turn in rounds]) for phase in PHASES} for size in sizes}
+    rows = [[phase, *(results[n][phase] for n in sizes)] for phase in PHASES]
     table(["seconds", *(f"{n:,}" for n in sizes)], rows)
     small, large = sizes[-2:]
     slopes = {
-        phase: math.log(results[large][0][phase] / results[small][0][phase]) / math.log(large / small)
+        phase: math.log(results[large][phase] / results[small][phase]) / math.log(large / small)
         for phase in PHASES
-        if results[large][0][phase] > 0.1
+        if results[large][phase] > 0.1
     }
+    memory = memory_figures([300_000, 1_000_000] if options.quick else [1_000_000, 10_000_000])
     finish(
         {
+            **memory,
             "growth_exponent": max(slopes.values()),
             "slowest_growing": max(slopes, key=slopes.__getitem__),
-            "noop_seconds_1e5": results[large][0]["run with nothing to do"] * (100000 / large),
+            "noop_seconds_1e5": results[large]["run with nothing to do"] * (100000 / large),
             "largest": large,
         }
     )

@@ -120,7 +120,7 @@ def build(
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     made = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
-    chunks = snapshot.write_chunks(cache.files, made.samples, made.names)
+    chunks = tuple(snapshot.write_chunk(cache.files, *tables) for tables in made.chunks())
     cache.add_snapshot(replace(made.head, chunks=chunks), None)
     return cache
 

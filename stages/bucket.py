@@ -25,7 +25,7 @@ from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
-from pipeline.cache.snapshot import HeldOut, Policies, write_chunks
+from pipeline.cache.snapshot import HeldOut, Policies, write_chunk
 from pipeline.config import Config, with_current_names
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
@@ -123,11 +123,13 @@ def run(
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     heldout_made = None
     if held_out.any():
-        heldout_joined = Joined(joined.sources)
+        heldout_joined = Joined(joined.sources, scratch=joined.scratch)
         heldout_joined.leave("not in the held-out part", int((~held_out).sum()))
-        heldout_made = _make(config, inputs, heldout_joined, frame.take(held_out), earlier, heldout=True)
+        heldout_made = _make(
+            config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True
+        )
         joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
-        frame = frame.take(~held_out)
+        frame = frame.take(~held_out, joined.scratch)
     if settings.subset is not None:
         pictures = len(np.unique(frame.picture_id))
         if pictures < settings.subset:
@@ -208,7 +210,7 @@ def _used(inputs: _Inputs) -> Iterator[tuple[str, _Scan]]:
 
 def _joined(config: Config, inputs: _Inputs) -> Joined:
     """The usable items of the sources, filtered, at all resolutions."""
-    settings, joined = config.bucket, Joined()
+    settings, joined = config.bucket, Joined(scratch=inputs.caches[0].files.scratch)
     items: dict[str, pa.Table] = {}
     for source, scan in inputs.scans.items():
         table = scan.cache.table(scan.table)
@@ -280,7 +282,7 @@ def _publish(
     adopted_bytes = _adopt(made, inputs, dry_run)
     snapshot_id = None
     if not dry_run:
-        chunks = write_chunks(cache.files, made.assembled.samples, made.assembled.names)
+        chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
         snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
     sources, rows = made.joined.sources, made.assembled.report
     counts = np.bincount(made.frame.source, minlength=len(sources)).tolist()

@@ -164,7 +164,7 @@ class _TextRun:
 
 
 @dataclass(frozen=True)
-class _Run(_TextRun):
+class Run(_TextRun):
     """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
 
     source: Source
@@ -261,12 +261,24 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = _Run(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    run = Run(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    return encode_source(run, rehash, targets, asked)
 
-    fragments = Fragments(cache, source.name, worker)
+
+def encode_source(
+    run: Run, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
+) -> dict[str, Any]:
+    """Scan a source and make its missing records; see `run` for the result.
+
+    Args:
+        targets: see `planning.image_work`.
+        asked: the name of a prompt set, and its prompts.
+    """
+    cache, source, latent, text = run.cache, run.source, run.latent, run.text
+    fragments = Fragments(cache, source.name, run.worker)
     scanned = _scan_and_publish(run, rehash, fragments)
-    images = planning.image_work(scanned.table, source.name, latent, table, targets)
-    texts = planning.caption_work(scanned.table, text)
+    images = planning.image_work(scanned.table, source.name, latent, run.table, targets, cache.files.scratch)
+    texts = planning.caption_work(scanned.table, text, cache.files.scratch)
     prompts = None if asked is None else _prompts(run, asked[1])
     further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
     counts = {
@@ -288,7 +300,7 @@ def _run(
     if left:
         click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
-    _check_rejects(config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
+    _check_rejects(run.config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
         "rejects": len(rejects),
@@ -302,7 +314,7 @@ def _run(
     }
 
 
-def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned:
+def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
         table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
@@ -325,7 +337,7 @@ def _scan_and_publish(run: _Run, rehash: bool, fragments: Fragments) -> _Scanned
     return _Scanned(table, gone, rejects, faults)
 
 
-def _summary(run: _Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
+def _summary(run: Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
     """What the source has, for people. counts: new and reused records of each kind."""
     (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
     return [
@@ -345,7 +357,7 @@ class _Made:
 
 
 def _encode(
-    run: _Run, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
+    run: Run, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
 ) -> tuple[dict[str, _Made], bool]:
     """Plan and encode captions, then pictures.
 
@@ -387,7 +399,7 @@ def _encode(
     return {"images": pictures, "captions": captions}, idle
 
 
-def _encode_pictures(run: _Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
+def _encode_pictures(run: Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")

@@ -22,7 +22,7 @@ import stages.encode
 import stages.snapshots
 from pipeline.cache import adopt, audit, compare, layout
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.index import as_keys, key_bytes
+from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc

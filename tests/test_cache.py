@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from pipeline.cache import index, layout, shard
 from pipeline.cache.files import Files
+from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
 
@@ -349,16 +350,12 @@ def test_keys_are_found_where_they_are_and_only_there() -> None:
     keys = [bytes(rng.integers(0, 256, 16, np.uint8)) for _ in range(300)]
     keys += [keys[0][:8] + bytes([i, *[0] * 7]) for i in range(5)] + [bytes(16), b"\xff" * 16, keys[1][:15] + b"\0"]
     present, absent = keys[::2], keys[1::2]
-    result = index.RecordIndex.__new__(index.RecordIndex)
-    result._fill({"key": index.as_keys([*present, *present]), "at": np.arange(2 * len(present))})
-    where = dict(zip(present, range(len(present), 2 * len(present)), strict=True))  # the last of equals
-    rows = result.find(index.as_keys(keys))
-    assert [None if row < 0 else int(result.columns["at"][row]) for row in rows] == [where.get(key) for key in keys]
-    assert [index.key_bytes(key) for key in result.keys] == sorted(present)
-    assert (result.find(index.as_keys(absent)) == -1).all()
-    empty = index.RecordIndex.__new__(index.RecordIndex)
-    empty._fill({"key": index.as_keys([])})
-    assert empty.find(index.as_keys(keys[:3])).tolist() == [-1, -1, -1]
+    for sorted_keys in (sorted(present), sorted([*present, *present])):
+        result = SortedKeys(*halves(as_keys(sorted_keys)))
+        rows = result.find(as_keys(keys))
+        assert rows.tolist() == [sorted_keys.index(key) if key in present else -1 for key in keys]
+        assert (result.find(as_keys(absent)) == -1).all()
+    assert SortedKeys(*halves(as_keys([]))).find(as_keys(keys[:3])).tolist() == [-1, -1, -1]
 
 
 def test_a_late_commit_changes_nothing(tmp_path: Path) -> None:
@@ -379,7 +376,7 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
     commit_unit(cache, 1, "cc", 1, count=1)
     result = cache.index(LATENT.name)
     assert len(result) == 2
-    row = result.find(index.as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
+    row = result.find(as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
     assert result.shards[result.columns["shard"][row]] == result.shards[1]
     assert not result.has(bytes(16))
 

@@ -17,14 +17,15 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import codec, index, layout, shard
+from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import Part
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, _Scan
+from pipeline.encoding.scan import SCAN, _unchanged, _unique
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
@@ -35,6 +36,7 @@ from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES
 from pipeline.work import engine
+from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 from tests.test_sources import listed, make_tar, opened
 
@@ -224,7 +226,7 @@ def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted:
 
 def holder(cache: Cache, key: int) -> str:
     result = cache.index(LATENT.name)
-    row = int(result.find(index.as_keys([bytes([key] * 16)]))[0])
+    row = int(result.find(key_columns.as_keys([bytes([key] * 16)]))[0])
     assert row >= 0
     return result.shards[int(result.columns["shard"][row])]
 
@@ -251,7 +253,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
         commit_records(cache, number, "aa", keys, adopted=False)
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
-    rows = whole.find(index.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
+    rows = whole.find(key_columns.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
     assert [whole.origin[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
 
 
@@ -685,10 +687,27 @@ def test_limits_of_a_policy_are_allowed_themselves() -> None:
 
 
 def test_a_row_is_known_by_its_size_and_its_time() -> None:
-    known = _Scan.__new__(_Scan)
-    known._known = {"a": {"size": 1, "mtime_ns": 2}}
-    assert known._before("a", 1, 2) is not None
-    assert known._before("a", 1, 3) is None and known._before("a", 2, 2) is None and known._before("b", 1, 2) is None
+    row = {"size": 1, "mtime_ns": 2}
+    assert _unchanged(row, 1, 2) is row
+    assert _unchanged(row, 1, 3) is None and _unchanged(row, 2, 2) is None and _unchanged(None, 1, 2) is None
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_items_with_the_same_sample_id_are_refused(monkeypatch: pytest.MonkeyPatch, lowered: bool) -> None:
+    if lowered:
+        lower_limits(monkeypatch)
+    items = [f"{n}.jpg" for n in range(20)]
+    table = pa.Table.from_pylist([{"item": item, "reject": "bad" if item == "3.jpg" else None} for item in items], SCAN)
+    same = {"3.jpg": 5, "4.jpg": 5, "17.jpg": 5}
+    monkeypatch.setattr(
+        layout,
+        "sample_ids",
+        lambda source, some: b"".join(same.get(i, layout.sample_id(source, i)).to_bytes(8, "little") for i in some),
+    )
+    with pytest.raises(UserError) as caught:
+        _unique("photos", table, Scratch())
+    assert "4.jpg" in caught.value.what and "17.jpg" in caught.value.what and "'3.jpg'" not in caught.value.what
+    _unique("photos", table.slice(0, 17), Scratch())
 
 
 def test_unit_documents_tell_what_may_pass() -> None:

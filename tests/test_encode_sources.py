@@ -23,6 +23,7 @@ from pipeline.encoding import unit_records
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.sources.tars import TarSource
+from tests.support.lowered import lower_limits
 from tests.test_remote import serve
 
 MakeConfig = Callable[..., Config]
@@ -83,6 +84,37 @@ def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config
         again = stages.encode.run(config, data=str(pictures / data))
         assert (again["images"], again["captions"]) == (0, 0)
         assert len(Cache(config.cache).files.numbers("sources/" + Cache(config.cache).sources()[0])) == 1
+
+
+def documents(cache: Path) -> dict[str, bytes]:
+    """Scans, plans, snapshots and tables by name, without the place of the source."""
+    folders = ("sources", "plans", "names", "snapshots", "tables")
+    return {
+        path.relative_to(cache).as_posix(): b"" if folder == "sources" else path.read_bytes()
+        for folder in folders
+        for path in sorted((cache / folder).rglob("*.*"))
+    }
+
+
+@pytest.mark.parametrize(
+    "data", ["tars/{0..1}.tar", *(pytest.param(data, marks=pytest.mark.slow) for data in ("folder", "set.parquet"))]
+)
+def test_no_limit_of_memory_changes_a_byte(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    truth: dict[str, bytes] = {}
+    for name in ("whole", "lowered"):
+        config = make_config(tmp_path / name)
+        if name == "lowered":
+            lower_limits(monkeypatch)
+        for _ in range(2):
+            stages.encode.run(config, data=str(pictures / data), source_name="pictures")
+            stages.bucket.run(config)
+        result = documents(Path(config.cache))
+        assert not list((Path(config.cache) / "tmp").iterdir())
+        truth = truth or result
+    assert list(result) == list(truth)
+    assert result == truth
 
 
 def test_the_same_pictures_elsewhere_are_not_encoded_again(

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import stages.bucket
-from pipeline.cache import arrow, layout, shard
+from pipeline.cache import arrow, key_columns, layout, scratch, shard
 from pipeline.cache.root import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
@@ -120,7 +120,8 @@ def test_every_caption_and_picture_is_planned_once(
     if lowered:
         monkeypatch.setattr(arrow, "LIMIT", 600)
         monkeypatch.setattr(arrow, "ROWS", 13)
-        monkeypatch.setattr(planning, "CHUNK", 7)
+        monkeypatch.setattr(scratch, "LIMIT", 200)
+        monkeypatch.setattr(scratch, "RUN", 7)
     cache = Cache(tmp_path / "cache", create=True)
     written: list[pa.Table] = []
     put = cache.put_table
@@ -163,12 +164,16 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     add(of, "one", many)
     whole = stages.bucket.run(of)
     assert len(Cache(of.cache).open_snapshot(whole)) == 45
-    sizes: list[int] = []
-    tables = join._tables
-    monkeypatch.setattr(join, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(join, "_tables", lambda frame, *rest: sizes.append(len(frame)) or tables(frame, *rest))
+    monkeypatch.setattr(arrow, "ROWS", 7)
+    monkeypatch.setattr(join, "ROWS", 7)
+    monkeypatch.setattr(key_columns, "BATCH", 3)
+    monkeypatch.setattr(scratch, "LIMIT", 100)
+    monkeypatch.setattr(scratch, "RUN", 5)
+    files: list[int] = []
+    mapped = np.memmap
+    monkeypatch.setattr(scratch.np, "memmap", lambda *args, **options: files.append(1) or mapped(*args, **options))
     assert stages.bucket.run(of) == whole
-    assert sizes == [7] * 6 + [3]
+    assert len(files) > 10
 
 
 def test_names_of_items_are_joined_as_large_strings() -> None:
@@ -195,7 +200,9 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         scanning.pa,
         "table",
-        lambda columns, schema: sizes.append(len(columns["item"])) or table(columns, schema=schema),
+        lambda columns, schema=None: (
+            (sizes.append(len(columns["item"])) if schema is SCAN else None) or table(columns, schema=schema)
+        ),
     )
     source = scanning.detect.open_source(str(tmp_path), config(tmp_path).data)
     result = scanning.scan(

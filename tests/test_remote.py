@@ -33,6 +33,7 @@ from pipeline.sources import range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.source import Item, Reject, Source, Unreadable
+from pipeline.sources.tars import TarSource
 
 COUNT = 12
 PATIENCE_S = 1.0  # where there will be no answer
@@ -304,7 +305,8 @@ def test_a_request_that_fails_does_not_take_its_pictures_with_it(
     url = f"{ranged_server.url}/tars/s-0.tar"
     truth = {key: value[0] for key, value in content(opened(url)).items()}
     source, keys = again(url)
-    source.recall([(keys[0], "s-0.tar", "999999999+10")])
+    assert isinstance(source, TarSource)
+    source._place(keys[0], "s-0.tar", "999999999+10")
     with source.reading(keys) as read:
         with pytest.raises(Unreadable):
             read(keys[0])

@@ -11,8 +11,10 @@ memory already, and a row group of a source is read whole. Price: columns are de
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,7 +24,7 @@ import pyarrow.parquet as pq
 LIMIT = 1 << 30
 """Limit on the bytes of a column in one piece: half of Arrow's."""
 ROWS = 1 << 16
-"""Rows to pick at a time from a table with a larger column."""
+"""Rows that are handled at a time: picked from a table with a larger column, or read from one of any size."""
 
 
 def _largest(table: pa.Table) -> int:
@@ -47,6 +49,12 @@ def combined(table: pa.Table) -> pa.Table:
     return pa.concat_tables([piece.combine_chunks() for piece in pieces(table)])
 
 
+def batches(table: pa.Table) -> Iterator[pa.Table]:
+    """The rows of a table, in order, in tables of at most `ROWS` rows, without a copy."""
+    for start in range(0, table.num_rows, ROWS):
+        yield table.slice(start, ROWS)
+
+
 def take_rows(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:
     """Some rows of a table of flat columns, in their order.
 
@@ -59,6 +67,20 @@ def take_rows(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None
         return table.take(pa.array(rows)).cast(schema)
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in table.schema]
     return pa.concat_tables(_take_rows(table.cast(pa.schema(wide)).combine_chunks(), rows, schema, ROWS))
+
+
+def pick_rows(table: pa.Table, rows: np.ndarray) -> Iterator[pa.Table]:
+    """Some rows of a table of any size and type, in tables of at most `ROWS` rows.
+
+    Args:
+        rows: (n,) numbers, ascending.
+    """
+    ends = np.searchsorted(rows, np.arange(0, table.num_rows + ROWS, ROWS))
+    for number in np.flatnonzero(np.diff(ends)).tolist():
+        some = rows[ends[number] : ends[number + 1]] - number * ROWS
+        piece = table.slice(number * ROWS, ROWS)
+        # Taking all is not a copy. Arrow joins the chunks of what it takes from, so it must not be the whole table.
+        yield piece if len(some) == len(piece) else piece.take(pa.array(some))
 
 
 def _take_rows(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:
@@ -115,13 +137,37 @@ WRITER = b"parquet-cpp-arrow version 26.0.1"
 the installed pyarrow: from version 22 on its files differ in nothing else."""
 
 
+GROUP_ROWS = 1 << 20
+"""Rows of a row group in a Parquet file."""
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    """Write the bytes of `parquet_bytes` to a new file; a row group of a large table is in memory at a time."""
+    with open(path, "xb") as sink:
+        _write_parquet(table, sink)
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        footer_length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - footer_length, os.SEEK_END)
+        start = file.tell()
+        footer = with_fixed_writer(file.read())
+        file.seek(start)
+        file.write(footer)
+        file.truncate()
+
+
 def parquet_bytes(table: pa.Table) -> bytes:
     """A table as a Parquet file, equal for every supported version of pyarrow."""
     sink = io.BytesIO()
+    _write_parquet(table, sink)
+    return with_fixed_writer(sink.getvalue())
+
+
+def _write_parquet(table: pa.Table, sink: BinaryIO) -> None:
     with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
         for piece in pieces(table):  # larger columns of text in one row group could not be read
-            file.write_table(piece)
-    return with_fixed_writer(sink.getvalue())
+            for start in range(0, max(1, piece.num_rows), GROUP_ROWS):
+                file.write_table(piece.slice(start, GROUP_ROWS).combine_chunks())  # bytes depend on chunks
 
 
 def with_fixed_writer(data: bytes) -> bytes:
@@ -140,12 +186,19 @@ def with_fixed_writer(data: bytes) -> bytes:
     return body + footer_length.to_bytes(4, "little") + data[-4:]
 
 
-def parquet_table(data: bytes) -> pa.Table:
-    """The table of a Parquet file in memory. Raises pyarrow.ArrowException for other bytes."""
+def parquet_batches(data: bytes | pa.Buffer, columns: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.Table]]:
+    """The schema and the rows of a Parquet file, `ROWS` at a time.
+
+    Args:
+        columns: names of the columns to read; default: all.
+
+    Raises:
+        pyarrow.ArrowException, OSError: at once or while rows are read, for other bytes.
+    """
     file = ParquetFile(pa.BufferReader(data))
-    groups = range(file.num_row_groups)
-    # Row group by row group: a column of lists with too much text for one piece cannot be read whole.
-    return file.read() if len(groups) < 2 else pa.concat_tables([file.read_row_group(group) for group in groups])
+    schema = file.schema_arrow if columns is None else pa.schema([file.schema_arrow.field(name) for name in columns])
+    rows = file.iter_batches(ROWS, columns=columns)
+    return schema, (pa.Table.from_batches([batch]).select(schema.names) for batch in rows)
 
 
 def ipc_table(data: bytes | pa.Buffer) -> pa.Table:

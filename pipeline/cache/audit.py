@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, prompts, shard
+from pipeline.cache import copies, index, key_columns, prompts, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import (
     BACKUP,
@@ -313,7 +313,7 @@ class _Shard:
         for snapshot in self.snapshots if elsewhere else ():
             with suppress(CacheError):  # `verify_snapshot` reports it
                 for part in referred_keys(snapshot, {name: elsewhere}):
-                    needed.update(index.binary(part).to_pylist())
+                    needed.update(key_columns.binary(part).to_pylist())
         return tuple(key.hex() for key in keys if key in needed)
 
 
@@ -326,7 +326,7 @@ def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.C
     if not keys:
         return set()
     records = open_index()
-    rows = records.find(index.as_keys(keys)).tolist()
+    rows = records.find(key_columns.as_keys(keys)).tolist()
     elsewhere = [row >= 0 and records.shards[records.columns["shard"][row]] != commit.shard for row in rows]
     return {key for key, other in zip(keys, elsewhere, strict=True) if not other}
 
@@ -434,11 +434,11 @@ def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) 
     for table in snapshot.tables():
         captions = pa.concat_arrays([chunk.flatten() for chunk in table.column("captions").chunks])
         columns = {
-            "latent": (table.column("shard").to_numpy(), index.fixed(table.column("key"))),
-            "text": (captions.field("shard").to_numpy(), index.fixed(captions.field("key"))),
+            "latent": (table.column("shard").to_numpy(), key_columns.fixed(table.column("key"))),
+            "text": (captions.field("shard").to_numpy(), key_columns.fixed(captions.field("key"))),
         }
         for kind, (shards, keys) in columns.items():
             for number, bad in wanted[kind].items():
-                yield keys[(shards == number) & np.isin(keys, index.as_keys(sorted(bad)))]
+                yield keys[(shards == number) & np.isin(keys, key_columns.as_keys(sorted(bad)))]
     null = snapshot.null.key
-    yield index.as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])
+    yield key_columns.as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])

@@ -23,8 +23,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
+import pyarrow as pa
+
 from pipeline import retrying
 from pipeline.cache import layout, local_files
+from pipeline.cache import scratch as scratches
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
 from pipeline.errors import AwayError, CacheError, IntegrityError
@@ -283,6 +286,19 @@ class Files:
             self.publish_content(path, target, digest)
         return digest
 
+    def put_content_file(self, path: Path, suffix: str) -> str:
+        """`put_content` of a written file into `tables/`, which need not fit into memory."""
+        with cache_errors(path), open(path, "rb+") as file:
+            sync(file)
+        digest = file_digest(path)
+        target = Paths.table(digest, suffix)
+        if self.freshen(target):
+            with suppress(OSError):  # missing again while `discard` checks its age
+                if self.digest(target) == digest:
+                    return digest
+        self.publish_content(path, target, digest)
+        return digest
+
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
 
@@ -433,13 +449,33 @@ class Files:
         data = self.read(name)
         actual = layout.content_digest(data)
         if actual != digest:
-            raise IntegrityError(
-                f"{self.where(name)}: its bytes do not match its name",
-                expected=digest,
-                found=actual,
-                fix=layout.REPAIR,
-            )
+            raise self._altered(name, digest, actual)
         return data
+
+    def mapped(self, name: str, digest: str) -> pa.Buffer:
+        """The bytes of a content-addressed file, checked; a large file is mapped into memory. Raises as `content`."""
+        if self.sizes([name]).get(name, 0) <= scratches.LIMIT:
+            return pa.py_buffer(self.content(name, digest))
+        try:
+            handle = self.open(name)
+            actual = local_files.digest_of(handle)
+        except OSError as error:  # it was there a moment ago
+            raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
+        if actual != digest:
+            raise self._altered(name, digest, actual)
+        return handle.map()
+
+    def _altered(self, name: str, digest: str, actual: str) -> IntegrityError:
+        what = f"{self.where(name)}: its bytes do not match its name"
+        return IntegrityError(what, expected=digest, found=actual, fix=layout.REPAIR)
+
+    @property
+    def scratch(self) -> scratches.Scratch:
+        """Temporary storage for what does not fit into memory: in the cache or, if nothing can be written there, in the
+        system's folder for temporary files."""
+        folder = self.root / "tmp"
+        writable = os.access(folder if folder.is_dir() else self.root, os.W_OK)
+        return scratches.Scratch(self.temporary if writable else None)
 
     # ------------------------------------------------------------ housekeeping
 

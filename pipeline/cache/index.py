@@ -10,7 +10,7 @@ plans come before all others, in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import layout
+from pipeline.cache import arrow, layout
 from pipeline.cache.files import Files
+from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
 from pipeline.errors import IntegrityError
@@ -143,7 +144,7 @@ def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) ->
     """
     name = Paths.table(digest, "arrow")
     try:
-        return from_ipc(files.content(name, digest), files.where(name))
+        return from_ipc(files.mapped(name, digest), files.where(name))
     except IntegrityError:
         try:
             table = rebuild()
@@ -209,15 +210,14 @@ class RecordIndex:
                     self.bytes.append(commit.bytes)
             tables += self._tables(plan, done)
         self.origin = [0] * len(self.shards)
-        schema = RECORDS[self.kind]
-        whole = pa.concat_tables([t.select(schema.names) for t in tables]) if tables else schema.empty_table()
         number = {name: i for i, name in enumerate(self.shards)}
-        shard = np.concatenate([np.empty(0, np.uint32), *(_numbers(t.column("shard"), number) for t in tables)])
-        columns = {"shard": shard}
-        for name in schema.names:
-            column = whole.column(name)
-            columns[name] = fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
-        self._fill(columns)
+        names, most = RECORDS[self.kind].names, sum(map(len, tables))
+        batches = (
+            part.select(names).append_column("shard", pa.array(_numbers(part.column("shard"), number)))
+            for table in tables
+            for part in arrow.batches(table)
+        )
+        self._fill(batches, most)
 
     def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
         """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
@@ -249,16 +249,24 @@ class RecordIndex:
     def lost(self) -> np.ndarray:
         return lost(self._files, self.recipe, self.shards, self.bytes)
 
-    def _fill(self, columns: dict[str, np.ndarray]) -> None:
-        high, low = halves(columns["key"])
-        # The record of the later plan wins: the sort is stable, and of equal keys the last stays.
-        order = np.lexsort((low, high))
-        if len(order) > 1:
-            high, low = high[order], low[order]
-            order = order[np.append((high[1:] != high[:-1]) | (low[1:] != low[:-1]), True)]
-        self.columns: dict[str, np.ndarray] = {name: values[order] for name, values in columns.items()}
-        self.keys = self.columns["key"]
-        self._high, self._low = halves(self.keys)
+    def _fill(self, batches: Iterable[pa.Table], most: int) -> None:
+        """Take over records, the lowest precedence first: of equal keys the last stays. most: at least their number."""
+        scratch = self._files.scratch
+        schema = RECORDS[self.kind].append(pa.field("shard", pa.uint32()))
+
+        def parts() -> Iterator[dict[str, np.ndarray]]:
+            for part in scratch.sorted_by_key(batches):
+                columns = {field.name: _numpy(part.column(field.name)) for field in schema}
+                last = is_last(columns["key"])
+                columns = {name: values[last] for name, values in columns.items()}
+                high, low = halves(columns["key"])
+                yield {**columns, "high": high, "low": low}
+
+        dtypes: dict[str, Any] = {field.name: _dtype(field.type) for field in schema}
+        columns = scratch.arrays(parts(), {**dtypes, "high": np.uint64, "low": np.uint64}, most)
+        self._sorted = SortedKeys(columns.pop("high"), columns.pop("low"))
+        self.columns: dict[str, np.ndarray] = columns
+        self.keys = columns["key"]
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
@@ -270,7 +278,7 @@ class RecordIndex:
         if len(indexes) == 1:
             return indexes[0]
         union, local = cls.__new__(cls), indexes[0]
-        union.recipe, union.kind = local.recipe, local.kind
+        union.recipe, union.kind, union._files = local.recipe, local.kind, local._files
         union.shards, union.bytes, union.origin = [], [], []
         others = [
             (origin, other, np.ones(len(other.shards), bool)) for origin, other in enumerate(indexes[1:], start=1)
@@ -285,17 +293,17 @@ class RecordIndex:
                     union.bytes.append(part.bytes[i])
                     union.origin.append(origin)
         union.rejects = [reject for part in indexes for reject in part.rejects]
-        parts = []
-        for _, part, usable in by_precedence[::-1]:  # `_fill` takes the last of equal keys
-            positions = np.array([position[name] for name in part.shards], np.uint32)
-            parts.append((part, positions, usable[part.columns["shard"]]))
-        columns = {
-            name: np.concatenate([part.columns[name][rows] for part, _, rows in parts])
-            for name in local.columns
-            if name != "shard"
-        }
-        shards = np.concatenate([positions[part.columns["shard"][rows]] for part, positions, rows in parts])
-        union._fill({"shard": shards, **columns})
+
+        def batches() -> Iterator[pa.Table]:
+            for _, part, usable in by_precedence[::-1]:  # `_fill` takes the last of equal keys
+                positions = np.array([position[name] for name in part.shards], np.uint32)
+                for start in range(0, len(part), BATCH):
+                    columns = {name: values[start : start + BATCH] for name, values in part.columns.items()}
+                    rows = usable[columns["shard"]]
+                    columns["shard"] = positions[columns["shard"]]
+                    yield pa.table({name: _column(values[rows]) for name, values in columns.items()})
+
+        union._fill(batches(), sum(map(len, indexes)))
         return union
 
     def __len__(self) -> int:
@@ -303,20 +311,7 @@ class RecordIndex:
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """Rows of 16-byte keys (dtype S16, see `as_keys`), -1 where absent."""
-        if not len(self.keys):
-            return np.full(len(keys), -1, np.int64)
-        high, low = halves(keys)
-        order = np.argsort(high)  # in key order: random probes of a large index miss the CPU caches
-        rows = np.empty(len(keys), np.int64)
-        rows[order] = np.searchsorted(self._high, high[order])
-        last = len(self.keys) - 1
-        rows = np.minimum(rows, last)
-        while True:  # keys with equal first halves are adjacent
-            before = (self._high[rows] == high) & (self._low[rows] < low) & (rows < last)
-            if not before.any():
-                break
-            rows[before] += 1
-        return np.where((self._high[rows] == high) & (self._low[rows] == low), rows, -1)
+        return self._sorted.find(keys)
 
     def present(self, keys: np.ndarray) -> np.ndarray:
         """(n,) bool: which records exist in a shard that is not lost. keys: as in `find`."""
@@ -330,6 +325,18 @@ class RecordIndex:
         return bool(self.present(as_keys([key]))[0])
 
 
+def _numpy(column: pa.ChunkedArray) -> np.ndarray:
+    return fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
+
+
+def _column(values: np.ndarray) -> pa.Array:
+    return binary(values) if values.dtype.kind == "S" else pa.array(values)
+
+
+def _dtype(kind: pa.DataType) -> Any:
+    return "S16" if pa.types.is_fixed_size_binary(kind) else kind.to_pandas_dtype()
+
+
 def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
     """Shard names (a dictionary column) as uint32 positions. number: name -> position."""
     chunks = [np.empty(0, np.uint32)]
@@ -337,34 +344,3 @@ def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
         names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
         chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
     return np.concatenate(chunks)
-
-
-def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """S16 keys as (high, low) uint64 arrays, which sort like the bytes, and faster."""
-    both = np.ascontiguousarray(keys).view(">u8").reshape(-1, 2).astype(np.uint64)
-    return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
-
-
-def as_keys(keys: list[bytes]) -> np.ndarray:
-    """16-byte keys as an array that numpy can sort and compare."""
-    return np.frombuffer(b"".join(keys), dtype="S16") if keys else np.empty(0, "S16")
-
-
-def binary(keys: np.ndarray) -> pa.Array:
-    """An S16 array as a fixed_size_binary(16) column; the inverse of `fixed`."""
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])
-
-
-def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """A fixed_size_binary(16) column as a numpy S16 array."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], pa.binary(16))
-    if not len(array):
-        return np.empty(0, "S16")
-    return np.frombuffer(array.buffers()[1], dtype="S16", count=len(array), offset=array.offset * 16)
-
-
-def key_bytes(value: Any) -> bytes:
-    """The 16 bytes of an S16 element (numpy strips trailing zero bytes)."""
-    return bytes(value).ljust(16, b"\0")

@@ -220,6 +220,12 @@ def text_keys(recipe_id: str, normalised: Iterable[str]) -> bytes:
     return b"".join([state(start + state(_framed(text))) for text in normalised])
 
 
+def item_keys(items: Iterable[str]) -> bytes:
+    """16-byte digests of items, concatenated, by which tables of items are joined."""
+    state = xxhash.xxh3_128_digest
+    return b"".join([state(item.encode("utf-8", "surrogatepass")) for item in items])
+
+
 def sample_ids(source: str, items: Iterable[str], variant: str = "") -> bytes:
     """`sample_id` of many items of a source, concatenated, 8 bytes each, little-endian.
 

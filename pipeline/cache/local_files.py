@@ -160,6 +160,12 @@ def write_synced(path: Path, data: bytes) -> None:
         sync(file)
 
 
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    """Write to an unbuffered file, which may take less at a time."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
 def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
+import pyarrow as pa
 import xxhash
 
 from pipeline import retrying
@@ -34,6 +35,7 @@ from pipeline.cache.drivers import Connection, RequestFailed, has_own
 from pipeline.cache.files import Entry, Files, check_digest
 from pipeline.cache.local_files import Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
+from pipeline.cache.scratch import Scratch
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
 
@@ -179,6 +181,13 @@ class ObjectFiles(Files):
 
     def open(self, name: str) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
+
+    def mapped(self, name: str, digest: str) -> pa.Buffer:
+        return pa.py_buffer(self.content(name, digest))
+
+    @property
+    def scratch(self) -> Scratch:
+        return Scratch(self.temporary)
 
     def ranged(self, name: str) -> Handle:
         if self.connection.is_web:

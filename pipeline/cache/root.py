@@ -2,7 +2,7 @@
 
 `Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
 in one place.
-Price: only the last table is kept in memory between calls; callers store what they need again.
+Price: only the last table, and the indexes of finished recipes, stay open between calls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, layout
-from pipeline.cache.arrow import parquet_bytes, parquet_table
+from pipeline.cache import copies, index, layout, scratch
+from pipeline.cache.arrow import parquet_batches, parquet_bytes, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
@@ -138,6 +139,7 @@ class Cache:
             raise IntegrityError(error.what, fix="sana-pipe encode --data DIR: it writes this file again") from None
         self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
+        self._indexes: dict[str, tuple[int, index.RecordIndex]] = {}
 
     @classmethod
     def of(cls, config: Config, *, create: bool = False) -> Cache:
@@ -193,19 +195,32 @@ class Cache:
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
-        return self.files.put_content(parquet_bytes(table), "tables", "parquet")
+        if table.nbytes <= scratch.LIMIT:
+            return self.files.put_content(parquet_bytes(table), "tables", "parquet")
+        with self.files.temporary() as path:
+            with cache_errors(path):
+                write_parquet(table, path)
+            return self.files.put_content_file(path, "parquet")
 
-    def table(self, digest: str) -> pa.Table:
-        """A Parquet table by its digest. The last one stays in memory, since the units of a plan share a table."""
+    def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
+        """A Parquet table by its digest; the rows of a large one are in a temporary file (see `Scratch`). The last one
+        stays open, since the units of a plan share a table.
+
+        Args:
+            columns: names of the columns to read; default: all.
+        """
         last = self._last_table
-        if last is None or last[0] != digest:
-            name = Paths.table(digest, "parquet")
-            data = self.files.content(name, digest)
-            try:
-                last = self._last_table = (digest, parquet_table(data))
-            except (pa.ArrowException, OSError) as error:
-                raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
-        return last[1]
+        if last is not None and last[0] == digest:
+            return last[1] if columns is None else last[1].select(columns)
+        name = Paths.table(digest, "parquet")
+        data = self.files.mapped(name, digest)
+        try:
+            table = self.files.scratch.table(*parquet_batches(data, columns))
+        except (pa.ArrowException, OSError) as error:
+            raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
+        if columns is None:
+            self._last_table = digest, table
+        return table
 
     # ------------------------------------------------------------ sources
 
@@ -279,7 +294,15 @@ class Cache:
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
 
     def index(self, recipe: str) -> index.RecordIndex:
-        return index.RecordIndex(self.files, recipe, self.files.numbers(Paths.plans(recipe)))
+        """The records of a recipe. While every plan has a segment, an index stays valid and is not built again."""
+        plans = self.files.numbers(Paths.plans(recipe))
+        known = self._indexes.pop(recipe, None)
+        finished = all(self.files.exists(Paths.segment(recipe, plan)) for plan in plans)
+        if known is None or not finished or known[0] != len(plans):
+            known = len(plans), index.RecordIndex(self.files, recipe, plans)
+        if finished:
+            self._indexes[recipe] = known
+        return known[1]
 
     # ------------------------------------------------------------ snapshots
 

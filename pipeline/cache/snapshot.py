@@ -28,7 +28,8 @@ from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
-from pipeline.cache.index import RecordIndex, fixed, key_bytes
+from pipeline.cache.index import RecordIndex
+from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.shard import Reader, to_ipc

@@ -113,7 +113,7 @@ class _Counts:
                 scan = self.cache.last_scan(name)
                 if scan is None:
                     continue
-                reasons = self.cache.table(scan["table"]).column("reject")
+                reasons = self.cache.table(scan["table"], ["reject"]).column("reject")
                 planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
                 scanning |= reasons.null_count > 0 and not planned
                 sources[name] = {

@@ -5,7 +5,8 @@ return every plan.
 Why: any number of processes may plan at the same time. A plan's number is taken by put-if-absent; the loser adopts the
 winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
 worker.
-Price: planning reads the keys of all earlier plans, and needs some 200 bytes of memory per item.
+Price: planning sorts the keys of all earlier plans together with those of the work list, in temporary files (see
+`Scratch`); memory does not grow with items.
 
 A record counts as not assigned if it failed for a temporary cause
 (its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.
@@ -21,10 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import layout
-from pipeline.cache.arrow import take_rows
-from pipeline.cache.index import as_keys, binary, committed, fixed
+from pipeline.cache import arrow, layout
+from pipeline.cache.arrow import batches, take_rows
+from pipeline.cache.index import committed
+from pipeline.cache.key_columns import as_keys, binary, fixed, is_first
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -45,9 +48,6 @@ IMAGES = pa.schema(
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
-CHUNK = 1 << 20
-"""Rows per chunk of the column that repeats a source's name."""
-
 
 def image_work(
     scan: pa.Table,
@@ -55,53 +55,73 @@ def image_work(
     recipe: layout.LatentRecipe,
     table: list[tuple[int, int]],
     targets: dict[str, tuple[int, int]] | None = None,
+    scratch: Scratch | None = None,
 ) -> pa.Table:
     """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
 
     Args:
         targets: item -> (height, width) in pixels of a further record of it (see `read_targets`).
+        scratch: temporary storage.
 
     Raises:
         UserError: `targets` has an unknown or rejected item.
     """
-    usable = scan.filter(pc.is_null(scan.column("reject")))
-    sizes = list(dict.fromkeys([*table, *(targets or {}).values()]))
-    height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-    rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
-    if targets:
-        further_rows, further = _further(usable, source, targets, sizes)
-        rows, which = np.concatenate([rows, further_rows]), np.concatenate([which, further])
-        order = np.argsort(rows, kind="stable")
-        rows, which = rows[order], which[order]
-    keys = latent_keys(recipe, fixed(usable.column("digest"))[rows], sizes, which)
-    first = np.sort(np.unique(keys, return_index=True)[1])
-    sides = np.array(sizes, np.int32).reshape(-1, 2)[which[first]]
-    items = take_rows(usable.select(["item", "digest"]), rows[first])
-    counts = [min(CHUNK, len(first) - start) for start in range(0, len(first), CHUNK)]
-    columns = [
-        binary(keys[first]),
-        pa.chunked_array([pa.repeat(source, count) for count in counts], pa.string()),
-        items.column("item"),
-        items.column("digest"),
-        pa.array(sides[:, 0]),
-        pa.array(sides[:, 1]),
-    ]
-    return pa.table(columns, schema=IMAGES)
+    scratch, unknown = scratch or Scratch(), dict(targets or {})
+    sizes = list(dict.fromkeys([*table, *unknown.values()]))
 
+    def records() -> Iterator[pa.Table]:
+        for batch in batches(scan.select(["item", "digest", "height", "width", "reject"])):
+            usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
+            height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+            rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
+            if targets:
+                further_rows, further = _further(usable, targets, sizes)
+                for item in usable.column("item").take(pa.array(further_rows)).to_pylist():
+                    unknown.pop(item, None)
+                rows, which = np.concatenate([rows, further_rows]), np.concatenate([which, further])
+                order = np.argsort(rows, kind="stable")
+                rows, which = rows[order], which[order]
+            items = usable.select(["item", "digest"]).take(pa.array(rows))
+            keys = latent_keys(recipe, fixed(items.column("digest")), sizes, which)
+            sides = np.array(sizes, np.int32).reshape(-1, 2)[which]
+            sources = pa.repeat(pa.scalar(source, pa.string()), len(rows))
+            columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
+            yield pa.table(columns, schema=IMAGES)
 
-def _further(
-    usable: pa.Table, source: str, targets: dict[str, tuple[int, int]], sizes: list[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
-    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets), pa.string())).to_numpy()
-    rows = np.flatnonzero(~np.isnan(at.astype(np.float64)))
-    if len(rows) < len(targets):
-        unknown = set(targets) - set(usable.column("item").take(pa.array(rows)).to_pylist())
+    every = scratch.table(IMAGES, records())
+    if unknown:
         raise UserError(
             f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were rejected",
             found=", ".join(sorted(unknown)[:3]),
             fix="run sana-pipe bucket again; each source has a separate list",
         )
+    first = scratch.array(len(every), bool)
+    for part in scratch.sorted_by_key(_numbered(every.column("key"))):
+        first[part.column("row").to_numpy()[is_first(fixed(part.column("key")))]] = True
+    return every if first.all() else _chosen(every, first, scratch)
+
+
+def _chosen(table: pa.Table, mask: np.ndarray, scratch: Scratch) -> pa.Table:
+    """The rows of a mask, (n,) bool."""
+    starts = range(0, len(table), arrow.ROWS)
+    chosen = (table.slice(start, arrow.ROWS).filter(pa.array(mask[start : start + arrow.ROWS])) for start in starts)
+    return scratch.table(table.schema, chosen)
+
+
+def _numbered(keys: pa.ChunkedArray, plan: int = -1) -> Iterator[pa.Table]:
+    """Columns `key`, `row` and `plan` (the same number for all)."""
+    for start in range(0, len(keys), arrow.ROWS):
+        some = keys.slice(start, arrow.ROWS)
+        rows = np.arange(start, start + len(some))
+        yield pa.table({"key": some, "row": rows, "plan": np.full(len(some), plan, np.int32)})
+
+
+def _further(
+    usable: pa.Table, targets: dict[str, tuple[int, int]], sizes: list[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
+    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets), pa.string())).to_numpy()
+    rows = np.flatnonzero(~np.isnan(at.astype(np.float64)))
     number = {size: i for i, size in enumerate(sizes)}
     return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
 
@@ -134,24 +154,36 @@ def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
     return targets
 
 
-def caption_work(scan: pa.Table, recipe: layout.TextRecipe) -> pa.Table:
-    """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items; equal captions once."""
-    usable = scan.filter(pc.is_null(scan.column("reject")))
-    pieces = [
-        pc.list_flatten(chunk).field("text").cast(pa.large_string()) for chunk in usable.column("captions").chunks
-    ]
-    return text_work(pa.chunked_array(pieces, pa.large_string()), recipe)
+def caption_work(scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | None = None) -> pa.Table:
+    """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
+    equal captions once, as first written. scratch: temporary storage."""
+
+    def texts() -> Iterator[pa.Array]:
+        for batch in batches(scan.select(["captions", "reject"])):
+            usable = batch.filter(pc.is_null(batch.column("reject")))
+            for chunk in usable.column("captions").chunks:
+                yield pc.list_flatten(chunk).field("text")
+
+    return text_work(texts(), recipe, scratch)
 
 
-def text_work(texts: pa.ChunkedArray, recipe: layout.TextRecipe) -> pa.Table:
-    """Rows of `CAPTIONS` for the null record and some captions as written; equal ones once."""
-    written = texts.unique()
-    normalised = (caption_rules.normalise(text.as_py(), recipe.normalisation) for text in written)
-    keys = np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")
-    first = np.unique(keys, return_index=True)[1]
-    null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
-    rest = take_rows(pa.table({"key": binary(keys), "caption": written}), first, CAPTIONS)
-    return pa.concat_tables([null, rest])
+def text_work(texts: Iterable[pa.Array], recipe: layout.TextRecipe, scratch: Scratch | None = None) -> pa.Table:
+    """Rows of `CAPTIONS` for the null record and some captions as written (strings), in the order of their keys; equal
+    captions once, as first written."""
+    scratch = scratch or Scratch()
+
+    def written() -> Iterator[pa.Table]:
+        for part in texts:
+            once = part.unique()
+            normalised = (caption_rules.normalise(text, recipe.normalisation) for text in once.to_pylist())
+            yield pa.table([binary(np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")), once], CAPTIONS)
+
+    def rows() -> Iterator[pa.Table]:
+        yield pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        for part in scratch.sorted_by_key(written()):
+            yield part.filter(pa.array(is_first(fixed(part.column("key")))))
+
+    return scratch.table(CAPTIONS, rows())
 
 
 def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
@@ -160,19 +192,20 @@ def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, confi
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
     """
 
-    def cut(missing: pa.Table) -> Iterator[np.ndarray]:
-        height, width = (missing.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+    def cut(window: pa.Table) -> Iterator[np.ndarray]:
+        height, width = (window.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
         target = height << 32 | width
-        for start in range(0, len(missing), config.window):
-            window = target[start : start + config.window]
-            for size in np.unique(window):
-                rows = start + np.flatnonzero(window == size)
-                h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
-                record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
-                most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
-                yield from (rows[first : first + most] for first in range(0, len(rows), most))
+        for size in np.unique(target):
+            rows = np.flatnonzero(target == size)
+            h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
+            record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
+            most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
+            yield from (rows[first : first + most] for first in range(0, len(rows), most))
 
-    return _plan(cache, recipe, work, config.image_batch, cut)
+    def windows(missing: pa.Table) -> Iterator[pa.Table]:
+        yield from (missing.slice(start, config.window) for start in range(0, len(missing), config.window))
+
+    return _plan(cache, recipe, work, config.image_batch, windows, cut)
 
 
 def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
@@ -182,71 +215,102 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
     similar length; the encoder cuts it into forward passes by tokens.
     """
 
-    def cut(missing: pa.Table) -> Iterator[np.ndarray]:
-        length = pc.fill_null(pc.binary_length(missing.column("caption")), -1).to_numpy()
-        if (length < 0).any():
-            yield np.flatnonzero(length < 0)
-        rest = np.flatnonzero(length >= 0)
-        for first in range(0, len(rest), config.unit_captions):
-            rows = rest[first : first + config.unit_captions]
-            yield rows[np.argsort(length[rows], kind="stable")]
+    def cut(window: pa.Table) -> Iterator[np.ndarray]:
+        length = pc.fill_null(pc.binary_length(window.column("caption")), -1).to_numpy()
+        for first in range(0, len(window), config.unit_captions):
+            yield first + np.argsort(length[first : first + config.unit_captions], kind="stable")
 
-    return _plan(cache, recipe, work, config.text_batch, cut)
+    def windows(missing: pa.Table) -> Iterator[pa.Table]:
+        rows = config.unit_captions * max(1, arrow.ROWS // config.unit_captions)
+        null = pc.index(pc.is_null(missing.column("caption")), True).as_py()
+        if null >= 0:  # the null record, in a unit of its own
+            yield missing.slice(null, 1)
+            missing = pa.concat_tables([missing.slice(0, null), missing.slice(null + 1)])
+        yield from (missing.slice(start, rows) for start in range(0, len(missing), rows))
+
+    return _plan(cache, recipe, work, config.text_batch, windows, cut)
 
 
 def _plan(
-    cache: Cache, recipe: layout.Recipe, work: pa.Table, batch: int, cut: Callable[[pa.Table], Iterator[np.ndarray]]
+    cache: Cache,
+    recipe: layout.Recipe,
+    work: pa.Table,
+    batch: int,
+    windows: Callable[[pa.Table], Iterator[pa.Table]],
+    cut: Callable[[pa.Table], Iterator[np.ndarray]],
 ) -> list[WorkPlan]:
+    """See `plan_images`. windows: the missing rows in pieces; cut: a piece -> rows of each unit."""
     while True:
         plans = cache.plans(recipe.name)
-        missing = work.filter(pa.array(_missing(cache, recipe, plans, work)))
-        if not len(missing):
+        mask = _missing(cache, recipe, plans, work)
+        if not mask.any():
             return plans
-        keys = fixed(missing.column("key"))
-        units: list[Unit] = []
-        members: list[np.ndarray] = []
-        start = 0
-        for rows in cut(missing):
-            units.append(Unit.of(recipe.name, len(plans), keys[rows], start, batch))
-            members.append(rows)
+        scratch, number, units = cache.files.scratch, len(plans), list[Unit]()
+        members = ((window, list(cut(window))) for window in windows(_chosen(work, mask, scratch)))
+        table = scratch.table(work.schema, _planned(members, units, recipe, number, batch))
+        cache.add_plan(recipe.name, number, units, table)
+
+
+def _planned(
+    members: Iterator[tuple[pa.Table, list[np.ndarray]]],
+    units: list[Unit],
+    recipe: layout.Recipe,
+    number: int,
+    batch: int,
+) -> Iterator[pa.Table]:
+    """The rows of a plan's table, in the order of its units, which are added to `units`."""
+    start = 0
+    for window, parts in members:
+        keys = fixed(window.column("key"))
+        for rows in parts:
+            units.append(Unit.of(recipe.name, number, keys[rows], start, batch))
             start += len(rows)
-        cache.add_plan(recipe.name, len(plans), units, take_rows(missing, np.concatenate(members)))
+        yield take_rows(window, np.concatenate(parts))
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
-    """Which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
+    """(n,) bool: which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
 
     A key that failed or was lost waits until the last plan that lists it is finished.
     """
-    wanted, index = work.column("key"), cache.index(recipe.name)
-    assigned = [cache.table(plan.table).column("key") for plan in plans]
-    planned = np.zeros(len(work), bool)
-    for keys in assigned:
-        planned |= pc.is_in(wanted, value_set=keys.combine_chunks()).to_numpy()
+    wanted, index, scratch = work.column("key"), cache.index(recipe.name), cache.files.scratch
+
+    def keys() -> Iterator[pa.Table]:
+        yield from _numbered(wanted)
+        for plan in plans:
+            yield from _numbered(cache.table(plan.table, ["key"]).column("key"), plan.number)
+
+    missing = scratch.array(len(work), bool)
     again = as_keys([bytes.fromhex(r.key) for r in index.rejects if r.retry])
-    if not len(again) and not index.lost.any():
-        return ~planned
-    rows = index.find(fixed(wanted))
-    absent = rows < 0
-    lost = np.zeros(len(work), bool)
-    lost[~absent] = index.lost[index.columns["shard"][rows[~absent]]]
-    retry = absent & pc.is_in(wanted, value_set=binary(again)).to_numpy()
-    failed = np.flatnonzero(planned & (retry | lost))
-    last = np.full(len(failed), -1)
-    for plan, keys in zip(plans, assigned, strict=True):
-        last[pc.is_in(wanted.take(pa.array(failed)), value_set=keys.combine_chunks()).to_numpy()] = plan.number
-    done = [plan.number for plan in plans if _finished(cache, plan)]
-    missing = ~planned
-    missing[failed[np.isin(last, done)]] = True
+    some_again = bool(len(again) or index.lost.any())
+    done = [plan.number for plan in plans if some_again and _finished(cache, plan)]
+    for part in scratch.sorted_by_key(keys()):
+        key, row, plan_of = fixed(part.column("key")), part.column("row").to_numpy(), part.column("plan").to_numpy()
+        starts = np.flatnonzero(is_first(key))
+        last = np.repeat(np.maximum.reduceat(plan_of, starts), np.diff([*starts, len(key)]))
+        ours = plan_of < 0
+        key, row, last = key[ours], row[ours], last[ours]
+        left = last < 0
+        if some_again:
+            at = index.find(key)
+            failed = (at < 0) & pc.is_in(binary(key), value_set=binary(again)).to_numpy(zero_copy_only=False)
+            failed[at >= 0] = index.lost[index.columns["shard"][at[at >= 0]]]
+            left |= failed & np.isin(last, done)
+        missing[row[left]] = True
     return missing
 
 
 def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
-    present = index.present(fixed(work.column("key")))
-    failed = has_key(work, (r.key for r in index.rejects if not r.retry)).to_numpy()
-    return int((~present & ~failed).sum()), int(present.sum())
+    refused = binary(as_keys([bytes.fromhex(r.key) for r in index.rejects if not r.retry]))
+    missing = existing = 0
+    for batch in batches(work.select(["key"])):
+        present = index.present(fixed(batch.column("key")))
+        failed = pc.is_in(batch.column("key"), value_set=refused).to_numpy()
+        missing += int((~present & ~failed).sum())
+        existing += int(present.sum())
+    return missing, existing
 
 
 def retryable_from_another_item(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> pa.Table:
@@ -257,7 +321,8 @@ def retryable_from_another_item(cache: Cache, recipe: layout.Recipe, work: pa.Ta
     """
     index = cache.index(recipe.name)
     failed = {reject.key: reject.item for reject in index.rejects if reject.retry}  # of several, the latest
-    rows = work.filter(pc.and_(has_key(work, failed), pa.array(~index.present(fixed(work.column("key"))))))
+    rows = work.filter(has_key(work, failed))
+    rows = rows.filter(pa.array(~index.present(fixed(rows.column("key")))))
     pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
     return rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
 

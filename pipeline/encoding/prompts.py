@@ -94,4 +94,4 @@ def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[Prompts
         else:
             first[key] = number, text
     texts = tuple(text for _, text in first.values())
-    return Prompts(texts, tuple(first), text_work(pa.chunked_array([texts], pa.large_string()), recipe)), repeated
+    return Prompts(texts, tuple(first), text_work([pa.array(texts, pa.string())], recipe)), repeated

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache as run_once
 from functools import partial
 
-from pipeline.cache import audit, index, layout, shard
+from pipeline.cache import audit, index, key_columns, layout, shard
 from pipeline.cache.findings import Finding, Replaced
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
@@ -150,7 +150,7 @@ def _replace(
     in_order = table.column("key").to_pylist()
     while True:
         number = len(cache.files.numbers(Paths.plans(recipe.name)))
-        added_unit = Unit.of(recipe.name, number, index.as_keys(in_order), 0, unit.batch)
+        added_unit = Unit.of(recipe.name, number, key_columns.as_keys(in_order), 0, unit.batch)
         if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)

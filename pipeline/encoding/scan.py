@@ -17,20 +17,27 @@ Unreadable items are tried again by the next scan, but not when an interrupted s
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
 
 import click
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow, layout
-from pipeline.cache.arrow import ROWS, combined
+from pipeline.cache.arrow import ROWS
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.key_columns import binary, fixed, is_first
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
+from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import IntegrityError, UserError
@@ -40,6 +47,8 @@ from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Reject, Run, Seen, Source
+
+T = TypeVar("T")
 
 SCAN = pa.schema(
     [
@@ -150,12 +159,18 @@ def scan(
             continue
         finally:
             pool.shutdown(cancel_futures=True)
-    table = _judged(combined(pa.concat_tables(tables or [SCAN.empty_table()])), refuse)
-    _unique(name, table)
+    scratch = cache.files.scratch if cache is not None else Scratch()
+    refuse = lru_cache(1 << 16)(refuse)
+    table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
+    _unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
+    source.scratch = scratch
     source.recall(places(table))
     return table
+
+
+_RowsByItem = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -163,8 +178,11 @@ class _Piece:
     """Rows of the table: taken from the last scan, or to be made from a run.
 
     Attributes:
+        table: rows of the last scan.
+        rows: first row and number of rows of what was made, in `_Scan.made`; None until then.
         looked: the pending result of `Run.look`.
         stats: item -> (size, mtime), once `looked` is done.
+        before: item -> its row in the last scan, as far as looked up.
     """
 
     table: pa.Table | None
@@ -173,6 +191,12 @@ class _Piece:
     run: Run | None = None
     looked: Future[Seen] | None = None
     stats: Seen = field(default_factory=dict)
+    before: _RowsByItem = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.table is not None or self.rows is not None
 
 
 @dataclass(frozen=True)
@@ -200,9 +224,11 @@ class _Scan:
     ):
         self.source, self.name, self.pool, self.settings, self.fragments = source, name, pool, settings, fragments
         trusted = None if settings.rehash else cache
+        self._scratch = cache.files.scratch if cache is not None else Scratch()
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
         self._last = _last(trusted, name) if trusted is not None else None
-        self._known: dict[str, dict[str, Any]] | None = None
+        self.made = self._scratch.table_writer(SCAN)
+        self._known: ItemRows | None = None
         self._reused = False
         self._done = 0
         self._total: int | None = None
@@ -217,7 +243,8 @@ class _Scan:
             self._gather(self.fragments, shared)
         if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
             self.source.rule.check_seen()
-        return [piece.table for piece in pieces if piece.table is not None]
+        made = self.made.finish()
+        return [piece.table if piece.rows is None else made.slice(*piece.rows) for piece in pieces if piece.is_there]
 
     def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
         """Make the pieces without new pictures. Returns the others, by fragment id."""
@@ -229,7 +256,7 @@ class _Scan:
                 if self.fragments is not None and self._new(piece):
                     identities.append((piece, self.pool.submit(piece.run.identity, piece.stats)))
                 else:
-                    piece.table = self._made(piece)
+                    piece.rows = self.made.add(self._made(piece))
             elif piece.table is not None:
                 self._reach(len(piece.table))
         settings, shared = self.settings, dict[str, _Piece]()
@@ -252,7 +279,7 @@ class _Scan:
 
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
-            shared[fragment].table = rows.table
+            shared[fragment].rows = self.made.add(rows.table)
             if fragment not in made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
@@ -272,8 +299,8 @@ class _Scan:
                 self._reused = True
                 pieces.append(_Piece(self._last.slice(run[1], run[2])))
                 continue
-            if self._known is None:
-                self._known = _known(self._last)
+            if self._known is None and self._last is not None:
+                self._known = _known(self._last, self._scratch)
             for source_run in self.source.runs(part, RUN):
                 looked = self.pool.submit(source_run.look)
                 pieces.append(_Piece(None, part.name, part.stamp, source_run, looked))
@@ -281,21 +308,35 @@ class _Scan:
 
     def _new(self, piece: _Piece) -> bool:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
-        return piece.stamp is not None or any(
-            not isinstance(stat, Unreadable) and self._before(key, *stat) is None for key, stat in piece.stats.items()
+        if piece.stamp is not None:
+            return True
+        piece.before = self._before(list(piece.stats))
+        return any(
+            not isinstance(stat, Unreadable) and _unchanged(piece.before.get(key), *stat) is None
+            for key, stat in piece.stats.items()
         )
 
-    def _before(self, key: str, size: int, mtime: int) -> dict[str, Any] | None:
-        """The row of the last scan, if size and mtime are unchanged."""
-        row = (self._known or {}).get(key)
-        return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
+    def _before(self, items: list[str]) -> _RowsByItem:
+        """The rows of the last scan, by item. An item that was never read has none."""
+        if self._known is None or not items:
+            return {}
+        rows = self._known.find(items)
+        found = arrow.pick_rows(self._known.table, np.unique(rows[rows >= 0]))
+        return {row["item"]: row for some in found for row in some.to_pylist()}
+
+    def _with_before(self, piece: _Piece) -> Iterator[tuple[Item | Reject, dict[str, Any] | None]]:
+        """The listing of a piece, with the row of the last scan."""
+        assert piece.run is not None
+        rest = iter(piece.run.items())
+        while entries := list(islice(rest, RUN)):
+            before = piece.before or self._before([entry.key for entry in entries if isinstance(entry, Item)])
+            yield from ((entry, before.get(entry.key)) for entry in entries)
 
     def _made(self, piece: _Piece) -> pa.Table:
         """List a piece and read its new pictures."""
-        assert piece.run is not None
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
         tables = []
-        for row in _mapped(self.pool, lambda item: self._row(item, piece.stats), piece.run.items()):
+        for row in _mapped(self.pool, lambda entry: self._row(*entry, piece.stats), self._with_before(piece)):
             self._check(in_hand=True)
             row |= {"part": piece.part or None, "stamp": piece.stamp}
             for column, values in columns.items():
@@ -304,10 +345,15 @@ class _Scan:
             if len(columns["item"]) == ROWS:
                 tables.append(pa.table(columns, schema=SCAN))
                 columns = {column: [] for column in SCAN.names}
-        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
+        piece.run = piece.looked = None
+        piece.stats, piece.before = {}, {}
+        made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
+        if piece.stamp is not None:
+            self.source.release(made.column("item").to_pylist())
+        return made
 
-    def _row(self, item: Item | Reject, stats: Seen) -> dict[str, Any]:
-        """The row of an item. stats: item -> (size, mtime), as far as asked for."""
+    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
+        """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""
         if isinstance(item, Reject):
             return _row(item.key, reject=item.reason)
         captions = [{"text": text, "weight": weight} for text, weight in item.captions]
@@ -319,7 +365,7 @@ class _Scan:
                 raise stat
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
-        before = self._before(item.key, *stat)
+        before = _unchanged(last, *stat)
         if before is not None:
             return {**before, **listed}
         read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
@@ -360,12 +406,13 @@ def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
     if "where" not in table.column_names:
         return
-    inside = table.filter(pc.is_valid(table.column("where")))
-    yield from zip(*(inside.column(c).to_pylist() for c in ("item", "part", "where")), strict=True)
+    for batch in arrow.batches(table.select(["item", "part", "where"])):
+        inside = batch.filter(pc.is_valid(batch.column("where")))
+        yield from zip(*(column.to_pylist() for column in inside.columns), strict=True)
 
 
 def _mapped(
-    pool: ThreadPoolExecutor, work: Callable[[Item | Reject], dict[str, Any]], listing: Iterable[Item | Reject]
+    pool: ThreadPoolExecutor, work: Callable[[T], dict[str, Any]], listing: Iterable[T]
 ) -> Iterator[dict[str, Any]]:
     """`pool.map` in order that takes at most `AHEAD` items of the listing in advance."""
     waiting: deque[Any] = deque()
@@ -378,23 +425,35 @@ def _mapped(
 
 
 def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Table:
-    """The table after the present policy. A row with a width was readable, so only a policy can reject it."""
-    columns = (table.column(column).to_pylist() for column in ("height", "width", "reject"))
-    verdicts = [
-        reject if width is None else refuse(height, width) for height, width, reject in zip(*columns, strict=True)
-    ]
-    return table.set_column(SCAN.names.index("reject"), "reject", pa.array(verdicts, pa.string()))
+    """The rows after the present policy. A row with a width was readable, so only a policy can reject it."""
+    width, height = (pc.fill_null(table.column(name), 0).to_numpy().astype(np.int64) for name in ("width", "height"))
+    sizes, which = np.unique(height << 32 | width, return_inverse=True)
+    verdicts = pa.array(
+        [refuse(size >> 32, size & 0xFFFFFFFF) if size else None for size in sizes.tolist()], pa.string()
+    )
+    reject = pc.if_else(pc.is_valid(table.column("width")), verdicts.take(pa.array(which)), table.column("reject"))
+    return table.set_column(SCAN.names.index("reject"), "reject", reject)
 
 
-def _unique(name: str, table: pa.Table) -> None:
-    ids: dict[int, str] = {}
-    for item in table.filter(pc.is_null(table.column("reject"))).column("item").to_pylist():
-        sample_id = layout.sample_id(name, item)
-        if ids.setdefault(sample_id, item) != item:
-            raise UserError(
-                f"items {ids[sample_id]!r} and {item!r} of source {name!r} have the same 64-bit sample id",
-                fix="rename one of the two files",
-            )
+def _unique(name: str, table: pa.Table, scratch: Scratch) -> None:
+    def ids() -> Iterator[pa.Table]:
+        first = 0
+        for batch in arrow.batches(table.select(["item", "reject"])):
+            usable = pc.is_null(batch.column("reject")).to_numpy()
+            items = batch.column("item").filter(pa.array(usable)).to_pylist()
+            halves = np.zeros((len(items), 2), "<u8")
+            halves[:, 0] = np.frombuffer(layout.sample_ids(name, items), "<u8")
+            yield pa.table({"key": binary(halves.view("S16")), "row": first + np.flatnonzero(usable)})
+            first += len(batch)
+
+    for part in scratch.sorted_by_key(ids()):
+        for at in np.flatnonzero(~is_first(fixed(part.column("key")))):
+            one, other = (table.column("item")[part.column("row")[i].as_py()].as_py() for i in (at - 1, at))
+            if one != other:
+                raise UserError(
+                    f"items {one!r} and {other!r} of source {name!r} have the same 64-bit sample id",
+                    fix="rename one of the two files",
+                )
 
 
 def _row(item: str, **values: Any) -> dict[str, Any]:
@@ -425,30 +484,42 @@ def _last(cache: Cache, name: str) -> pa.Table | None:
 
 def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
     """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged."""
-    parts, stamps = (table.column(column).to_pylist() for column in ("part", "stamp"))
-    again = {
-        part
-        for part, reject in zip(parts, table.column("reject").to_pylist(), strict=True)
-        if reject is not None and (reject.startswith("unreadable") or _limited(reject))
+    again: set[str] = set()
+    runs: list[tuple[str | None, str | None, int]] = []  # part, stamp, first row
+    first = 0
+    for batch in arrow.batches(table.select(["part", "stamp", "reject"])):
+        rejects = batch.filter(pc.is_valid(batch.column("reject"))).to_pylist()
+        again |= {r["part"] for r in rejects if r["reject"].startswith("unreadable") or _limited(r["reject"])}
+        ends = [pc.run_end_encode(batch.column(c).combine_chunks()).run_ends.to_numpy() for c in ("part", "stamp")]
+        for start in sorted({0, *ends[0].tolist()[:-1], *ends[1].tolist()[:-1]}):
+            part, stamp = batch.column("part")[start].as_py(), batch.column("stamp")[start].as_py()
+            if not runs or runs[-1][:2] != (part, stamp):
+                runs.append((part, stamp, first + start))
+        first += len(batch)
+    starts = [*(start for _, _, start in runs), first]
+    return {
+        part: (stamp, start, end - start)
+        for (part, stamp, start), end in zip(runs, starts[1:], strict=True)
+        if part is not None and stamp is not None and part not in again
     }
-    runs: dict[str, tuple[str, int, int]] = {}
-    start = 0
-    for at in range(1, len(parts) + 1):
-        if at == len(parts) or (parts[at], stamps[at]) != (parts[start], stamps[start]):
-            part, stamp = parts[start], stamps[start]
-            if part is not None and stamp is not None and part not in again:
-                runs[part] = (stamp, start, at - start)
-            start = at
-    return runs
 
 
-def _known(last: pa.Table | None) -> dict[str, dict[str, Any]]:
-    if last is None:
-        return {}
+def _known(last: pa.Table, scratch: Scratch) -> ItemRows:
     # An item that was rejected for its captions was never read. Bad bytes stay bad while unchanged, except if a limit
     # was the reason, because the limit may be higher now.
-    rows = last.to_pylist()
-    return {r["item"]: r for r in rows if r["digest"] is not None and not _limited(r["reject"] or "")}
+    limits = "|".join(map(re.escape, decoding.LIMITS))
+
+    def read() -> Iterator[pa.Table]:
+        for batch in arrow.batches(last):
+            limited = pc.fill_null(pc.match_substring_regex(batch.column("reject"), limits), False)
+            yield batch.filter(pc.and_(pc.is_valid(batch.column("digest")), pc.invert(limited)))
+
+    return ItemRows(scratch.table(SCAN, read()), scratch)
+
+
+def _unchanged(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
+    """The row of the last scan, if size and mtime are unchanged."""
+    return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
 
 
 def _limited(reject: str) -> bool:
@@ -461,11 +532,14 @@ def _same_set(cache: Cache, name: str, source: Source, table: pa.Table) -> None:
     if last is None or last["root"] == source.location:
         return
     known = _table(cache, last)
-    before = set(known.column("item").to_pylist()) if known is not None else set()
-    if before and table.num_rows and before.isdisjoint(table.column("item").to_pylist()):
+    if known is None or not known.num_rows or not table.num_rows:
+        return
+    before = ItemRows(known, cache.files.scratch)
+    items = (batch.column("item").to_pylist() for batch in arrow.batches(table))
+    if all((before.find(some) < 0).all() for some in items):
         raise UserError(
-            f"source {name!r} was last read from {last['root']}; {source.location} shares none of its {len(before)} "
-            "items",
+            f"source {name!r} was last read from {last['root']}; {source.location} shares none of its "
+            f"{known.num_rows} items",
             fix=f"if this is another data set, give it its own name: --source-name NAME (sources so far: "
             f"{', '.join(cache.sources())})",
         )
@@ -486,20 +560,60 @@ def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
     last = _last(cache, name)
     if last is None:
         return 0
-    before = last.select(["item", "digest"]).filter(pc.is_null(last.column("reject")))
-    now = table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
-    present = pc.is_in(arrow.text(before.column("item")), value_set=arrow.text(now.column("item")))
-    lost = before.filter(pc.invert(present))
-    lost = lost.filter(pc.invert(pc.is_in(lost.column("digest"), value_set=now.column("digest"))))
-    if len(lost) > most * len(before):
-        here = dict(zip(*(table.column(column).to_pylist() for column in ("item", "reject")), strict=True))
-        away = lost.column("item").to_pylist()
-        kinds = Kinds.of((item, here.get(item) or "is not there any more") for item in away)
+    before = last.column("reject").null_count
+    if last.equals(table):
+        return 0
+    scratch = cache.files.scratch
+    now = scratch.table(table.schema, map(_readable, arrow.batches(table)))
+    rows = ItemRows(now, scratch)
+
+    def missing() -> Iterator[pa.Table]:
+        for batch in arrow.batches(last):
+            usable = batch.filter(pc.is_null(batch.column("reject")))
+            yield usable.filter(pa.array(rows.find(usable.column("item").to_pylist()) < 0))
+
+    lost = _elsewhere(scratch.table(SCAN, missing()), now, scratch)
+    if len(lost) > most * before:
+        here = ItemRows(table, scratch)
+
+        def reasons() -> Iterator[tuple[str, str]]:
+            for item in (item for batch in arrow.batches(lost) for item in batch.column("item").to_pylist()):
+                row = int(here.find([item])[0])
+                yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "is not there any more"
+
+        kinds = Kinds.of(reasons())
         raise UserError(
-            f"{len(lost)} of the {len(before)} pictures of source {name!r} are missing",
+            f"{len(lost)} of the {before} pictures of source {name!r} are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
             found="\n" + "\n".join(kinds.lines()),
             fix="bring them back; if they are gone for good: sana-pipe encode --shrink ...; if this is another data "
             "set: --source-name NAME",
         )
     return len(lost)
+
+
+def _readable(table: pa.Table) -> pa.Table:
+    return table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
+
+
+def _elsewhere(lost: pa.Table, now: pa.Table, scratch: Scratch) -> pa.Table:
+    """The rows of `lost` whose bytes are in no row of `now`."""
+    if not len(lost):
+        return lost
+
+    def digests() -> Iterator[pa.Table]:
+        for number, table in enumerate((now, lost)):
+            first = 0
+            for batch in arrow.batches(table.select(["digest"])):
+                row = np.arange(first, first + len(batch)) if number else np.full(len(batch), -1)
+                keyed = pa.table({"key": batch.column("digest"), "row": row})
+                yield keyed.filter(pc.is_valid(keyed.column("key")))
+                first += len(batch)
+
+    gone = scratch.array(len(lost), bool)
+    for part in scratch.sorted_by_key(digests()):
+        rows = part.column("row").to_numpy()
+        start = np.flatnonzero(is_first(fixed(part.column("key"))))
+        absent = np.repeat(np.minimum.reduceat(rows, start) >= 0, np.diff([*start, len(rows)]))
+        gone[rows[absent]] = True
+    return lost.filter(pa.array(gone))

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw
 
-from pipeline.cache.index import fixed
+from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import IntegrityError, UserError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache.index import fixed
+from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import ConfigError

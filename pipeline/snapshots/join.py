@@ -1,15 +1,15 @@
 """Join scans and encoded records into the samples of a snapshot, and count every item that is left out by its reason.
 
 `join` adds the usable items of one source: for each its latent at its bucket and the rows of its captions. `assemble`
-turns the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables. Scans, indexes and about
-150 bytes per sample are in memory while joining, all of it in columns.
+turns the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables. Items are joined some
+thousands at a time; columns of samples are in temporary files (`pipeline.cache.scratch`), about 150 bytes a sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -18,8 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
-from pipeline.cache.index import RecordIndex, as_keys, fixed, key_bytes
+from pipeline.cache.index import RecordIndex
+from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes
+from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
     NAMES,
@@ -102,20 +105,70 @@ class Frame:
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def take(self, rows: np.ndarray) -> Frame:
-        """Some rows (a boolean mask, or numbers), in their order."""
-        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
-        counts = np.diff(self.captions)[rows]
+    def take(self, rows: np.ndarray, scratch: Scratch | None = None) -> Frame:
+        """Some rows (a boolean mask, or numbers), in their order. scratch: temporary storage."""
+        columns = FrameColumns(scratch or Scratch())
+        for start in range(0, len(rows), ROWS):
+            some = rows[start : start + ROWS]
+            columns.add(self._take(start + np.flatnonzero(some) if rows.dtype == bool else some))
+        return columns.frame()
+
+    def _take(self, rows: np.ndarray) -> Frame:
+        begin = self.captions[rows]
+        counts = self.captions[rows + 1] - begin
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        caption_rows = np.repeat(self.captions[:-1][rows] - offsets[:-1], counts) + np.arange(offsets[-1])
-        per_row = ("source", "sample_id", "picture_id", "digest", "height", "width", "bucket", "latent")
+        caption_rows = np.repeat(begin - offsets[:-1], counts) + np.arange(offsets[-1])
         return Frame(
             item=self.item.take(pa.array(rows)),
             captions=offsets,
             text=self.text[caption_rows],
             weight=self.weight[caption_rows],
-            **{name: getattr(self, name)[rows] for name in per_row},
+            **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )
+
+
+_PER_SAMPLE = {
+    "source": np.int32,
+    "sample_id": np.uint64,
+    "picture_id": np.uint64,
+    "digest": "S16",
+    "height": np.int64,
+    "width": np.int64,
+    "bucket": np.int64,
+    "latent": np.int64,
+}
+_PER_CAPTION = {"text": np.int64, "weight": np.float32}
+
+
+class FrameColumns:
+    """Concatenates frames."""
+
+    def __init__(self, scratch: Scratch):
+        dtypes: dict[str, Any] = {**_PER_SAMPLE, **_PER_CAPTION, "captions": np.int64, "ends": np.int64, "items": "u1"}
+        self._writers = {name: scratch.writer(dtype) for name, dtype in dtypes.items()}
+        for name in ("captions", "ends"):
+            self._writers[name].add(np.zeros(1))
+        self._captions = self._bytes = 0
+
+    def add(self, frame: Frame) -> None:
+        for name in (*_PER_SAMPLE, *_PER_CAPTION):
+            self._writers[name].add(getattr(frame, name))
+        self._writers["captions"].add(frame.captions[1:] + self._captions)
+        self._captions += len(frame.text)
+        _, ends, data = frame.item.buffers()
+        first = frame.item.offset
+        ends = np.frombuffer(ends, np.int64, len(frame) + 1, first * 8) if len(frame) else np.zeros(1, np.int64)
+        size = int(ends[-1] - ends[0])
+        self._writers["ends"].add(ends[1:] - ends[0] + self._bytes)
+        self._writers["items"].add(np.frombuffer(data, np.uint8, size, int(ends[0])) if size else np.empty(0, np.uint8))
+        self._bytes += size
+
+    def frame(self) -> Frame:
+        """All of them; nothing can be added any more."""
+        columns = {name: writer.finish() for name, writer in self._writers.items()}
+        ends, items = columns.pop("ends"), columns.pop("items")
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(items)]
+        return Frame(item=pa.LargeStringArray.from_buffers(len(ends) - 1, buffers[1], buffers[2]), **columns)
 
 
 @dataclass
@@ -127,6 +180,7 @@ class Joined:
         left_out: reason -> items.
         keep: reason -> the change that would keep these items, where the reason does not say it.
         examples: reason -> a few of the items, where the reason is of single items.
+        scratch: temporary storage.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -134,6 +188,7 @@ class Joined:
     keep: dict[str, str] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
+    scratch: Scratch = field(default_factory=Scratch)
 
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:
         if count:
@@ -151,37 +206,31 @@ class Joined:
 
     def frame(self) -> Frame:
         """All joined samples in one frame."""
-        frames = self.frames
-        if len(frames) == 1:
-            return frames[0]
-        values: dict[str, Any] = {}
-        for column in fields(Frame):
-            parts = [getattr(frame, column.name) for frame in frames]
-            if column.name == "item":
-                values["item"] = pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
-            elif column.name != "captions":
-                values[column.name] = np.concatenate(parts) if parts else np.empty(0, _EMPTY.get(column.name, np.int64))
-        counts = [np.diff(frame.captions) for frame in frames]
-        values["captions"] = np.concatenate([[0], np.cumsum(np.concatenate(counts) if counts else [])]).astype(np.int64)
-        frame = Frame(**values)
-        self.frames = [frame]
-        return frame
-
-
-_EMPTY = {"sample_id": np.uint64, "picture_id": np.uint64, "digest": "S16", "weight": np.float32}
+        if len(self.frames) != 1:
+            columns = FrameColumns(self.scratch)
+            for frame in self.frames:
+                for start in range(0, len(frame), ROWS):
+                    columns.add(frame._take(np.arange(start, min(start + ROWS, len(frame)))))
+            self.frames = [columns.frame()]
+        return self.frames[0]
 
 
 def usable(joined: Joined, scan: pa.Table) -> pa.Table:
     """The items that the scan did not reject; rejects are counted."""
-    reject = scan.column("reject")
-    rejects = scan.filter(pc.is_valid(reject))
 
     def keep(kind: str) -> str:
         return f"change that setting and {ENCODE}" if "data." in kind else f"mend the file and {ENCODE}"
 
-    pairs = zip(rejects.column("item").to_pylist(), rejects.column("reject").to_pylist(), strict=True)
-    joined.leave_kinds("rejected by the scan", pairs, keep)
-    return scan.filter(pc.is_null(reject))
+    def rejects() -> Iterator[tuple[str, str]]:
+        for batch in batches(scan.select(["item", "reject"])):
+            rejected = batch.filter(pc.is_valid(batch.column("reject")))
+            yield from zip(*(column.to_pylist() for column in rejected.columns), strict=True)
+
+    joined.leave_kinds("rejected by the scan", rejects(), keep)
+    if not scan.num_rows - scan.column("reject").null_count:
+        return scan
+    left = (batch.filter(pc.is_null(batch.column("reject"))) for batch in batches(scan))
+    return joined.scratch.table(scan.schema, left)
 
 
 def unjudged(scan: pa.Table) -> pa.Table:
@@ -197,36 +246,66 @@ def join(joined: Joined, source: str, scan: pa.Table, records: Records, resoluti
     if resolution.policy is not None:
         scan = _allowed(joined, scan, resolution)
     failed = {reject.key: reject.reason for index in (records.latents, records.texts) for reject in index.rejects}
-    scan, columns = _with_latents(joined, scan, records, resolution, failed)
-    with_caption, offsets, text, weight = _caption_records(joined, scan, records, failed)
+    if source not in joined.sources:
+        joined.sources.append(source)
+    missing = _Missing(failed)
+    columns = FrameColumns(joined.scratch)
+    for batch in batches(scan):
+        columns.add(_joined(joined, source, batch, records, resolution, missing))
+    joined.frames.append(columns.frame())
+    for what, rejects in missing.rejects.items():
+        joined.leave_kinds(what, rejects, lambda _: f"mend the files and {ENCODE}")
 
+
+@dataclass(frozen=True)
+class _Missing:
+    """Records that could not be encoded.
+
+    Attributes:
+        failed: key (hex) -> reason.
+        rejects: what is missing -> (item, reason) of each item that lacks it.
+    """
+
+    failed: Mapping[str, str]
+    rejects: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+    def leave(
+        self, joined: Joined, scan: pa.Table, rows: np.ndarray, reasons: list[str | None], what: str, pending: str
+    ) -> None:
+        """Leave out items without a record. reasons: of each; None (its work is not done yet) is counted as
+        `pending`."""
+        items = scan.column("item").take(pa.array(rows)).to_pylist()
+        pairs = [(item, reason) for item, reason in zip(items, reasons, strict=True) if reason]
+        self.rejects.setdefault(what, []).extend(pairs)
+        joined.leave(pending, reasons.count(None))
+
+
+def _joined(
+    joined: Joined, source: str, scan: pa.Table, records: Records, resolution: Resolution, missing: _Missing
+) -> Frame:
+    """The samples of some items; see `join`."""
+    scan, columns = _with_latents(joined, scan, records, resolution, missing)
+    with_caption, offsets, text, weight = _caption_records(joined, scan, records, missing)
     items = text_column(scan.filter(pa.array(with_caption)).column("item"))
     names = items.to_pylist()
     picture_id = np.frombuffer(layout.sample_ids(source, names), "<u8")
     variant = resolution.variant
-    if source not in joined.sources:
-        joined.sources.append(source)
-    joined.frames.append(
-        Frame(
-            source=np.full(len(names), joined.sources.index(source), np.int32),
-            item=items,
-            sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else picture_id,
-            picture_id=picture_id,
-            captions=offsets,
-            text=text,
-            weight=weight,
-            **{name: column[with_caption] for name, column in columns.items()},
-        )
+    return Frame(
+        source=np.full(len(names), joined.sources.index(source), np.int32),
+        item=items,
+        sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else picture_id,
+        picture_id=picture_id,
+        captions=offsets,
+        text=text,
+        weight=weight,
+        **{name: column[with_caption] for name, column in columns.items()},
     )
 
 
 def _with_latents(
-    joined: Joined, scan: pa.Table, records: Records, resolution: Resolution, failed: Mapping[str, str]
+    joined: Joined, scan: pa.Table, records: Records, resolution: Resolution, missing_records: _Missing
 ) -> tuple[pa.Table, dict[str, np.ndarray]]:
-    """The items whose latent is encoded, and their columns `height`, `width`, `digest`, `bucket`, `latent` of a frame.
-
-    failed: key (hex) -> reason of the records that could not be encoded.
-    """
+    """The items whose latent is encoded, and their `height`, `width`, `digest`, `bucket` and `latent` of a frame."""
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     digest = fixed(scan.column("digest"))
     bucket = buckets.nearest_all(resolution.table, height, width)
@@ -236,8 +315,8 @@ def _with_latents(
     if resolution.variant:
         at, setting = f" at {resolution.variant} px", f" --set data.resolution={resolution.variant}"
     missing = np.flatnonzero(rows < 0)
-    reasons = [failed.get(key_bytes(key).hex()) for key in keys[missing]]
-    _leave_missing(
+    reasons = [missing_records.failed.get(key_bytes(key).hex()) for key in keys[missing]]
+    missing_records.leave(
         joined,
         scan,
         missing,
@@ -251,7 +330,7 @@ def _with_latents(
 
 
 def _caption_records(
-    joined: Joined, scan: pa.Table, records: Records, failed: Mapping[str, str]
+    joined: Joined, scan: pa.Table, records: Records, missing_records: _Missing
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The encoded captions with a weight. Items without one are left out.
 
@@ -268,8 +347,9 @@ def _caption_records(
     encoded = np.where(counts > 0, encoded, 0)
     missing = np.flatnonzero(encoded == 0)
     item_keys = ([key_bytes(key).hex() for key in keys[offsets[row] : offsets[row + 1]]] for row in missing)
+    failed = missing_records.failed
     reasons = [next((failed[key] for key in item if key in failed), None) for item in item_keys]
-    _leave_missing(
+    missing_records.leave(
         joined,
         scan,
         missing,
@@ -285,16 +365,6 @@ def _caption_records(
     with_caption = encoded > 0
     new_offsets = np.concatenate([[0], np.cumsum(encoded[with_caption])]).astype(np.int64)
     return with_caption, new_offsets, rows[usable_caption], weight[usable_caption]
-
-
-def _leave_missing(
-    joined: Joined, scan: pa.Table, rows: np.ndarray, reasons: list[str | None], rejected: str, pending: str
-) -> None:
-    """Leave out items without a record. reasons: of each; None (its work is not done yet) is counted as `pending`."""
-    items = scan.column("item").take(pa.array(rows)).to_pylist()
-    pairs = [(item, reason) for item, reason in zip(items, reasons, strict=True) if reason]
-    joined.leave_kinds(rejected, pairs, lambda _: f"mend the files and {ENCODE}")
-    joined.leave(pending, reasons.count(None))
 
 
 def latent_keys(
@@ -366,11 +436,10 @@ class BucketTable:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A snapshot that is not written yet: its head without chunks, and its tables."""
+    """A snapshot that is not written yet: its head without chunks. chunks: makes their tables (samples, names)."""
 
     head: Head
-    samples: pa.Table
-    names: pa.Table
+    chunks: Callable[[], Iterator[tuple[pa.Table, pa.Table]]]
     report: list[BucketReport]
 
 
@@ -398,16 +467,17 @@ def assemble(
         UserError: no sample is left, with the reasons; or two samples share an id.
         CacheError: the null record is missing.
     """
-    part, part_weights = _parts(joined.sources, frame, weights or {})
-    entries, report, left_out = _grouped(joined, frame, table, part, part_weights, policies.small)
+    scratch = joined.scratch
+    part_of_source, part_weights = _parts(joined.sources, weights or {})
+    entries, report, left_out = _grouped(joined, frame, table, part_of_source, part_weights, policies.small)
     places = np.zeros(len(frame), np.int64) if places is None else places
     if left_out.any():
         stays = ~left_out[frame.bucket]
-        frame, part, places = frame.take(stays), part[stays], places[stays]
+        frame, places = frame.take(stays, scratch), places[stays]
     _check_samples(joined, frame)
     null_row = _null_row(records)
     latent_numbers, latent_shards = _numbered_shards(records.latents, frame.latent)
-    text_numbers, text_shards = _numbered_shards(records.texts, np.append(frame.text, null_row))
+    text_numbers, text_shards = _numbered_shards(records.texts, frame.text, null_row)
     head = Head(
         recipes={"latent": records.latent.values(), "text": records.text.values()},
         policies=policies,
@@ -418,33 +488,69 @@ def assemble(
         sources=dict(sources),
         counts={"samples": len(frame)},
     )
-    frame = frame.take(np.lexsort((frame.sample_id, places, part, frame.bucket)))
-    numbers = (latent_numbers, text_numbers)
-    pieces = [
-        _tables(frame.take(np.arange(start, min(start + CHUNK_ROWS, len(frame)))), joined.sources, records, numbers)
-        for start in range(0, len(frame), CHUNK_ROWS)
-    ]
-    samples, names = (pa.concat_tables(tables) for tables in zip(*pieces, strict=True))
-    return Assembled(head, samples, names, report)
+    order = _order(frame, part_of_source, places, scratch)
+
+    def chunks() -> Iterator[tuple[pa.Table, pa.Table]]:
+        for start in range(0, len(order), CHUNK_ROWS):
+            rows = frame._take(order[start : start + CHUNK_ROWS])
+            yield _tables(rows, joined.sources, records, (latent_numbers, text_numbers))
+
+    return Assembled(head, chunks, report)
 
 
-def _parts(sources: Sequence[str], frame: Frame, weights: Mapping[str, Fraction]) -> tuple[np.ndarray, list[Fraction]]:
-    """The part of each sample, (n,) int64: samples of equal weight. And the weights of the parts, falling."""
+def _parts(sources: Sequence[str], weights: Mapping[str, Fraction]) -> tuple[np.ndarray, list[Fraction]]:
+    """The part of each source, (sources,) int64: sources of equal weight. And the weights of the parts, falling."""
     by_source = [weights.get(name, Fraction(1)) for name in sources]
     part_weights = sorted(set(by_source), reverse=True)
-    return np.array([part_weights.index(weight) for weight in by_source], np.int64)[frame.source], part_weights
+    return np.array([part_weights.index(weight) for weight in by_source], np.int64), part_weights
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
+
+
+def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch: Scratch) -> np.ndarray:
+    """(n,) int64: the rows by (bucket, part, place, sample id).
+
+    The sort key is the group (bucket, part, new or not), then the place or, for the new samples, which share the last
+    place, the sample id, both stretched over 64 bits.
+    """
+    last = max((int(places[piece].max()) for piece in _pieces(len(frame))), default=0)
+    groups = 2 * (int(part_of_source.max(initial=0)) + 1)
+    count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in _pieces(len(frame))), default=1)
+    group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
+
+    def keyed() -> Iterator[pa.Table]:
+        for piece in _pieces(len(frame)):
+            is_new = places[piece] == last
+            group = frame.bucket[piece] * groups + part_of_source[frame.source[piece]] * 2 + is_new
+            within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
+            high = group.astype(np.uint64) * group_size + within // np.uint64(count + 1)
+            keys = np.stack([high, within], axis=1).astype(">u8").view("S16")[:, 0]
+            yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
+
+    rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
+    return scratch.arrays(rows, {"row": np.int64}, len(frame))["row"]
 
 
 def _grouped(
-    joined: Joined, frame: Frame, table: BucketTable, part: np.ndarray, part_weights: list[Fraction], small: str
+    joined: Joined,
+    frame: Frame,
+    table: BucketTable,
+    part_of_source: np.ndarray,
+    part_weights: list[Fraction],
+    small: str,
 ) -> tuple[list[Bucket], list[BucketReport], np.ndarray]:
     """The buckets that have samples: their entries in the head, their reports, and which of the table are left out."""
     count = len(table.shapes)
     shapes = np.array(table.shapes, np.int64).reshape(-1, 2)
-    _, loss = buckets.fits(frame.height, frame.width, shapes[frame.bucket])
-    crops = np.bincount(frame.bucket, loss, count)
-    sizes = np.bincount(frame.bucket, minlength=count)
-    part_sizes = [np.bincount(frame.bucket[part == k], minlength=count) for k in range(len(part_weights))]
+    crops, part_sizes = np.zeros(count), np.zeros((len(part_weights), count), np.int64)
+    for piece in _pieces(len(frame)):
+        which = frame.bucket[piece]
+        _, loss = buckets.fits(frame.height[piece], frame.width[piece], shapes[which])
+        np.add.at(crops, which, loss)
+        np.add.at(part_sizes, (part_of_source[frame.source[piece]], which), 1)
+    sizes = part_sizes.sum(axis=0)
     entries, report = [], []
     left_out = np.zeros(count, bool)
     for bucket in np.flatnonzero(sizes).tolist():
@@ -488,7 +594,13 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 
 
 def _check_samples(joined: Joined, frame: Frame) -> None:
-    if doubled := len(frame) - len(np.unique(frame.sample_id)):
+    def ids() -> Iterator[pa.Table]:
+        for piece in _pieces(len(frame)):
+            halves = np.zeros((piece.stop - piece.start, 2), "<u8")
+            halves[:, 0] = frame.sample_id[piece]
+            yield pa.table({"key": binary(halves.view("S16"))})
+
+    if doubled := sum(int((~is_first(fixed(p.column("key")))).sum()) for p in joined.scratch.sorted_by_key(ids())):
         raise UserError(f"{doubled} samples share a 64-bit sample id with another", fix="rename their files")
     if not len(frame):
         left_out = joined.left_out.most_common()
@@ -506,14 +618,20 @@ def _null_row(records: Records) -> int:
     return row
 
 
-def _numbered_shards(index: RecordIndex, rows: np.ndarray) -> tuple[np.ndarray, tuple[ShardFile, ...]]:
-    """Number the shards of some records by first appearance.
+def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[np.ndarray, tuple[ShardFile, ...]]:
+    """Number the shards of some records by first appearance. more: rows after these.
 
     Returns:
         The new number of each shard of the index, (shards,) uint32; and the shards in the new order.
     """
-    used, first = np.unique(index.columns["shard"][rows], return_index=True)
-    order = used[np.argsort(first)]
+    first = np.full(len(index.shards), len(rows) + len(more), np.int64)
+    for piece in _pieces(len(rows)):
+        used, at = np.unique(index.columns["shard"][rows[piece]], return_index=True)
+        first[used] = np.minimum(first[used], piece.start + at)
+    for place, row in enumerate(more, start=len(rows)):
+        shard = int(index.columns["shard"][row])
+        first[shard] = min(int(first[shard]), place)
+    order = np.argsort(first, kind="stable")[: int((first < len(rows) + len(more)).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
     numbers[order] = np.arange(len(order), dtype=np.uint32)
     return numbers, tuple(ShardFile(index.shards[n], index.bytes[n]) for n in order.tolist())

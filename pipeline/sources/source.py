@@ -21,10 +21,17 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
+
+from pipeline.cache.arrow import ROWS
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.layout import digest
+from pipeline.cache.scratch import Scratch
 from pipeline.sources.caption_columns import Candidate, CaptionRule
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.range_prefetch import Place, RangePrefetch
+
+_PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,9 @@ class Source(ABC):
     rule: CaptionRule | None = None
     """Selects the captions; None for a source that has its own way."""
 
+    scratch: Scratch = Scratch()
+    """Temporary storage for the places of items."""
+
     ignored: int = 0
     """Files that the last listing skipped because they are neither pictures nor captions of one."""
 
@@ -138,7 +148,11 @@ class Source(ABC):
         return stats
 
     def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
-        """Take over (key, part, where) of an earlier listing, so that `stat` and `read` work without a new one."""
+        """Take over (key, part, where) of a listing in place of those known so far, so that `stat` and `read` work
+        without a new listing."""
+
+    def release(self, keys: Iterable[str]) -> None:  # noqa: B027 - a folder has none
+        """Forget the places of listed items, which are not needed before the next `recall`."""
 
     @abstractmethod
     def items(self) -> Iterator[Item | Reject]:
@@ -243,6 +257,8 @@ class FilesSource(Source):
         self.files = sorted(set(files), key=lambda file: file + "/")
         self.ignored_kinds = Counter()
         self._versions: dict[str, tuple[int, int]] = {}
+        self._listed: dict[str, tuple[str, str]] = {}
+        self._recalled: ItemRows | None = None
 
     def parts(self) -> list[Part]:
         self.filesystem.refresh()
@@ -256,8 +272,29 @@ class FilesSource(Source):
             yield from self.part(part.name)
 
     def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
-        for key, part, where in places:
-            self._place(key, part, where)
+        def tables() -> Iterator[pa.Table]:
+            rest = iter(places)
+            while some := list(islice(rest, ROWS)):
+                yield pa.table(list(zip(*some, strict=True)), _PLACES.names).cast(_PLACES)
+
+        self._recalled = ItemRows(self.scratch.table(_PLACES, tables()), self.scratch)
+        self._listed = {}
+
+    def release(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._listed.pop(key, None)
+
+    def _place(self, key: str, part: str, where: str) -> None:
+        """Note where the bytes of a listed item are."""
+        self._listed[key] = part, where
+
+    def _where(self, key: str) -> tuple[str, str] | None:
+        """(part, where) of an item; None if it was not listed."""
+        place = self._listed.get(key)
+        if place is None and self._recalled is not None and (row := int(self._recalled.find([key])[0])) >= 0:
+            item, part, where = (column[row].as_py() for column in self._recalled.table.columns)
+            return (part, where) if item == key else None
+        return place
 
     def _version(self, part: str) -> int:
         """The modification time (ns) or number of the ETag of a file, read once per listing."""
@@ -273,10 +310,6 @@ class FilesSource(Source):
     @abstractmethod
     def _stamp(self, file: str) -> str | None:
         """`Part.stamp` of a file."""
-
-    @abstractmethod
-    def _place(self, key: str, part: str, where: str) -> None:
-        """Note where the bytes of an item are."""
 
 
 def _identity(entries: list[Item | Reject], stats: Seen) -> bytes:

@@ -124,8 +124,6 @@ class ParquetSource(FilesSource):
     ):
         super().__init__(filesystem, files, rule, name)
         self.image_field, self.image_root = image_field, image_root
-        self._places: dict[str, tuple[str, int, int, int]] = {}  # key -> part, row group, row in the group, bytes
-        self._names: dict[str, str] = {}  # key -> file that the row names
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -277,23 +275,17 @@ class ParquetSource(FilesSource):
 
     # ------------------------------------------------------------ reading
 
-    def _place(self, key: str, part: str, where: str) -> None:
-        if where.startswith("="):
-            self._names[key] = where[1:]
-            return
-        group, row, size = where.replace("+", ":").split(":")
-        self._places[key] = part, int(group), int(row), int(size)
-
     def stat(self, key: str) -> tuple[int, int]:
-        if key in self._names:
-            return self.filesystem.stat(self._names[key])
-        part, _, _, size = self._locate(key)
-        return size, self._version(part)
+        part, place = self._locate(key)
+        if isinstance(place, str):
+            return self.filesystem.stat(place)
+        return place[2], self._version(part)
 
     def read(self, key: str) -> bytes:
-        if key in self._names:
-            return self.filesystem.read(self._names[key])
-        part, group, row, _ = self._locate(key)
+        part, place = self._locate(key)
+        if isinstance(place, str):
+            return self.filesystem.read(place)
+        group, row, _ = place
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
@@ -303,15 +295,21 @@ class ParquetSource(FilesSource):
         return data
 
     def head(self, key: str, length: int) -> bytes:
-        if key in self._names:
-            return self.filesystem.read(self._names[key], length)
+        _, place = self._locate(key)
+        if isinstance(place, str):
+            return self.filesystem.read(place, length)
         return self.read(key)  # the smallest unit of reading is a column of a row group
 
-    def _locate(self, key: str) -> tuple[str, int, int, int]:
-        try:
-            return self._places[key]
-        except KeyError:
-            raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed") from None
+    def _locate(self, key: str) -> tuple[str, str | tuple[int, int, int]]:
+        """The part of an item, and the file that its row names, or (row group, row in the group, bytes)."""
+        place = self._where(key)
+        if place is None:
+            raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed")
+        part, where = place
+        if where.startswith("="):
+            return part, where[1:]
+        group, row, size = where.replace("+", ":").split(":")
+        return part, (int(group), int(row), int(size))
 
     def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""

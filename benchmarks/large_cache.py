@@ -1,0 +1,265 @@
+"""Synthetic caches of many items, and the memory and time of the commands that read them; part of `encode_scale`.
+
+A source of tars with `PER_TAR` items each, one caption an item. The real code writes scan, plans and indexes,
+which have their full size; tars and shards have no content, since nothing here reads a picture or a record.
+
+Each command runs in a process of its own. The parent reads that process's private memory (RssAnon) every few
+milliseconds: mapped files do not count, because the kernel may drop their pages. `python -m benchmarks.large_cache
+COMMAND FOLDER ITEMS` runs one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from benchmarks.report import resident
+from pipeline.cache import index, key_columns, layout
+from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache
+from pipeline.cache.shard import RECORDS, to_ipc
+from pipeline.cache.status import status
+from pipeline.config import Config, load
+from pipeline.encoding import plan as planning
+from pipeline.encoding import scan as scanning
+from pipeline.images import buckets
+from pipeline.processes import run_and_exit
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.filesystem import LocalFilesystem
+from pipeline.sources.tars import TarSource
+from pipeline.work import claims
+from pipeline.work.engine import Worker
+from pipeline.work.stop import Stop
+from stages import bucket, encode
+
+PER_TAR = 10_000
+SOURCE = "synthetic"
+COMMANDS = ("scan", "noop", "bucket", "status", "index")
+READ_S = 0.005
+
+
+class Tars(LocalFilesystem):
+    """Files that do not exist: `count` items in tars of `PER_TAR`."""
+
+    def __init__(self, root: Path, count: int):
+        super().__init__(root)
+        self.files = [f"{i:06d}.tar" for i in range(-(-count // PER_TAR))]
+
+    def require(self, names: Any) -> dict[str, tuple[int, int]]:
+        return {name: self.stat(name) for name in names}
+
+    def names(self, folder: str) -> list[str]:
+        return self.files
+
+    def stat(self, name: str) -> tuple[int, int]:
+        return PER_TAR << 17, 1
+
+
+def configuration(folder: Path) -> Config:
+    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0"])
+
+
+def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+    values: dict[str, Any] = {"weights": "scale", "dtype": config.vae.dtype, "storage": config.encode.storage.latent}
+    latent = layout.LatentRecipe(**values, background=config.data.background)
+    return latent, layout.TextRecipe(
+        weights="scale",
+        dtype=config.text.dtype,
+        normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
+        max_length=config.text.max_length,
+        instruction=bucket.instruction(config.text),
+        storage=config.encode.storage.text,
+    )
+
+
+def source(folder: Path, config: Config, count: int) -> TarSource:
+    tars = Tars(folder, count)
+    return TarSource(tars, tars.files, CaptionRule(config.data), SOURCE)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def build(folder: Path, count: int) -> None:
+    """A cache in which every item of the source is encoded."""
+    config = configuration(folder)
+    cache = Cache.of(config, create=True)
+    latent, text = recipes(config)
+    for recipe in (latent, text):
+        cache.add_recipe(recipe)
+    table = buckets.table(config.data, latent.compression)
+    tars = source(folder, config, count)
+    stamps = {part.name: part.stamp for part in tars.parts()}
+    scan = pa.concat_tables(
+        _scan(name, stamp, at * PER_TAR, min(PER_TAR, count - at * PER_TAR), table)
+        for at, (name, stamp) in enumerate(stamps.items())
+    )
+    scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
+    body = {"latent": latent.name, "text": text.name, "buckets": [list(shape) for shape in table]}
+    rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
+    cache.add_scan(SOURCE, body | rest)
+    planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
+    planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
+    for recipe in (latent, text):
+        for plan in cache.plans(recipe.name):
+            _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
+
+
+def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple[int, int]]) -> pa.Table:
+    rng = np.random.default_rng(start)
+    numbers = np.arange(start, start + count)
+    digits = pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 9, "0")
+    sides = np.array(table)[rng.integers(0, len(table), count)]
+    text = pc.binary_join_element_wise("a photograph of ", digits, ", seen from the window of a house", "")
+    captions = pa.StructArray.from_arrays([text, pa.array(np.ones(count, np.float32))], ["text", "weight"])
+    offset = (numbers - start).astype(np.int64) << 17
+    columns: dict[str, Any] = {
+        "item": pc.binary_join_element_wise(f"{tar}/", digits, ".jpg", ""),
+        "size": np.full(count, 99_999),
+        "mtime_ns": np.ones(count, np.int64),
+        "digest": key_columns.binary(np.frombuffer(rng.bytes(16 * count), "S16")),
+        "width": sides[:, 1].astype(np.int32),
+        "height": sides[:, 0].astype(np.int32),
+        "captions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), captions),
+        "meta": pa.repeat("{}", count),
+        "reject": pa.nulls(count, pa.string()),
+        "part": pa.repeat(tar, count),
+        "stamp": pa.repeat(stamp, count),
+        "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
+    }
+    return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
+
+
+def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
+    """The segment of a plan whose units are all made. units: (id, records)."""
+    keys, counts = cache.table(table).column("key"), np.array([count for _, count in units])
+    total, length = int(counts.sum()), 1 << 17
+    within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    fixed_columns = {"key": keys, "checksum": keys, "caption_checksum": keys, "offset": within * length}
+    values = {"length": length, "channels": 32, "rows": 28, "width": 2304, "valid": 28, "caption_length": 60}
+    schema = RECORDS[recipe.kind]
+    columns = [fixed_columns.get(name, np.full(total, values.get(name, 32))) for name in schema.names]
+    digests = [layout.digest("shard", recipe.name, unit).hex() for unit, _ in units]
+    shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)
+    records = pa.table(columns, schema.names).cast(schema).append_column("shard", shard).combine_chunks()
+    commits = []
+    for digest, (unit, count) in zip(digests, units, strict=True):
+        path = cache.files.path(Paths.shard(recipe.name, digest))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, count * length)
+        commits.append(index.Commit(unit, digest, count * length, count, digest, (), {}))
+    body = {"recipe": recipe.name, "plan": plan, "records": total, "commits": [commit.body() for commit in commits]}
+    name = cache.files.put_content(to_ipc(records), "tables", "arrow")
+    cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
+
+
+# ---------------------------------------------------------------- commands
+
+
+def scan_and_encode(folder: Path, count: int) -> None:
+    """`encode` over an unchanged source."""
+    config = configuration(folder)
+    cache = Cache.of(config)
+    latent, text = recipes(config)
+    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), Stop(config.encode.grace_s))
+    table = buckets.table(config.data, latent.compression)
+    here = source(folder, config, count)
+    run = encode.Run(config, cache, text, worker, "local", {here.name: here}, here, latent, table)
+    done = encode.encode_source(run, False, {})
+    if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
+        raise RuntimeError(f"there was something to do: {done}")
+
+
+def scan_alone(folder: Path, count: int) -> None:
+    """The unchanged source's scan and its comparison with the last one."""
+    config = configuration(folder)
+    cache = Cache.of(config)
+    tars = source(folder, config, count)
+    scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
+    if scan.num_rows != count or scanning.gone(cache, SOURCE, scan, 0.0):
+        raise RuntimeError("the source has changed")
+
+
+def command(name: str, folder: Path, count: int) -> None:
+    config = configuration(folder)
+    if name == "scan":
+        scan_alone(folder, count)
+    elif name == "noop":
+        scan_and_encode(folder, count)
+    elif name == "bucket":
+        bucket.run(config)
+    elif name == "status":
+        told = status(Cache.of(config))["sources"][SOURCE]
+        if told["items"] != count:
+            raise RuntimeError(f"status counts {told['items']} items")
+    elif name == "index":
+        indexes = [Cache.of(config).index(recipe.name) for recipe in recipes(config)]
+        if [len(one) for one in indexes] != [count, count + 1]:
+            raise RuntimeError("records are missing")
+    else:
+        build(folder, count)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one command. own: largest private memory in bytes, of which `before` was there when it began; peak: with
+    mapped files; cpu, wall: seconds of the command alone."""
+
+    own: int
+    before: int
+    peak: int
+    cpu: float
+    wall: float
+
+    def per_item(self, count: int) -> float:
+        return (self.own - self.before) / count
+
+
+def cost(name: str, folder: Path, count: int) -> Cost:
+    """Run a command in a process of its own and watch its memory."""
+    arguments = [sys.executable, "-m", "benchmarks.large_cache", name, str(folder), str(count)]
+    own = 0
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        status_file = Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            lines = dict(line.split(":", 1) for line in status_file.read_text().splitlines())
+            own = max(own, int(lines.get("RssAnon", "0").split()[0]) * 1024)
+            time.sleep(READ_S)
+        assert process.stdout is not None
+        output = process.stdout.read()
+    if process.returncode:
+        raise RuntimeError(f"{name} with {count} items failed")
+    return Cost(**{**json.loads(output.splitlines()[-1]), "own": own})
+
+
+def main() -> None:
+    name, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    before = next(int(line.split()[1]) * 1024 for line in _status() if line.startswith("RssAnon:"))
+    began, cpu = time.perf_counter(), time.process_time()
+    command(name, folder, count)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - began
+    result = Cost(own=0, before=before, peak=resident("VmHWM"), cpu=cpu, wall=wall)
+    print(json.dumps(dataclasses.asdict(result)))
+
+
+def _status() -> list[str]:
+    return Path("/proc/self/status").read_text().splitlines()
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

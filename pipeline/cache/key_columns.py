@@ -1,0 +1,85 @@
+"""16-byte keys as numpy arrays and Arrow columns, and binary search in sorted keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+BATCH = 1 << 16
+"""Keys that are looked up at a time."""
+
+
+def is_first(keys: np.ndarray) -> np.ndarray:
+    """(n,) bool: which of sorted keys (S16) differ from the one before."""
+    high, low = halves(keys)
+    return np.append(True, (high[1:] != high[:-1]) | (low[1:] != low[:-1]))[: len(keys)]
+
+
+def is_last(keys: np.ndarray) -> np.ndarray:
+    """(n,) bool: which of sorted keys (S16) differ from the next one."""
+    return np.append(is_first(keys)[1:], True)[: len(keys)]
+
+
+class SortedKeys:
+    """Keys in ascending order, which binary search finds. high, low: (n,) uint64 `halves` of the keys."""
+
+    def __init__(self, high: np.ndarray, low: np.ndarray):
+        self.high, self.low = high, low
+
+    def __len__(self) -> int:
+        return len(self.high)
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Positions (int64) of keys (S16), -1 where absent; of equal keys the first."""
+        result = np.full(len(keys), -1, np.int64)
+        if len(self.high):
+            for start in range(0, len(keys), BATCH):
+                result[start : start + BATCH] = self._find(keys[start : start + BATCH])
+        return result
+
+    def _find(self, keys: np.ndarray) -> np.ndarray:
+        high, low = halves(keys)
+        order = np.argsort(high)  # in key order: random probes of a large index miss the CPU caches
+        rows = np.empty(len(keys), np.int64)
+        rows[order] = np.searchsorted(self.high, high[order])
+        last = len(self.high) - 1
+        rows = np.minimum(rows, last)
+        while True:  # keys with equal first halves are adjacent
+            before = (self.high[rows] == high) & (self.low[rows] < low) & (rows < last)
+            if not before.any():
+                break
+            rows[before] += 1
+        return np.where((self.high[rows] == high) & (self.low[rows] == low), rows, -1)
+
+
+def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """S16 keys as (high, low) uint64 arrays, which sort like the bytes, and faster."""
+    both = np.ascontiguousarray(keys).view(">u8").reshape(-1, 2).astype(np.uint64)
+    return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
+
+
+def as_keys(keys: list[bytes]) -> np.ndarray:
+    """16-byte keys as an array that numpy can sort and compare."""
+    return np.frombuffer(b"".join(keys), dtype="S16") if keys else np.empty(0, "S16")
+
+
+def binary(keys: np.ndarray) -> pa.Array:
+    """An S16 array as a fixed_size_binary(16) column; the inverse of `fixed`."""
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])
+
+
+def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """A fixed_size_binary(16) column as a numpy S16 array."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], pa.binary(16))
+    if not len(array):
+        return np.empty(0, "S16")
+    return np.frombuffer(array.buffers()[1], dtype="S16", count=len(array), offset=array.offset * 16)
+
+
+def key_bytes(value: Any) -> bytes:
+    """The 16 bytes of an S16 element (numpy strips trailing zero bytes)."""
+    return bytes(value).ljust(16, b"\0")

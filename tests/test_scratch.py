@@ -1,0 +1,121 @@
+"""Temporary tables and arrays: what is in a file equals what is in memory, is sorted, found and gone afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.cache import arrow, local_files, scratch
+from pipeline.cache.files import Files
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.root import Cache
+from pipeline.cache.scratch import Scratch
+from pipeline.errors import NoSpaceError
+from tests.support.lowered import lower_limits
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    lower_limits(monkeypatch)
+    return tmp_path / "tmp"
+
+
+def scratch_in(folder: Path) -> Scratch:
+    return Scratch(partial(local_files.temporary_in, folder))
+
+
+def keys_of(kind: str) -> list[bytes]:
+    """200 keys, some of them twice or more."""
+    rng = np.random.default_rng(1)
+    some = [bytes(rng.integers(0, 256, 16, np.uint8)) for _ in range(60)]
+    if kind == "skewed":  # one range of keys holds them all; first halves are equal, second halves are not
+        some = [bytes(8) + key[:7] + b"\0" for key in some]
+    elif kind == "equal":
+        some = [b"\xff" * 16]
+    return [some[n] for n in rng.integers(0, len(some), 200)]
+
+
+@pytest.mark.parametrize("kind", ["random", "skewed", "equal"])
+@pytest.mark.parametrize("run", [3, 50, 1000])
+def test_rows_are_sorted_by_key_and_stay_in_order_within_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, run: int
+) -> None:
+    monkeypatch.setattr(scratch, "RUN", run)
+    keys = keys_of(kind)
+    table = pa.table({"key": binary(as_keys(keys)), "row": range(200), "text": [f"text {n}" for n in range(200)]})
+    parts = list(scratch_in(folder).sorted_by_key(arrow.batches(table)))
+    rows = [row for part in parts for row in part.column("row").to_pylist()]
+    assert rows == sorted(range(200), key=lambda row: (keys[row], row))
+    assert [text for part in parts for text in part.column("text").to_pylist()] == [f"text {row}" for row in rows]
+    ends = [(key_bytes(fixed(part.column("key"))[0]), key_bytes(fixed(part.column("key"))[-1])) for part in parts]
+    assert all(before[1] < after[0] for before, after in pairwise(ends)), "a key is in two parts"
+    assert (len(parts) > 1) == (kind == "random" and run < 200)
+    assert list(scratch_in(folder).sorted_by_key(iter([]))) == []
+
+
+def test_what_is_in_files_is_what_is_in_memory_and_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [pa.table({"a": [n, None], "b": [[{"x": f"{n}"}], []]}) for n in range(5)]
+    for limit in (1, 1 << 20):
+        monkeypatch.setattr(scratch, "LIMIT", limit)
+        there = scratch_in(folder)
+        table = there.table(batches[0].schema, iter(batches))
+        assert table.equals(pa.concat_tables(batches))
+        assert table.column("a").num_chunks == (1 if limit > 1 else 5)
+        assert there.table(batches[0].schema, iter([])).num_rows == 0
+        writer = there.writer("<u2")
+        for start in range(0, 10, 3):
+            writer.add(np.arange(start, min(start + 3, 10)))
+        assert writer.finish().tolist() == list(range(10)) and there.writer("S16").finish().dtype == "S16"
+        array = there.array(7, np.int64)
+        assert array.tolist() == [0] * 7
+        array[3] = 5
+        assert array.tolist() == [0, 0, 0, 5, 0, 0, 0]
+        assert isinstance(array.base, np.ndarray) == (limit == 1), "mapped, not in memory"
+        assert not os.listdir(folder) if folder.exists() else limit > 1
+
+
+def test_a_full_disk_is_reported_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local_files, "write_all", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    there = scratch_in(folder)
+    with pytest.raises(NoSpaceError):
+        there.array(3, np.int64)
+    with pytest.raises(NoSpaceError):
+        there.writer(np.int64).add(np.zeros(3))
+    monkeypatch.setattr(pa.ipc.RecordBatchFileWriter, "write_table", full)
+    with pytest.raises(NoSpaceError):
+        there.table(pa.schema([("a", pa.int64())]), iter([pa.table({"a": [1]})]))
+    assert not os.listdir(folder)
+
+
+def test_items_are_found_by_name(folder: Path) -> None:
+    items = [f"{n % 40}.jpg" for n in range(50)]
+    rows = ItemRows(pa.table({"item": items}), scratch_in(folder))
+    last = {item: row for row, item in enumerate(items)}
+    assert rows.find(["7.jpg", "none", "39.jpg", "9.jpg"]).tolist() == [last["7.jpg"], -1, 39, 49]
+    assert ItemRows(pa.table({"item": pa.array([], pa.string())}), scratch_in(folder)).find(["x"]).tolist() == [-1]
+
+
+def test_a_cache_that_cannot_be_written_is_still_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    table = pa.table({"item": [f"{n}.jpg" for n in range(9)]})
+    digest = cache.put_table(table)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert Cache(tmp_path / "cache").table(digest).equals(table)
+    assert folder.exists()
