@@ -285,7 +285,7 @@ def encode_source(
         "images": planning.count_missing(cache, latent, images),
         "captions": planning.count_missing(cache, text, texts),
     }
-    new = bool(further) or any(missing for missing, _ in counts.values())
+    new = any(missing for missing, _ in counts.values())
     works = [texts] if prompts is None else [texts, prompts.work]
     made, idle = _encode(run, images, works, new, _summary(run, scanned, counts))
     fragments.finish()

@@ -352,6 +352,17 @@ def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callabl
     return make
 
 
+def publish(cache: Cache) -> tuple[layout.TextRecipe, list[bytes], prompts.PromptSet]:
+    """A set of three prompts that have the records of captions."""
+    (recipe,) = cache.recipes("text")
+    assert isinstance(recipe, layout.TextRecipe)
+    index = cache.index(recipe.name)
+    keys = [key.tobytes() for key in index.keys if key.tobytes() != layout.null_key(recipe.id)][:3]
+    published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
+    assert published is not None
+    return recipe, keys, published
+
+
 def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[..., Config]) -> None:
     config = small()
     snapshot = stages.bucket.run(config)
@@ -361,12 +372,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
         stages.train.run(config)
     with pytest.raises(CacheError, match="no prompt set 'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
-    (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, layout.TextRecipe)
-    index = cache.index(recipe.name)
-    keys = [key.tobytes() for key in index.keys if key.tobytes() != layout.null_key(recipe.id)][:3]
-    published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
-    assert published is not None
+    recipe, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
         stages.train.run(small("train.pictures.height=65"))
     assert not output.exists()
@@ -401,6 +407,19 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in range(3) for number in range(3)] + [
         "pictures/step-00000003/0000.png"
     ]
+
+
+def test_a_finished_phase_that_drew_has_not_changed(small: Callable[..., Config]) -> None:
+    """The checkpoint has the set's id, the configuration its name."""
+    config = small('phases=[{"name": "a", "snapshot": "latest", "steps": 1}]')
+    stages.bucket.run(config)
+    publish(Cache(config.cache))
+    stages.train.run(config, say=lambda line: None)
+    assert drawn(Path(config.train.output) / "a", 1)[1]["prompts"] == ["one", "two", "three"]
+    printed: list[str] = []
+    stages.train.run(config, resume="auto", say=printed.append)
+    assert any("phase a (1 of 1): finished after step 1" in line for line in printed)
+    assert not any(line.startswith("note: phase") for line in printed)
 
 
 def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:

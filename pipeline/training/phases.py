@@ -47,7 +47,8 @@ class Place:
         """Options of the phase, as they are now, that are not those it was trained with."""
         assert self.last is not None
         places = ("cache: ", "mirror.", "patience_s: ", "train.output: ")
-        decided = ("train.phase: ", "train.residual: ", *(f"train.{name}" for name in config.train.undecided))
+        undecided = (f"train.{name}" for name in config.train.undecided)
+        decided = ("train.phase: ", "train.residual: ", "train.pictures.prompts: ", *undecided)
         counted = ("train.epochs: ", "train.steps: ") if config.train.epochs is not None else ()
         lines = changed_options(self.last.document.config, config)
         return [line for line in lines if not line.startswith((*places, *decided, *counted))]
