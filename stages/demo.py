@@ -2,8 +2,9 @@
 
 Puts photographs with captions and small models into a folder, then runs the commands encode, bucket, train, export,
 sample and report there, each in its process, as a user would. So every command can be repeated by hand. There are two
-rounds: the second adds photographs, and both are validated on other crops of those. The price: Python starts a dozen
-times. A second demo in the same folder reuses its content; each stage continues, and a finished round is left alone.
+rounds: the second adds photographs; both are validated on other crops of those, and draw some captions as they go on.
+The price: Python starts a dozen times. A second demo in the same folder reuses its content; each stage continues, and a
+finished round is left alone.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ TINY = "tiny.yaml"
 MARK = "demo.json"
 MODELS = "tiny"
 VAE_STEPS, QUICK_VAE_STEPS = 400, 20
-ROUND_STEPS, QUICK_STEPS = {"round1": 900, "round2": 600}, 10
-VALIDATIONS = 4
-"""Of a round, beside that before its first step."""
+PROMPTS = "prompts.txt"
+PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
+"""Photographs whose captions are drawn while the training goes on: the square ones."""
+ROUND_STEPS, QUICK_STEPS = {"round1": 600, "round2": 450}, 10
+VALIDATIONS, DRAWINGS = 4, 2
+"""Of a round, beside those before its first step."""
 MAX_PICTURES = 256
 """Limit on pictures that the small VAE is fitted to; more would make the demonstration slow."""
 
@@ -95,15 +99,17 @@ def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
     without_heldout = ["--set", "bucket.sources.heldout.weight=0"]
     if not _has_phase(out, "round2"):
         yield ["encode", "--data", "photos"]
-        yield ["encode", "--data", "heldout"]
+        yield ["encode", "--data", "heldout", "--prompts", PROMPTS]
         yield ["bucket", "--name", "heldout", "--set", "bucket.sources.photos.weight=0"]
         yield ["bucket", "--name", "round1", *without_heldout]
         _add_phase(out, "round1", quick)
         yield _TRAIN
+        yield ["sample", "--watch", "runs/tiny/round1", "--once"]
     yield ["encode", "--data", "more"]
     yield ["bucket", "--name", "round2", *without_heldout]
     _add_phase(out, "round2", quick)
     yield _TRAIN
+    yield ["sample", "--watch", "runs/tiny/round2", "--once"]
     yield from _RESULTS
 
 
@@ -118,7 +124,8 @@ def _add_phase(out: Path, name: str, quick: bool) -> None:
     path, steps = out / LOCAL_NAME, QUICK_STEPS if quick else ROUND_STEPS[name]
     text = path.read_text(encoding="utf-8")
     validation = f"{{snapshot: heldout, every: {-(-steps // VALIDATIONS)}}}"
-    line = f"  - {{name: {name}, snapshot: {name}, steps: {steps}, set: {{train.validation: {validation}}}}}\n"
+    options = f"{{train.validation: {validation}, train.pictures: {{every: {-(-steps // DRAWINGS)}}}}}"
+    line = f"  - {{name: {name}, snapshot: {name}, steps: {steps}, set: {options}}}\n"
     added = line if load(path).phases else f"\nphases:\n{line}"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text + added, encoding="utf-8")
@@ -167,6 +174,9 @@ def _photographs(out: Path, data: Path | None) -> None:
             tiny.demo_photos(work, photos)
             os.rename(work, out / name)
             print(f"{len(photos)} photographs with captions in {out / name}", flush=True)
+    if data is None and not (out / PROMPTS).exists():
+        captions = [photo.caption for photos in tiny.ROUNDS.values() for photo in photos if photo.name in PROMPTED]
+        (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
 def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> None:

@@ -13,6 +13,7 @@ from pipeline.config import load, shipped
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import expected_shapes
 from pipeline.training import optimizers
+from stages import demo
 from tests.support import hub_layouts
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
@@ -171,6 +172,6 @@ def test_the_figures_of_the_demonstration_name_their_source() -> None:
     text = head("tiny")
     config = load("tiny")
     assert "(measured with `make demo` on two CPU cores; `sana-pipe demo` prints those of your machine)" in text
-    assert f"the {config.train.steps} steps" in text
+    assert f"the {config.train.steps} steps" in text and config.train.steps == sum(demo.ROUND_STEPS.values())
     assert "2 KiB a picture for the latent (16 x 8 x 8 bf16; arithmetic), 256 bytes a caption token (128 bf16)" in text
     assert (16 * 8 * 8 * 2, 128 * 2) == (2048, 256)
