@@ -119,11 +119,12 @@ def _chain(
 def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -> list[str]:
     """What the configuration of a finished phase says now and did not say then."""
     assert place.last is not None
-    used, validation = place.last.document.state.snapshot, config.train.validation
-    if validation is not None and validation.snapshot is not None:  # checkpoints name it by its id
-        named = validation.model_copy(
-            update={"snapshot": cache.snapshot_of(validation.snapshot) or validation.snapshot}
-        )
+    document, validation = place.last.document, config.train.validation
+    used = document.state.snapshot
+    if validation is not None:  # checkpoints have the id of a named or automatic choice
+        then = (document.config["train"].get("validation") or {}).get("snapshot")
+        chosen = then if validation.snapshot is None else cache.snapshot_of(validation.snapshot) or validation.snapshot
+        named = validation.model_copy(update={"snapshot": chosen})
         config = config.model_copy(update={"train": config.train.model_copy(update={"validation": named})})
     moved = cache.snapshot_of(snapshot) not in (None, used)
     return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]

@@ -363,15 +363,17 @@ def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..
 def test_a_finished_phase_validated_on_a_named_snapshot_has_not_changed(
     rounds: Callable[..., Config], make_config: Any, tmp_path: Path
 ) -> None:
-    """The checkpoint has the snapshot's id, the configuration its name."""
+    """The checkpoint has the snapshot's id, the configuration its name or nothing."""
     import stages.bucket
 
     stages.bucket.run(make_config(tmp_path, "bucket.heldout=0.4"), name="part")
-    a = {**A, "snapshot": "part", "set": {"train.validation": {"snapshot": "part.heldout", "every": 9, "samples": 4}}}
+    validation = {"every": 9, "samples": 4}
+    a = {**A, "snapshot": "part", "set": {"train.validation": validation}}
     run_phases(rounds(a))
-    _, printed = run_phases(rounds(a), resume="auto")
-    assert any("finished after step 3" in line for line in printed)
-    assert not any(line.startswith("note: phase") for line in printed)
+    for named in ({}, {"snapshot": "part.heldout"}):
+        _, printed = run_phases(rounds({**a, "set": {"train.validation": validation | named}}), resume="auto")
+        assert any("finished after step 3" in line for line in printed)
+        assert not any(line.startswith("note: phase") for line in printed)
     _, printed = run_phases(rounds({**a, "set": {"train.validation": {"snapshot": "two"}}}), resume="auto")
     assert any(line.startswith("note: phase a") and "train.validation.snapshot" in line for line in printed)
 
