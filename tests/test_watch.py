@@ -153,11 +153,13 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
     loads = []
     real = encoders.LatentDecoder.load
     monkeypatch.setattr(encoders.LatentDecoder, "load", lambda *args: loads.append(1) or real(*args))
+    bad = draw(run, 50, recipe)
+    bad.write_bytes(b"damaged")
     trainer.start()
     watcher.watch(poll_s=0.02)
     trainer.join()
     assert made == [True, True] and loads == [1], "one decoder for all drawings"
-    assert "stopped" in lines[-1]
+    assert "stopped" in lines[-1] and sum(str(bad) in line for line in lines) == 1, "a file is read once"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
