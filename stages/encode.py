@@ -180,6 +180,7 @@ def _run(
 def encode_source(run: Run, rehash: bool, targets: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """Scan a source and make its missing records; see `run` for the result. targets: see `planning.image_work`."""
     cache, source, latent, text = run.cache, run.source, run.latent, run.text
+    cache.reuses_indexes = True
     fragments = Fragments(cache, source.name, run.worker)
     scanned = _scan_and_publish(run, rehash, fragments)
     images = planning.image_work(scanned.table, source.name, latent, run.table, targets, cache.files.scratch)
