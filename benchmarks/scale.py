@@ -264,10 +264,11 @@ def limits_table() -> Table:
         ("design", f"at {power(pairs)} pairs, 512 GPUs", "a limit from", "what replaces it"),
         [
             (
-                "scan, plan and join in memory",
-                f"{number(scale.ITEM_BYTES * pairs)}B a process",
-                f"{number(24 * 2**30 / scale.ITEM_BYTES)} items in 24 GiB",
-                "tables streamed by part, sorted runs (not built)",
+                "every process scans, plans and joins, in temporary files",
+                f"{number(scale.SCRATCH_BYTES * pairs)}B of disk and {number(scale.SCAN_CPU_S * pairs / 3600)} hours "
+                "of a core, each",
+                "10^8 pairs, with 8 processes a node",
+                "one planner whose documents the others read (not built)",
             ),
             (
                 "the snapshot's list of shards as JSON, each looked at",

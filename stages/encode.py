@@ -275,6 +275,7 @@ def encode_source(
         asked: the name of a prompt set, and its prompts.
     """
     cache, source, latent, text = run.cache, run.source, run.latent, run.text
+    cache.reuses_indexes = True
     fragments = Fragments(cache, source.name, run.worker)
     scanned = _scan_and_publish(run, rehash, fragments)
     images = planning.image_work(scanned.table, source.name, latent, run.table, targets, cache.files.scratch)

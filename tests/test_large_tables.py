@@ -112,6 +112,14 @@ def test_the_bytes_of_small_tables_are_those_of_earlier_versions(tmp_path: Path)
     assert shard.to_ipc(scan_table()) == sink.getvalue().to_pybytes()
 
 
+def test_row_groups_are_those_of_earlier_versions_however_a_table_is_cut(tmp_path: Path) -> None:
+    count = arrow.GROUP_ROWS + 5000
+    whole = pa.table({"a": np.arange(count) % 1000, "b": pa.array(np.arange(count) % 77).cast(pa.string())})
+    pq.write_table(whole, tmp_path / "plain", compression="zstd", write_page_checksum=True)
+    arrow.write_parquet(pa.concat_tables(whole.slice(at, 70_001) for at in range(0, count, 70_001)), tmp_path / "cut")
+    assert (tmp_path / "cut").read_bytes() == arrow.with_fixed_writer((tmp_path / "plain").read_bytes())
+
+
 @pytest.mark.parametrize("lowered", [False, True])
 def test_every_caption_and_picture_is_planned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowered: bool

@@ -458,7 +458,7 @@ class Files:
             return pa.py_buffer(self.content(name, digest))
         try:
             handle = self.open(name)
-            actual = local_files.digest_of(handle)
+            actual = self.when_reachable(lambda: local_files.digest_of(handle))
         except OSError as error:  # it was there a moment ago
             raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
         if actual != digest:

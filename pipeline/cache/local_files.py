@@ -166,6 +166,17 @@ def write_all(file: BinaryIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
+def allocate(file: BinaryIO, size: int) -> None:
+    """Give an empty file `size` bytes of zeros that occupy the disk."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    zeros = bytes(1 << 20)
+    for start in range(0, size, len(zeros)):
+        file.write(zeros[: size - start])
+    file.flush()
+
+
 def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

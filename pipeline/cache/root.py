@@ -114,6 +114,9 @@ class Cache:
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
+
+    Attributes:
+        reuses_indexes: see `index`. A record table that is lost meanwhile is not noticed.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Cache:
             raise IntegrityError(error.what, fix="sana-pipe encode --data DIR: it writes this file again") from None
         self.location = str(root)
         self._last_table: tuple[str, pa.Table] | None = None
+        self.reuses_indexes = False
         self._indexes: dict[str, tuple[int, index.RecordIndex]] = {}
 
     @classmethod
@@ -294,10 +298,11 @@ class Cache:
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
 
     def index(self, recipe: str) -> index.RecordIndex:
-        """The records of a recipe. While every plan has a segment, an index stays valid and is not built again."""
+        """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not
+        built again."""
         plans = self.files.numbers(Paths.plans(recipe))
         known = self._indexes.pop(recipe, None)
-        finished = all(self.files.exists(Paths.segment(recipe, plan)) for plan in plans)
+        finished = self.reuses_indexes and all(self.files.exists(Paths.segment(recipe, plan)) for plan in plans)
         if known is None or not finished or known[0] != len(plans):
             known = len(plans), index.RecordIndex(self.files, recipe, plans)
         if finished:

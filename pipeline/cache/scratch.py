@@ -16,7 +16,6 @@ kernel has for files are slow.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -61,7 +60,7 @@ class Scratch:
         if size <= LIMIT:
             return np.zeros(count, dtype)
         with self._temporary() as path, local_files.cache_errors(path), open(path, "x+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # writing to a mapped hole of a full disk would be a SIGBUS
+            local_files.allocate(file, size)  # writing to a mapped hole of a full disk would be a SIGBUS
             return np.memmap(file, dtype, "r+", shape=(count,)).view(np.ndarray)
 
     def table(self, schema: pa.Schema, batches: Iterable[pa.Table]) -> pa.Table:
