@@ -516,16 +516,17 @@ def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
     labels = _labels(runs)
     by_prompt: dict[str, list[Slider]] = {}
     for number, (label, run) in enumerate(zip(labels, runs, strict=True)):
-        frames: dict[str, list[tuple[str, str | None]]] = {}
+        frames: dict[str, list[_Shown]] = {}
         several, drawn = len(run["parts"]) > 1, set()
         for part in run["parts"]:
             for drawing in part["pictures"]:
                 if drawing.get("pictures") is None:
                     continue
-                when = f"{part['name']} {drawing['step']:,}" if several else f"{drawing['step']:,}"
+                step, name = f"{drawing['step']:,}", part["name"]
+                when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
                 drawn.add("EMA" if drawing["ema"] else "last weights")
                 for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
-                    frames.setdefault(prompt, []).append((when, place))
+                    frames.setdefault(prompt, []).append((*when, place))
         if drawn:
             longest = max(map(len, frames.values()))
             of = f"{FRAMES} of " if longest > FRAMES else ""
@@ -539,14 +540,17 @@ def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
     return section
 
 
-def _spread(frames: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str | None]]:
+_Shown = tuple[str, str, str | None]
+"""A step of a slider: its label, what it shows, and the path of the picture."""
+
+
+def _spread(frames: Sequence[_Shown]) -> Iterator[_Shown]:
     last = len(frames) - 1
     count = min(len(frames), FRAMES)
     return (frames[round(i * last / max(1, count - 1))] for i in range(count))
 
 
-def _frame(when: str, place: str | None) -> tuple[str, Embedded]:
-    alt = f"step {when}"
+def _frame(when: str, alt: str, place: str | None) -> tuple[str, Embedded]:
     if place is None:
         return when, Embedded(alt, why="the latent was not finite")
     try:

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
-SERIES = 6
+SERIES = 8
 """Distinct styles of lines; further series repeat them."""
 BAR, LABEL = 22, 128
 
