@@ -621,6 +621,9 @@ class ValidationConfig(_Section):
     """Steps between validations; also before the first step and after the last one."""
     samples: Positive = 512
     """Samples of all buckets together, each bucket in proportion to its size."""
+    old: str | None = None
+    """Samples that are in this snapshot, too, count as old, the others as new; their losses are shown apart. null: what
+    the run that this one begins from was validated on."""
     levels: Positive = 8
     """Noise levels, equidistant: (i + 0.5) / levels."""
     seed: NotNegative = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -219,7 +220,8 @@ def _train(
         config = _with_steps(config, opened)
         if launch.is_main:
             speak(f"{config.train.steps} steps: train.epochs of this snapshot")
-    config, part = _heldout(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
+    config, part = _heldout(config, cache, opened, resumed, speak if launch.is_main else lambda line: None)
+    config, old = _old_heldout(config, cache, part, resumed)
     config, prompts = _prompts(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
@@ -239,10 +241,12 @@ def _train(
         if part is not None:
             heldout.check_disjoint(opened, part)
             cache.keep(part.id)
+        if old is not None:
+            cache.keep(old.id)
 
     return fit(
         config,
-        task(config, opened, launch, quarantine, part, prompts),
+        task(config, opened, launch, quarantine, part, prompts, old),
         launch,
         resume=resume,
         begin=begin,
@@ -287,7 +291,11 @@ def _with_steps(config: Config, snapshot: Snapshot) -> Config:
 
 
 def _heldout(
-    config: Config, cache: Cache, snapshot: Snapshot, resumed: Document | None, log: Callable[[str], None]
+    config: Config,
+    cache: Cache,
+    snapshot: Snapshot,
+    resumed: checkpoint.Resumed | None,
+    log: Callable[[str], None],
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot to validate on, if any, and the configuration with its id. A resumed run keeps its choice."""
     validation = config.train.validation
@@ -296,8 +304,9 @@ def _heldout(
             log(f"note: snapshot {there[:12]} was held out of this one; --set train.validation={{}} validates on it")
         return config, None
     name = validation.snapshot
-    if name is None and resumed is not None and resumed.state.snapshot == snapshot.id:
-        name = (resumed.config["train"].get("validation") or {}).get("snapshot")
+    if name is None and resumed is not None and not resumed.begins:
+        then = resumed.document
+        name = _validated_on(then, "snapshot") if then.state.snapshot == snapshot.id else None
     name = name or heldout.find(cache, snapshot)
     if name is None:
         raise ConfigError(
@@ -310,6 +319,28 @@ def _heldout(
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     validation = validation.model_copy(update={"snapshot": part.id})
     return config.model_copy(update={"train": config.train.model_copy(update={"validation": validation})}), part
+
+
+def _old_heldout(
+    config: Config, cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None
+) -> tuple[Config, Snapshot | None]:
+    """The snapshot of the old held-out samples, if there are old and new ones, and the configuration with its id."""
+    validation = config.train.validation
+    if part is None or validation is None:
+        return config, None
+    old = None if validation.old is None else cache.open_snapshot(validation.old)
+    if old is None and resumed is not None:
+        then = _validated_on(resumed.document, "snapshot" if resumed.begins else "old")
+        with suppress(CacheError):  # removed by gc
+            old = None if then is None else cache.open_snapshot(then)
+    if old is None or old.id == part.id:
+        return config, None
+    validation = validation.model_copy(update={"old": old.id})
+    return config.model_copy(update={"train": config.train.model_copy(update={"validation": validation})}), old
+
+
+def _validated_on(document: Document, field: str) -> str | None:
+    return (document.config["train"].get("validation") or {}).get(field)
 
 
 def _prompts(
@@ -335,8 +366,10 @@ def task(
     quarantine: str | Path | None = None,
     part: Snapshot | None = None,
     prompts: PromptSet | None = None,
+    old: Snapshot | None = None,
 ) -> Task:
-    """The data of a run on `snapshot`. part: the held-out samples that it is validated on. prompts: for pictures."""
+    """The data of a run on `snapshot`. part: the held-out samples that it is validated on; old: those of them that are
+    no news. prompts: for pictures."""
     train = config.train
 
     def check(layout: Layout) -> None:
@@ -386,6 +419,7 @@ def task(
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
         validation=None if part is None else validation,
+        old_samples=None if old is None else heldout.sample_ids(old),
         pictures=None if prompts is None else _pictures(config, snapshot, prompts),
         check=check,
     )

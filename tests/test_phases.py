@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import weakref
 from collections.abc import Callable
@@ -376,6 +377,45 @@ def test_a_finished_phase_validated_on_a_named_snapshot_has_not_changed(
         assert not any(line.startswith("note: phase") for line in printed)
     _, printed = run_phases(rounds({**a, "set": {"train.validation": {"snapshot": "two"}}}), resume="auto")
     assert any(line.startswith("note: phase a") and "train.validation.snapshot" in line for line in printed)
+
+
+@pytest.mark.slow
+def test_a_phase_tells_what_the_one_before_was_validated_on_from_what_is_new(
+    rounds: Callable[..., Config], make_config: Any, tmp_path: Path
+) -> None:
+    """A larger held-out share has the samples of a smaller one, and more."""
+    import stages.bucket
+
+    ids = []
+    for name, share in (("first", 0.3), ("second", 0.7)):
+        stages.bucket.run(make_config(tmp_path, f"bucket.heldout={share}"), name=name)
+        ids.append(Cache(tmp_path / "cache").open_snapshot(f"{name}.heldout").id)
+    validation = {"every": 2, "samples": 50}
+    a = {"name": "a", "snapshot": "first", "steps": 2, "set": {"train.validation": validation}}
+    b = {**a, "name": "b", "snapshot": "second", "steps": 4}
+    report, printed = run_phases(rounds(a, b))
+    assert not any("by_age" in row for row in metrics.validations(tmp_path / "run/a/metrics.jsonl"))
+    rows = metrics.validations(tmp_path / "run/b/metrics.jsonl")
+    last = rows[-1]
+    counts = [len(Cache(tmp_path / "cache").open_snapshot(each)) for each in ids]
+    share = counts[0] / counts[1]
+    assert 0 < share < 1
+    ages = last["by_age"]
+    assert last["loss"] == pytest.approx(share * ages["old"] + (1 - share) * ages["new"], rel=1e-6)
+    heads = next(line for line in printed if line.startswith("phase ") and "validation" in line and "old" in line)
+    assert heads.split()[6:9] == ["validation", "old", "new"]
+    assert printed[-1].split()[7:9] == [f"{ages['old']:.4f}", f"{ages['new']:.4f}"]
+    assert json.loads((tmp_path / "run/b/summary.json").read_text())["validation"]["by_age"] == ages
+    assert report.checkpoint is not None
+    kept = checkpoint.read_document(report.checkpoint).config["train"]["validation"]
+    assert (kept["snapshot"], kept["old"]) == (ids[1], ids[0])
+
+    shutil.rmtree(step(tmp_path / "run/b", 4))  # resumed in the middle: the same samples are old
+    run_phases(rounds(a, {**b, "set": {"train.validation": validation, "train.save_every": 2}}), resume="auto")
+    again = metrics.validations(tmp_path / "run/b/metrics.jsonl")[-1]
+    assert again["by_age"] == pytest.approx(ages, rel=1e-6)
+    _, printed = run_phases(rounds(a, b), resume="auto")
+    assert not any(line.startswith("note: phase b") and "old" in line for line in printed)
 
 
 @pytest.mark.slow

@@ -82,6 +82,17 @@ def plain(config: Config, weights: dict[str, Tensor] | None = None) -> dict[str,
     return losses
 
 
+def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """The means of `plain` over old and over new samples."""
+    ages: dict[str, list[float]] = {"old": [], "new": []}
+    for bucket, levels in enumerate(losses.values()):
+        for values in levels.values():
+            for number, value in enumerate(values):
+                ages["old" if (1000 + bucket) * 1000 + number in tiny_run.OLD else "new"].append(value)
+    assert len(ages["old"]) == 4 * len(tiny_run.OLD)
+    return {age: float(np.mean(values)) for age, values in ages.items()}
+
+
 def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     def architecture(config: Config, task: Task) -> SanaConfig:
         return replace(build.architecture_of(config, task), dropout=0.3)
@@ -94,7 +105,8 @@ def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", 2, ema={"decay": 0.5})
-    run(config)
+    of_ages = config.train.validation.model_copy(update={"old": "earlier"})  # type: ignore[union-attr]
+    run(config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}))
     first, _, last = rows(config)
     _, trained = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
     averaged = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)[1]
@@ -107,6 +119,7 @@ def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
         )
         by_sigma = {s: np.mean([x for levels in expected.values() for x in levels[s]]) for s in row["by_sigma"]}
         assert row[f"{prefix}by_sigma"] == pytest.approx(by_sigma, rel=1e-6)
+        assert row[f"{prefix}by_age"] == pytest.approx(by_age(expected), rel=1e-6)
     assert list(first["by_sigma"]) == ["0.125", "0.375", "0.625", "0.875"]
     assert (first["samples"], first["ema_loss"]) == (11, first["loss"])
     assert last["ema_loss"] != last["loss"]

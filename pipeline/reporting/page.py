@@ -443,7 +443,9 @@ def _validation_sections(parts: list[tuple[str, dict[str, Any]]]) -> Iterator[Se
     rows = []
     for number, (name, checks) in enumerate(measured):
         of = f" ({name})" if several else ""
-        for key, what in (("by_sigma", "sigma"), ("by_bucket", "bucket")):
+        for key, what in (("by_sigma", "sigma"), ("by_bucket", "bucket"), ("by_age", "age")):
+            if not checks[key]:
+                continue
             lines = [_line(f"{what} {value}", curve) for value, curve in checks[key].items()]
             section.plots.append(line_plot(f"{key}-plot-{number}", f"Held-out loss by {what}{of}", lines, "loss"))
             for value, curve in checks[key].items():

@@ -129,7 +129,8 @@ def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> Curv
 
 
 def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Curves of the held-out loss: `loss`, `ema_loss` (null without EMA), `by_sigma`, `by_bucket`."""
+    """Curves of the held-out loss: `loss`, `ema_loss` (null without EMA), `by_sigma`, `by_bucket`, `by_age`
+    (old and new samples)."""
     if not rows:
         return None
 
@@ -146,6 +147,7 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         "ema_loss": _curve(rows, "ema_loss"),
         "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),
         "by_bucket": several("by_bucket"),
+        "by_age": several("by_age"),
     }
 
 

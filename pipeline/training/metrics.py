@@ -121,7 +121,7 @@ class Metrics:
         self._validations.append(values)
         if self._trackers is not None:
             by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
-            self._trackers.log(values["step"], {**values, **by_sigma}, "validation")
+            self._trackers.log(values["step"], {**values, **by_sigma, **(values.get("by_age") or {})}, "validation")
 
     def has_validation(self, step: int, snapshot: str | None) -> bool:
         """Whether a validation after this step, on samples of this snapshot, is in the journal."""
@@ -259,6 +259,8 @@ def _validation_line(row: dict[str, Any], earlier: dict[str, Any], steps: int) -
             parts.append(f"{name} {value:.4f}" + (f" ({value - before:+.4f})" if before is not None else ""))
         elif key == "loss" or row["ema_by_sigma"] is not None:
             parts.append(f"{name} is not a finite number")
+    ages = row.get("by_age") or {}
+    parts += [f"{age} samples {value:.4f}" for age, value in ages.items() if value is not None]
     return "  ".join([*parts, f"{row['samples']} samples", f"{row['seconds']:.1f} s"])
 
 

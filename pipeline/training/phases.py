@@ -48,7 +48,13 @@ class Place:
         assert self.last is not None
         places = ("cache: ", "mirror.", "patience_s: ", "train.output: ")
         undecided = (f"train.{name}" for name in config.train.undecided)
-        decided = ("train.phase: ", "train.residual: ", "train.pictures.prompts: ", *undecided)
+        decided = (
+            "train.phase: ",
+            "train.residual: ",
+            "train.pictures.prompts: ",
+            "train.validation.old: ",
+            *undecided,
+        )
         counted = ("train.epochs: ", "train.steps: ") if config.train.epochs is not None else ()
         lines = changed_options(self.last.document.config, config)
         return [line for line in lines if not line.startswith((*places, *decided, *counted))]
@@ -125,8 +131,10 @@ def table(summaries: list[dict[str, Any]]) -> list[str]:
     def shown(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    lines = [("phase", "snapshot", "steps", "samples", "rate", "loss", "validation", "images/s", "time")]
-    for row in summaries:
+    ages = [(row["validation"] or {}).get("by_age") or {} for row in summaries]
+    divided = ("old", "new") if any(ages) else ()
+    lines = [("phase", "snapshot", "steps", "samples", "rate", "loss", "validation", *divided, "images/s", "time")]
+    for row, by_age in zip(summaries, ages, strict=True):
         validation = (row["validation"] or {}).get("loss")
         lines.append(
             (
@@ -137,6 +145,7 @@ def table(summaries: list[dict[str, Any]]) -> list[str]:
                 shown(row["lr"], ".2e"),
                 shown(row["loss"], ".4f"),
                 shown(validation if isinstance(validation, float) else None, ".4f"),
+                *(shown(by_age.get(age), ".4f") for age in divided),
                 shown(row["images_per_s"], ".1f"),
                 duration(row["seconds"]),
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,7 @@ class Task:
         names: sample ids -> names for error messages, as far as they are known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
+        old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing.
         check: refuses what the data do not allow under a layout; called before anything is started.
     """
@@ -66,6 +68,7 @@ class Task:
     batches: Mapping[str, int]
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
+    old_samples: np.ndarray | None = None
     pictures: Prompts | None = None
     check: Callable[[Layout], None] = lambda layout: None
 

@@ -2,7 +2,7 @@
 
 What: `Validation` measures the loss of every sample of `Task.validation` at `train.validation.levels` equidistant noise
 levels, with the weights and, if the run has them, with their moving averages. Mean, means by level and by bucket go
-into the journal.
+into the journal, and with `train.validation.old` the means of old and of new samples.
 Why fixed levels and noise: the loss of flow matching differs more between noise levels than between good and bad
 weights. With the same levels, noise and captions each time the values differ by the weights alone.
 Nothing of the training changes: no generator is used, the averages are exchanged with the weights and back bit for bit,
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,7 +38,9 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.stop import StopRequest
 
 Totals = dict[tuple[int, int], Tensor]
-"""By bucket: (levels + 1,) float64, the sum of the losses at each level, and the number of samples."""
+"""By bucket: (groups, levels + 1) float64, the sums of the losses at each level and the numbers of samples. The groups
+are `_AGES` where the task names old samples, else there is one."""
+_AGES = ("old", "new")
 
 
 class Validation:
@@ -54,6 +57,7 @@ class Validation:
         self.parts = None if make is None else run_on_all(lambda: make(context.layout))
         self.levels = equidistant(self.settings.levels)
         self.group: dist.ProcessGroup | None = None  # of the feed
+        self._divided = () if context.task.old_samples is None else ("by_age",)
 
     def __call__(self, step: int) -> bool:
         """Validate if it is due. Collective.
@@ -79,7 +83,7 @@ class Validation:
                 "step": step,
                 **self._means(totals),
                 **self._means(averaged, "ema_"),
-                "samples": round(float(sum(sums[-1] for sums in totals.values()))),
+                "samples": round(float(sum(sums[:, -1].sum() for sums in totals.values()))),
                 "snapshot": self.settings.snapshot,
                 "seconds": time.perf_counter() - began,
             }
@@ -99,7 +103,9 @@ class Validation:
             for _, (batch,), counted in feed:
                 prepared = (step.prepare(batch, level) for level in self.levels)
                 losses = torch.stack(model.losses(prepared, step.objective.loss))[:, :counted]
-                sums = torch.cat([losses.sum(1, dtype=torch.float64), losses.new_full((1,), counted).double()])
+                groups = self._groups(batch.sample_ids[:counted]).to(losses.device)
+                values = torch.cat([losses.double(), losses.new_ones(1, counted).double()])
+                sums = torch.stack([values[:, group].sum(1) for group in groups])
                 # waits for the device, so that the loader may use the batch's memory again
                 totals[batch.bucket] = totals.get(batch.bucket, torch.zeros(())) + sums.cpu()
         if feed.broken:
@@ -111,6 +117,14 @@ class Validation:
             dist.all_reduce(joined)
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
+    def _groups(self, ids: Sequence[int]) -> Tensor:
+        """Which samples are in which group, bool (groups, n)."""
+        old = self.run.context.task.old_samples
+        if old is None:
+            return torch.ones(1, len(ids), dtype=torch.bool)
+        is_old = torch.from_numpy(np.isin(np.array(ids, np.uint64), old))
+        return torch.stack([is_old, ~is_old])
+
     def _microbatches(self) -> Generator[tuple[list[Batch], int]]:
         assert self.parts is not None
         for batch, counted in self.parts:
@@ -120,13 +134,15 @@ class Validation:
     def _means(self, totals: Totals | None, prefix: str = "") -> dict[str, Any]:
         """The part of a row about these weights."""
         if totals is None:
-            return {prefix + name: None for name in ("loss", "by_sigma", "by_bucket")}
-        joined = torch.stack(list(totals.values())).sum(0)
+            return {prefix + name: None for name in ("loss", "by_sigma", "by_bucket", *self._divided)}
+        groups = torch.stack(list(totals.values())).sum(0)
+        joined = groups.sum(0)
         by_sigma = dict(zip(self.levels, (joined[:-1] / joined[-1]).tolist(), strict=True))
         means = {
             "loss": _finite(sum(by_sigma.values()) / len(by_sigma)),
             "by_sigma": {f"{sigma:g}": _finite(loss) for sigma, loss in by_sigma.items()},
-            "by_bucket": {f"{h}x{w}": _finite(float(v[:-1].mean() / v[-1])) for (h, w), v in totals.items()},
+            "by_bucket": {f"{h}x{w}": _mean(sums.sum(0)) for (h, w), sums in totals.items()},
+            **{name: dict(zip(_AGES, map(_mean, groups), strict=True)) for name in self._divided},
         }
         return {prefix + name: value for name, value in means.items()}
 
@@ -157,6 +173,10 @@ def evaluating(run: Run) -> Iterator[None]:
     finally:
         model.module.train()
         model.reshard()
+
+
+def _mean(sums: Tensor) -> float | None:
+    return _finite(float(sums[:-1].mean() / sums[-1]))
 
 
 def _finite(value: float) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,6 +112,8 @@ def microbatches(batch: Batch, size: int, rank: int = 0, world: int = 1) -> list
 
 HELD_OUT = (5, 6)
 """Held-out samples by bucket."""
+OLD = (1_000_000, 1_000_003, 1_001_001)
+"""Ids of old samples among them: two of the first bucket, one of the second."""
 
 
 def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[Batch, int]]:
@@ -183,6 +186,7 @@ def task(
         loader,
         {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
+        old_samples=None if train.validation is None or train.validation.old is None else np.array(OLD, np.uint64),
         pictures=None if train.pictures is None else prompts(settings),
     )
 

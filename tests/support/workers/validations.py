@@ -39,7 +39,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;
 `without`: also run without validation."""
-VALIDATION = {"every": 1, "levels": 3}
+VALIDATION = {"every": 1, "levels": 3, "old": "earlier"}
 
 
 def settings_of(case: dict[str, Any], output: Path, validation: dict[str, Any] | None = VALIDATION) -> Config:
@@ -59,7 +59,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def numbers(row: dict[str, Any]) -> list[float]:
-    parts = [row[f"{prefix}{name}"] for prefix in ("", "ema_") for name in ("by_sigma", "by_bucket")]
+    parts = [row[f"{prefix}{name}"] for prefix in ("", "ema_") for name in ("by_sigma", "by_bucket", "by_age")]
     return [row["loss"], row["ema_loss"], *(value for part in parts for value in part.values())]
 
 
