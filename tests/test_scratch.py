@@ -19,6 +19,7 @@ from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
+from pipeline.cache.status import status
 from pipeline.errors import NoSpaceError
 from tests.support.lowered import lower_limits
 
@@ -119,3 +120,25 @@ def test_a_cache_that_cannot_be_written_is_still_read(
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert Cache(tmp_path / "cache").table(digest).equals(table)
     assert folder.exists()
+
+
+def test_status_needs_no_temporary_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    rejects = pa.table({"item": list("abcde"), "reject": pa.array([None, "x", None, None, "y"], pa.string())})
+    cache.add_scan("photos", {"root": "/photos", "table": cache.put_table(rejects), "latent": "l", "text": "t"})
+    monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
+    result = status(Cache(tmp_path / "cache"))
+    assert (result["damaged"], result["complete"]) == ({}, False)
+    assert (result["sources"]["photos"]["items"], result["sources"]["photos"]["rejected"]) == (5, 2)
+
+
+def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise NoSpaceError("the disk is full")
+
+    cache = Cache(tmp_path / "cache", create=True)
+    table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
+    cache.add_scan("photos", {"root": "/photos", "table": table, "latent": "l", "text": "t"})
+    monkeypatch.setattr(Files, "mapped", full)
+    with pytest.raises(NoSpaceError):
+        status(cache)
