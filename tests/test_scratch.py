@@ -20,7 +20,7 @@ from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
-from pipeline.errors import NoSpaceError
+from pipeline.errors import CacheError, NoSpaceError
 from tests.support.lowered import lower_limits
 
 
@@ -142,3 +142,18 @@ def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Files, "mapped", full)
     with pytest.raises(NoSpaceError):
         status(cache)
+
+
+def test_a_folder_for_temporary_files_is_asked_for_when_it_is_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", absent)
+    there = Scratch()
+    assert there.array(0, np.int64).tolist() == []
+    for write in (lambda: there.array(3, np.int64), lambda: there.writer(np.int64).add(np.zeros(3))):
+        with pytest.raises(CacheError) as error:
+            write()
+        assert "TMPDIR" in (error.value.fix or "")

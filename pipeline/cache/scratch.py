@@ -19,7 +19,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +28,7 @@ import pyarrow as pa
 from pipeline.cache import local_files
 from pipeline.cache.arrow import combined, ipc_table, take_rows
 from pipeline.cache.key_columns import fixed, halves
+from pipeline.errors import CacheError
 
 LIMIT = 4 << 20
 """Bytes of a table or array that stay in memory."""
@@ -48,7 +48,7 @@ class Scratch:
     """
 
     def __init__(self, temporary: Callable[[], AbstractContextManager[Path]] | None = None):
-        self._temporary = temporary or partial(local_files.temporary_in, Path(tempfile.gettempdir()))
+        self._temporary = temporary or _in_system_folder
 
     def array(self, count: int, dtype: Any) -> np.ndarray:
         """A writable array (count,) of zeros.
@@ -209,6 +209,16 @@ class TableWriter:
             self._writer.close()
             file.flush()
             return ipc_table(pa.py_buffer(np.memmap(file, np.uint8, "r")))
+
+
+def _in_system_folder() -> AbstractContextManager[Path]:
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        raise CacheError(
+            "no folder for temporary files can be written", fix="set TMPDIR to a folder with free space"
+        ) from None
+    return local_files.temporary_in(folder)
 
 
 def _regrouped(batches: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
