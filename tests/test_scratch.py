@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import arrow, local_files, scratch
+from pipeline.cache import arrow, layout, local_files, scratch
 from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
@@ -21,7 +21,10 @@ from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
+from pipeline.snapshots import selection
+from pipeline.snapshots.join import Frame, Joined, Records, Resolution
 from tests.support.lowered import lower_limits
+from tests.support.synthetic import LATENT, TABLE
 
 
 @pytest.fixture
@@ -157,3 +160,32 @@ def test_a_folder_for_temporary_files_is_asked_for_when_it_is_needed(
         with pytest.raises(CacheError) as error:
             write()
         assert "TMPDIR" in (error.value.fix or "")
+
+
+def test_samples_that_are_selected_are_beside_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    none = cache.index(LATENT.name)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+    joined = Joined(["photos"], scratch=cache.files.scratch)
+    ids = np.arange(3, dtype=np.uint64)
+    sides = np.array([TABLE[0], TABLE[0], TABLE[2]])
+    columns = {"bucket": np.array([0, 0, 2]), "latent": np.arange(3), "height": sides[:, 0], "width": sides[:, 1]}
+    frame = Frame(
+        source=np.zeros(3, np.int32),
+        item=pa.array(["a", "b", "c"], pa.large_string()),
+        sample_id=ids,
+        picture_id=ids,
+        digest=np.array([b"1" * 16, b"1" * 16, b"2" * 16], "S16"),
+        captions=np.arange(4),
+        text=np.zeros(3, np.int64),
+        weight=np.ones(3, np.float32),
+        **columns,
+    )
+    earlier = np.empty(0, np.uint64)
+    assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
+    assert selection.subset(joined, frame, 2, earlier).item.to_pylist() == ["a", "b"]
+    records = Records(LATENT, layout.TextRecipe(), none, none)
+    left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
+    assert left.item.to_pylist() == ["a", "b"]
