@@ -87,6 +87,18 @@ def test_what_is_in_files_is_what_is_in_memory_and_has_no_name(folder: Path, mon
         assert not os.listdir(folder) if folder.exists() else limit > 1
 
 
+def test_chunks_of_a_table_in_a_file_do_not_grow_in_number_with_its_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "LIMIT", 1000)
+    pieces = [pa.table({"a": [n], "b": [f"{n}"]}) for n in range(300)]
+    writer = scratch_in(folder).table_writer(pieces[0].schema)
+    assert [writer.add(piece) for piece in pieces] == [(n, 1) for n in range(300)]
+    table = writer.finish()
+    assert table.equals(pa.concat_tables(pieces))
+    assert 1 < table.column("a").num_chunks <= pa.concat_tables(pieces).nbytes // 1000 + 1
+
+
 def test_a_full_disk_is_reported_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -195,16 +195,19 @@ class TableWriter:
             self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), self._schema)
         assert self._writer is not None
         with local_files.cache_errors(Path(self._file.name)):
-            for table in self._waiting:
-                self._writer.write_table(table.combine_chunks())
+            self._writer.write_table(self._joined())  # a batch for each piece would cost memory and time
         self._waiting, self._size = [], 0
 
+    def _joined(self) -> pa.Table:
+        return combined(pa.concat_tables([self._schema.empty_table(), *self._waiting]))
+
     def finish(self) -> pa.Table:
-        """The whole table; nothing can be added any more. In memory it is `combined`; in a file it has a chunk for each
-        piece."""
+        """The whole table; nothing can be added any more. In memory it is `combined`; in a file it has a chunk for
+        about `LIMIT` bytes, however many pieces these were."""
         if self._file is None or self._writer is None:
-            return combined(pa.concat_tables([self._schema.empty_table(), *self._waiting]))
-        self._flush()
+            return self._joined()
+        if self._waiting:
+            self._flush()
         with self._file as file, local_files.cache_errors(Path(file.name)):
             self._writer.close()
             file.flush()
