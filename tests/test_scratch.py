@@ -99,6 +99,29 @@ def test_chunks_of_a_table_in_a_file_do_not_grow_in_number_with_its_pieces(
     assert 1 < table.column("a").num_chunks <= pa.concat_tables(pieces).nbytes // 1000 + 1
 
 
+def test_a_file_has_no_name_when_it_gets_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def watched(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def write(*args: object) -> object:
+            calls.append(name)
+            assert not os.listdir(folder)
+            return real(*args)
+
+        monkeypatch.setattr(module, name, write)
+
+    watched(local_files, "allocate")
+    watched(local_files, "write_all")
+    watched(pa.ipc, "new_file")
+    there = scratch_in(folder)
+    there.array(3, np.int64)
+    there.writer(np.int64).add(np.zeros(3))
+    there.table(pa.schema([("a", pa.int64())]), iter([pa.table({"a": [1]})]))
+    assert calls == ["allocate", "write_all", "new_file"]
+
+
 def test_a_full_disk_is_reported_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
