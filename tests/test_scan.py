@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,9 +21,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.cache import audit
+from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
+from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.sources.caption_columns import CaptionRule
@@ -33,6 +35,7 @@ from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
+from tests.support.lowered import lower_limits
 from tests.support.workers.scanning import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -255,6 +258,19 @@ def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: l
     assert len(second.reads) == 6
     assert second.ignored == 12, "those of the fragments that were taken over count, too"
     assert second.read("0.tar/0.png") == picture(0), "where the bytes are was learnt from the fragments"
+
+
+def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scanned(CountedTars(tars), cache, publish=False)
+    body = {"root": str(tars[0].parent), "source_format": "webdataset", "table": cache.put_table(table)}
+    cache.add_scan("photos", body)
+    lower_limits(monkeypatch)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+    source = scanning.reopen(cache, "photos", DataConfig())
+    for row in table.to_pylist():
+        assert layout.digest(source.read(row["item"])) == row["digest"]
 
 
 def dying_read(source: CountedTars, count: int) -> Callable[[str], bytes]:

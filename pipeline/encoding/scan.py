@@ -393,22 +393,25 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     if scan is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
     table = cache.table(scan["table"])
-    inside = list(places(table))
-    parts = sorted({part for _, part, _ in inside})
+    parts = sorted({part for batch in _inside(table) for part in pc.unique(batch.column("part")).to_pylist()})
     source = detect.reopen(
         location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
     )
-    source.recall(inside)
+    source.scratch = cache.files.scratch
+    source.recall(places(table))
     return source
 
 
 def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
-    if "where" not in table.column_names:
-        return
-    for batch in arrow.batches(table.select(["item", "part", "where"])):
-        inside = batch.filter(pc.is_valid(batch.column("where")))
-        yield from zip(*(column.to_pylist() for column in inside.columns), strict=True)
+    for batch in _inside(table):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _inside(table: pa.Table) -> Iterator[pa.Table]:
+    if "where" in table.column_names:
+        for batch in arrow.batches(table.select(["item", "part", "where"])):
+            yield batch.filter(pc.is_valid(batch.column("where")))
 
 
 def _mapped(
