@@ -118,8 +118,12 @@ def temporary_in(folder: Path) -> Iterator[Path]:
 
 
 def sweep_in(folder: Path) -> int:
-    """Remove temporary files that no living process can own. Returns how many."""
-    paths = list(folder.glob("*"))
+    """Remove temporary files that no living process can own. Returns how many.
+
+    Files `.nfs*` stay: an NFS client gives such names to removed files that are still open, and removes them when they
+    are closed. Removing one on another machine would kill a process that has it mapped (SIGBUS).
+    """
+    paths = [path for path in folder.glob("*") if not path.name.startswith(".nfs")]
     if not paths:
         return 0
     count, before = 0, now_in(folder) - STALE_TMP_S
