@@ -358,6 +358,37 @@ def test_what_was_published_just_before_the_claim_is_not_made_again(
     assert got == [1]
 
 
+def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(Counted(folder), cache)
+    for n in range(0, COUNT, RUN):  # one new picture in each fragment
+        (folder / f"{n:03d}.png").write_bytes(picture(n + 1000))
+    pieces: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        pieces.append(piece(*args))
+        return pieces[-1]
+
+    piece, gather, waiting = scanning._Piece, Fragments.gather, []
+
+    def watched(self: Fragments, *args: Any) -> None:
+        waiting.extend(one for one in pieces if not one.is_there)
+        assert not any(one.before for one in waiting)
+        gather(self, *args)
+
+    monkeypatch.setattr(scanning, "_Piece", recorded)
+    monkeypatch.setattr(Fragments, "gather", watched)
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(2)), cache)
+    assert len(fragments_of(cache)) == 2 and len(waiting) == 6
+    pieces.clear()
+    source = Counted(folder)
+    scanned(source, cache)
+    assert len(source.reads) == 4
+    assert all(one.rows and not (one.run or one.looked or one.stats or one.before) for one in pieces)
+
+
 def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, truth: str) -> None:
     scanned(Counted(folder), cache)
     for n in range(COUNT):

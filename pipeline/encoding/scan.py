@@ -198,6 +198,11 @@ class _Piece:
     def is_there(self) -> bool:
         return self.table is not None or self.rows is not None
 
+    def forget(self) -> None:
+        """Let go of all that making the rows needs."""
+        self.run = self.looked = None
+        self.stats, self.before = {}, {}
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -280,6 +285,7 @@ class _Scan:
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
             shared[fragment].rows = self.made.add(rows.table)
+            shared[fragment].forget()
             if fragment not in made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
@@ -310,11 +316,12 @@ class _Scan:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
         if piece.stamp is not None:
             return True
-        piece.before = self._before(list(piece.stats))
-        return any(
-            not isinstance(stat, Unreadable) and _unchanged(piece.before.get(key), *stat) is None
-            for key, stat in piece.stats.items()
-        )
+        before = self._before(list(piece.stats))
+        for key, stat in piece.stats.items():
+            if not isinstance(stat, Unreadable) and _unchanged(before.get(key), *stat) is None:
+                return True
+        piece.before = before  # made at once; of pieces that wait for their turn the rows are looked up again
+        return False
 
     def _before(self, items: list[str]) -> _RowsByItem:
         """The rows of the last scan, by item. An item that was never read has none."""
@@ -345,8 +352,7 @@ class _Scan:
             if len(columns["item"]) == ROWS:
                 tables.append(pa.table(columns, schema=SCAN))
                 columns = {column: [] for column in SCAN.names}
-        piece.run = piece.looked = None
-        piece.stats, piece.before = {}, {}
+        piece.forget()
         made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
         if piece.stamp is not None:
             self.source.release(made.column("item").to_pylist())
