@@ -99,6 +99,17 @@ def test_chunks_of_a_table_in_a_file_do_not_grow_in_number_with_its_pieces(
     assert 1 < table.column("a").num_chunks <= pa.concat_tables(pieces).nbytes // 1000 + 1
 
 
+def test_finished_tables_and_arrays_need_no_descriptors(folder: Path) -> None:
+    there, before, finished = scratch_in(folder), len(os.listdir("/dev/fd")), []
+    for n in range(4):
+        writer = there.writer(np.int64)
+        writer.add(np.full(3, n))
+        finished.append((writer.finish(), there.table(pa.schema([("a", pa.int64())]), [pa.table({"a": [n]})])))
+    assert len(os.listdir("/dev/fd")) == before
+    for n, (array, table) in enumerate(finished):
+        assert (array.tolist(), table.to_pydict()) == ([n] * 3, {"a": [n]})
+
+
 def test_a_file_has_no_name_when_it_gets_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -49,12 +49,17 @@ class Handle:
 
     def map(self) -> pa.Buffer:
         """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
-        # By descriptor, since the name may have been removed. Arrow keeps the pages mapped and closes the file.
-        with pa.memory_map(f"/dev/fd/{self.descriptor}") as file:
-            return file.read_buffer()
+        return mapped(self.descriptor)
 
     def __del__(self) -> None:
         os.close(self.descriptor)
+
+
+def mapped(descriptor: int) -> pa.Buffer:
+    """An open file mapped into memory for reading. The mapping needs no descriptor."""
+    # By descriptor, since the name may have been removed. Arrow keeps the pages mapped and closes the file.
+    with pa.memory_map(f"/dev/fd/{descriptor}") as file:
+        return file.read_buffer()
 
 
 @contextmanager

@@ -158,12 +158,12 @@ class ArrayWriter:
         self._waiting, self._size = [], 0
 
     def finish(self) -> np.ndarray:
-        """The whole array; nothing can be added any more."""
+        """The whole array, not writable if it is in a file; nothing can be added any more."""
         if self._file is None:
             return np.concatenate([np.empty(0, self._dtype), *self._waiting])
         self._flush()
         with self._file as file:
-            return np.memmap(file, self._dtype, "r+").view(np.ndarray)
+            return np.frombuffer(local_files.mapped(file.fileno()), self._dtype)
 
 
 class TableWriter:
@@ -211,7 +211,7 @@ class TableWriter:
         with self._file as file, local_files.cache_errors(Path(file.name)):
             self._writer.close()
             file.flush()
-            return ipc_table(pa.py_buffer(np.memmap(file, np.uint8, "r")))
+            return ipc_table(local_files.mapped(file.fileno()))
 
 
 def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
