@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache import index, layout, shard
+from pipeline.cache import arrow, index, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.root import Cache, Unit
@@ -391,3 +391,22 @@ def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     assert reader.caption(name, *where, row["caption_checksum"]) == "Caption 1 é"
     with pytest.raises(IntegrityError, match="caption"):
         reader.caption(name, *where, bytes(16))
+
+
+def test_the_names_of_shards_are_decoded_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(dict):
+        asked = 0
+
+        def __getitem__(self, name: str) -> int:
+            Counted.asked += 1
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(arrow, "ROWS", 3)
+    shards = ["b", "a", "c", "a", "b", "b", "a", "c", "c", "a"]
+    chunks = [pa.array(some).dictionary_encode() for some in (shards[:4], shards[4:6], shards[6:])]
+    table = pa.table({"key": range(10), "shard": pa.chunked_array(chunks)})
+    parts = list(index._numbered(table, Counted(a=0, b=1, c=2)))
+    assert [len(part) for part in parts] == [3, 3, 3, 1]
+    assert pa.concat_tables(parts).to_pydict() == {"key": list(range(10)), "shard": ["abc".index(s) for s in shards]}
+    assert Counted.asked == 3
+    assert list(index._numbered(table.slice(0, 0), Counted())) == []

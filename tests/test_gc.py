@@ -312,6 +312,16 @@ def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
         assert set(files.names("tmp")) == {mine.name, young.name}
 
 
+def test_a_sweep_leaves_what_an_nfs_client_keeps_open(tmp_path: Path) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    for name in (".nfs00000000deadbeef00000001", "of-another-machine"):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+    assert Files(tmp_path).sweep() == 1
+    assert os.listdir(folder) == [".nfs00000000deadbeef00000001"]
+
+
 def test_a_sweep_goes_by_the_stores_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(tmp_path)
     (tmp_path / "tmp").mkdir()

@@ -194,7 +194,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
     joined.frames = joined.frames[-2:]
     frame = joined.frame()
     assert frame.item.type == pa.large_string() and len(frame) == 180
-    assert frame.take(np.array([91])).item.to_pylist() == ["00001.png"]
+    assert frame.take(np.array([91]), joined.scratch).item.to_pylist() == ["00001.png"]
 
 
 def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,9 +21,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.cache import audit
+from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
+from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.sources.caption_columns import CaptionRule
@@ -33,6 +35,7 @@ from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
+from tests.support.lowered import lower_limits
 from tests.support.workers.scanning import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,6 +260,19 @@ def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: l
     assert second.read("0.tar/0.png") == picture(0), "where the bytes are was learnt from the fragments"
 
 
+def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scanned(CountedTars(tars), cache, publish=False)
+    body = {"root": str(tars[0].parent), "source_format": "webdataset", "table": cache.put_table(table)}
+    cache.add_scan("photos", body)
+    lower_limits(monkeypatch)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+    source = scanning.reopen(cache, "photos", DataConfig())
+    for row in table.to_pylist():
+        assert layout.digest(source.read(row["item"])) == row["digest"]
+
+
 def dying_read(source: CountedTars, count: int) -> Callable[[str], bytes]:
     def read(key: str) -> bytes:
         if len(source.reads) == count:
@@ -340,6 +356,37 @@ def test_what_was_published_just_before_the_claim_is_not_made_again(
     got: list[int] = []
     fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
     assert got == [1]
+
+
+def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(Counted(folder), cache)
+    for n in range(0, COUNT, RUN):  # one new picture in each fragment
+        (folder / f"{n:03d}.png").write_bytes(picture(n + 1000))
+    pieces: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        pieces.append(piece(*args))
+        return pieces[-1]
+
+    piece, gather, waiting = scanning._Piece, Fragments.gather, []
+
+    def watched(self: Fragments, *args: Any) -> None:
+        waiting.extend(one for one in pieces if not one.is_there)
+        assert not any(one.before for one in waiting)
+        gather(self, *args)
+
+    monkeypatch.setattr(scanning, "_Piece", recorded)
+    monkeypatch.setattr(Fragments, "gather", watched)
+    with pytest.raises(KeyboardInterrupt):
+        scanned(Counted(folder, dying(2)), cache)
+    assert len(fragments_of(cache)) == 2 and len(waiting) == 6
+    pieces.clear()
+    source = Counted(folder)
+    scanned(source, cache)
+    assert len(source.reads) == 4
+    assert all(one.rows and not (one.run or one.looked or one.stats or one.before) for one in pieces)
 
 
 def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, truth: str) -> None:

@@ -13,14 +13,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import arrow, local_files, scratch
+from pipeline.cache import arrow, layout, local_files, scratch
 from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import NoSpaceError
+from pipeline.cache.status import status
+from pipeline.errors import CacheError, NoSpaceError
+from pipeline.snapshots import selection
+from pipeline.snapshots.join import Frame, Joined, Records, Resolution
 from tests.support.lowered import lower_limits
+from tests.support.synthetic import LATENT, TABLE
 
 
 @pytest.fixture
@@ -83,6 +87,52 @@ def test_what_is_in_files_is_what_is_in_memory_and_has_no_name(folder: Path, mon
         assert not os.listdir(folder) if folder.exists() else limit > 1
 
 
+def test_chunks_of_a_table_in_a_file_do_not_grow_in_number_with_its_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "LIMIT", 1000)
+    pieces = [pa.table({"a": [n], "b": [f"{n}"]}) for n in range(300)]
+    writer = scratch_in(folder).table_writer(pieces[0].schema)
+    assert [writer.add(piece) for piece in pieces] == [(n, 1) for n in range(300)]
+    table = writer.finish()
+    assert table.equals(pa.concat_tables(pieces))
+    assert 1 < table.column("a").num_chunks <= pa.concat_tables(pieces).nbytes // 1000 + 1
+
+
+def test_finished_tables_and_arrays_need_no_descriptors(folder: Path) -> None:
+    there, before, finished = scratch_in(folder), len(os.listdir("/dev/fd")), []
+    for n in range(4):
+        writer = there.writer(np.int64)
+        writer.add(np.full(3, n))
+        finished.append((writer.finish(), there.table(pa.schema([("a", pa.int64())]), [pa.table({"a": [n]})])))
+    assert len(os.listdir("/dev/fd")) == before
+    for n, (array, table) in enumerate(finished):
+        assert (array.tolist(), table.to_pydict()) == ([n] * 3, {"a": [n]})
+
+
+def test_a_file_has_no_name_when_it_gets_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def watched(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def write(*args: object) -> object:
+            calls.append(name)
+            assert not os.listdir(folder)
+            return real(*args)
+
+        monkeypatch.setattr(module, name, write)
+
+    watched(local_files, "allocate")
+    watched(local_files, "write_all")
+    watched(pa.ipc, "new_file")
+    there = scratch_in(folder)
+    there.array(3, np.int64)
+    there.writer(np.int64).add(np.zeros(3))
+    there.table(pa.schema([("a", pa.int64())]), iter([pa.table({"a": [1]})]))
+    assert calls == ["allocate", "write_all", "new_file"]
+
+
 def test_a_full_disk_is_reported_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -119,3 +169,69 @@ def test_a_cache_that_cannot_be_written_is_still_read(
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert Cache(tmp_path / "cache").table(digest).equals(table)
     assert folder.exists()
+
+
+def test_status_needs_no_temporary_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    rejects = pa.table({"item": list("abcde"), "reject": pa.array([None, "x", None, None, "y"], pa.string())})
+    cache.add_scan("photos", {"root": "/photos", "table": cache.put_table(rejects), "latent": "l", "text": "t"})
+    monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
+    result = status(Cache(tmp_path / "cache"))
+    assert (result["damaged"], result["complete"]) == ({}, False)
+    assert (result["sources"]["photos"]["items"], result["sources"]["photos"]["rejected"]) == (5, 2)
+
+
+def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise NoSpaceError("the disk is full")
+
+    cache = Cache(tmp_path / "cache", create=True)
+    table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
+    cache.add_scan("photos", {"root": "/photos", "table": table, "latent": "l", "text": "t"})
+    monkeypatch.setattr(Files, "mapped", full)
+    with pytest.raises(NoSpaceError):
+        status(cache)
+
+
+def test_a_folder_for_temporary_files_is_asked_for_when_it_is_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", absent)
+    there = Scratch()
+    assert there.array(0, np.int64).tolist() == []
+    for write in (lambda: there.array(3, np.int64), lambda: there.writer(np.int64).add(np.zeros(3))):
+        with pytest.raises(CacheError) as error:
+            write()
+        assert "TMPDIR" in (error.value.fix or "")
+
+
+def test_samples_that_are_selected_are_beside_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    none = cache.index(LATENT.name)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+    joined = Joined(["photos"], scratch=cache.files.scratch)
+    ids = np.arange(3, dtype=np.uint64)
+    sides = np.array([TABLE[0], TABLE[0], TABLE[2]])
+    columns = {"bucket": np.array([0, 0, 2]), "latent": np.arange(3), "height": sides[:, 0], "width": sides[:, 1]}
+    frame = Frame(
+        source=np.zeros(3, np.int32),
+        item=pa.array(["a", "b", "c"], pa.large_string()),
+        sample_id=ids,
+        picture_id=ids,
+        digest=np.array([b"1" * 16, b"1" * 16, b"2" * 16], "S16"),
+        captions=np.arange(4),
+        text=np.zeros(3, np.int64),
+        weight=np.ones(3, np.float32),
+        **columns,
+    )
+    earlier = np.empty(0, np.uint64)
+    assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
+    assert selection.subset(joined, frame, 2, earlier).item.to_pylist() == ["a", "b"]
+    records = Records(LATENT, layout.TextRecipe(), none, none)
+    left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
+    assert left.item.to_pylist() == ["a", "b"]

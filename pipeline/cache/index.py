@@ -211,13 +211,9 @@ class RecordIndex:
             tables += self._tables(plan, done)
         self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
-        names, most = RECORDS[self.kind].names, sum(map(len, tables))
-        batches = (
-            part.select(names).append_column("shard", pa.array(_numbers(part.column("shard"), number)))
-            for table in tables
-            for part in arrow.batches(table)
-        )
-        self._fill(batches, most)
+        names = [*RECORDS[self.kind].names, "shard"]
+        batches = (part for table in tables for part in _numbered(table.select(names), number))
+        self._fill(batches, sum(map(len, tables)))
 
     def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
         """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
@@ -337,10 +333,14 @@ def _dtype(kind: pa.DataType) -> Any:
     return "S16" if pa.types.is_fixed_size_binary(kind) else kind.to_pandas_dtype()
 
 
-def _numbers(column: pa.ChunkedArray, number: dict[str, int]) -> np.ndarray:
-    """Shard names (a dictionary column) as uint32 positions. number: name -> position."""
-    chunks = [np.empty(0, np.uint32)]
-    for chunk in column.chunks:
-        names = np.array([number[name] for name in chunk.dictionary.to_pylist()], np.uint32)
-        chunks.append(names[chunk.indices.to_numpy(zero_copy_only=False)])
-    return np.concatenate(chunks)
+def _numbered(table: pa.Table, number: dict[str, int]) -> Iterator[pa.Table]:
+    """The rows of a record table, with the names of shards (its last column, a dictionary) as uint32 positions.
+    number: name -> position."""
+    if not table.num_rows:
+        return
+    table = table.unify_dictionaries()
+    names = table.column("shard").chunk(0).dictionary.to_pylist()  # once: it may have a million
+    positions = np.array([number[name] for name in names], np.uint32)
+    for part in arrow.batches(table):
+        rows = [positions[chunk.indices.to_numpy(zero_copy_only=False)] for chunk in part.column("shard").chunks]
+        yield part.set_column(part.num_columns - 1, "shard", pa.chunked_array([pa.array(some) for some in rows]))

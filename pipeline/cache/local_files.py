@@ -49,12 +49,17 @@ class Handle:
 
     def map(self) -> pa.Buffer:
         """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
-        # By descriptor, since the name may have been removed. Arrow keeps the pages mapped and closes the file.
-        with pa.memory_map(f"/dev/fd/{self.descriptor}") as file:
-            return file.read_buffer()
+        return mapped(self.descriptor)
 
     def __del__(self) -> None:
         os.close(self.descriptor)
+
+
+def mapped(descriptor: int) -> pa.Buffer:
+    """An open file mapped into memory for reading. The mapping needs no descriptor."""
+    # By descriptor, since the name may have been removed. Arrow keeps the pages mapped and closes the file.
+    with pa.memory_map(f"/dev/fd/{descriptor}") as file:
+        return file.read_buffer()
 
 
 @contextmanager
@@ -118,8 +123,12 @@ def temporary_in(folder: Path) -> Iterator[Path]:
 
 
 def sweep_in(folder: Path) -> int:
-    """Remove temporary files that no living process can own. Returns how many."""
-    paths = list(folder.glob("*"))
+    """Remove temporary files that no living process can own. Returns how many.
+
+    Files `.nfs*` stay: an NFS client gives such names to removed files that are still open, and removes them when they
+    are closed. Removing one on another machine would kill a process that has it mapped (SIGBUS).
+    """
+    paths = [path for path in folder.glob("*") if not path.name.startswith(".nfs")]
     if not paths:
         return 0
     count, before = 0, now_in(folder) - STALE_TMP_S

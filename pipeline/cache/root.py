@@ -8,8 +8,8 @@ Price: only the last table, and the indexes of finished recipes, stay open betwe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,15 +216,28 @@ class Cache:
         last = self._last_table
         if last is not None and last[0] == digest:
             return last[1] if columns is None else last[1].select(columns)
-        name = Paths.table(digest, "parquet")
-        data = self.files.mapped(name, digest)
-        try:
-            table = self.files.scratch.table(*parquet_batches(data, columns))
-        except (pa.ArrowException, OSError) as error:
-            raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
+        with self._parquet(digest, columns) as (schema, batches):
+            table = self.files.scratch.table(schema, batches)
         if columns is None:
             self._last_table = digest, table
         return table
+
+    def nulls(self, digest: str, column: str) -> tuple[int, int]:
+        """Rows of a Parquet table, and how many of them have a null in a column. Needs no temporary file."""
+        rows = nulls = 0
+        with self._parquet(digest, [column]) as (_, batches):
+            for batch in batches:
+                rows, nulls = rows + len(batch), nulls + batch.column(column).null_count
+        return rows, nulls
+
+    @contextmanager
+    def _parquet(self, digest: str, columns: list[str] | None) -> Iterator[tuple[pa.Schema, Iterator[pa.Table]]]:
+        name = Paths.table(digest, "parquet")
+        data = self.files.mapped(name, digest)
+        try:
+            yield parquet_batches(data, columns)
+        except (pa.ArrowException, OSError) as error:
+            raise IntegrityError(f"{self.files.where(name)}: not a Parquet table: {error}") from None
 
     # ------------------------------------------------------------ sources
 

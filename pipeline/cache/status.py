@@ -16,7 +16,7 @@ from pipeline.cache.findings import packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot, check_files
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, NoSpaceError
 from pipeline.urls import strip_credentials
 
 RATE_S = 600
@@ -61,6 +61,8 @@ class _Counts:
     def _readable(self, what: str) -> Iterator[None]:
         try:
             yield
+        except NoSpaceError:  # of this machine, not of the cache
+            raise
         except CacheError as error:
             self.damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
 
@@ -113,12 +115,12 @@ class _Counts:
                 scan = self.cache.last_scan(name)
                 if scan is None:
                     continue
-                reasons = self.cache.table(scan["table"], ["reject"]).column("reject")
+                items, usable = self.cache.nulls(scan["table"], "reject")
                 planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
-                scanning |= reasons.null_count > 0 and not planned
+                scanning |= usable > 0 and not planned
                 sources[name] = {
-                    "items": len(reasons),
-                    "rejected": len(reasons) - reasons.null_count,
+                    "items": items,
+                    "rejected": items - usable,
                     "root": strip_credentials(scan["root"]),
                     "latent": scan["latent"],
                     "text": scan["text"],

@@ -6,7 +6,7 @@ Why: any number of processes may plan at the same time. A plan's number is taken
 winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
 worker.
 Price: planning sorts the keys of all earlier plans together with those of the work list, in temporary files (see
-`Scratch`); memory does not grow with items.
+`Scratch`). In memory are `RUN` rows at a time, however long their captions, and a quarter of a byte for every key.
 
 A record counts as not assigned if it failed for a temporary cause
 (its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.

@@ -198,6 +198,11 @@ class _Piece:
     def is_there(self) -> bool:
         return self.table is not None or self.rows is not None
 
+    def forget(self) -> None:
+        """Let go of all that making the rows needs."""
+        self.run = self.looked = None
+        self.stats, self.before = {}, {}
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -280,6 +285,7 @@ class _Scan:
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
             shared[fragment].rows = self.made.add(rows.table)
+            shared[fragment].forget()
             if fragment not in made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
@@ -310,11 +316,12 @@ class _Scan:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
         if piece.stamp is not None:
             return True
-        piece.before = self._before(list(piece.stats))
-        return any(
-            not isinstance(stat, Unreadable) and _unchanged(piece.before.get(key), *stat) is None
-            for key, stat in piece.stats.items()
-        )
+        before = self._before(list(piece.stats))
+        for key, stat in piece.stats.items():
+            if not isinstance(stat, Unreadable) and _unchanged(before.get(key), *stat) is None:
+                return True
+        piece.before = before  # made at once; of pieces that wait for their turn the rows are looked up again
+        return False
 
     def _before(self, items: list[str]) -> _RowsByItem:
         """The rows of the last scan, by item. An item that was never read has none."""
@@ -345,8 +352,7 @@ class _Scan:
             if len(columns["item"]) == ROWS:
                 tables.append(pa.table(columns, schema=SCAN))
                 columns = {column: [] for column in SCAN.names}
-        piece.run = piece.looked = None
-        piece.stats, piece.before = {}, {}
+        piece.forget()
         made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
         if piece.stamp is not None:
             self.source.release(made.column("item").to_pylist())
@@ -393,22 +399,25 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     if scan is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
     table = cache.table(scan["table"])
-    inside = list(places(table))
-    parts = sorted({part for _, part, _ in inside})
+    parts = sorted({part for batch in _inside(table) for part in pc.unique(batch.column("part")).to_pylist()})
     source = detect.reopen(
         location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
     )
-    source.recall(inside)
+    source.scratch = cache.files.scratch
+    source.recall(places(table))
     return source
 
 
 def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
-    if "where" not in table.column_names:
-        return
-    for batch in arrow.batches(table.select(["item", "part", "where"])):
-        inside = batch.filter(pc.is_valid(batch.column("where")))
-        yield from zip(*(column.to_pylist() for column in inside.columns), strict=True)
+    for batch in _inside(table):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _inside(table: pa.Table) -> Iterator[pa.Table]:
+    if "where" in table.column_names:
+        for batch in arrow.batches(table.select(["item", "part", "where"])):
+            yield batch.filter(pc.is_valid(batch.column("where")))
 
 
 def _mapped(

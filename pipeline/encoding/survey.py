@@ -2,7 +2,8 @@
 
 What: `survey` opens a source, scans it by headers and compares it with the cache; `by_storage` has the bytes of every
 storage choice, `hours` the time of latents and of text, with and without the shared instruction. `encode --dry-run` and
-`plan --encode` share it. Nothing is written.
+`plan --encode` share it. Nothing is published; temporary files without a name may be
+beside the cache.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ class Frame:
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def take(self, rows: np.ndarray, scratch: Scratch | None = None) -> Frame:
+    def take(self, rows: np.ndarray, scratch: Scratch) -> Frame:
         """Some rows (a boolean mask, or numbers), in their order. scratch: temporary storage."""
-        columns = FrameColumns(scratch or Scratch())
+        columns = FrameColumns(scratch)
         for start in range(0, len(rows), ROWS):
             some = rows[start : start + ROWS]
             columns.add(self._take(start + np.flatnonzero(some) if rows.dtype == bool else some))

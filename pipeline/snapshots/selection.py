@@ -136,7 +136,7 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np
     for row in suspects.tolist():
         keep[row] = frame.picture_id[row] == best[frame.digest[row]][4]
     joined.leave("its picture is the same as another sample's", int((~keep).sum()), "bucket.dedup=none")
-    return frame.take(keep)
+    return frame.take(keep, joined.scratch)
 
 
 def heldout(frame: Frame, share: float) -> np.ndarray:
@@ -162,7 +162,7 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: np.ndarray) -> Fra
     order = np.lexsort((pictures, ~np.isin(pictures, known)))
     selected = np.isin(frame.picture_id, pictures[order[:count]])
     joined.leave(f"beyond the first {count} pictures", int((~selected).sum()), "a larger bucket.subset")
-    return frame.take(selected)
+    return frame.take(selected, joined.scratch)
 
 
 Move = tuple[str, str, int, int]
@@ -203,7 +203,7 @@ def reassigned(
     )
     keep = np.ones(len(frame), bool)
     keep[missing] = False
-    return replace(frame, bucket=bucket, latent=latent).take(keep), moves
+    return replace(frame, bucket=bucket, latent=latent).take(keep, joined.scratch), moves
 
 
 def _merged(
