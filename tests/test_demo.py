@@ -73,10 +73,10 @@ def test_the_demonstration_runs_the_commands_in_its_folder(
     )
     assert later.keys() == heldout.keys() and all(later[name] != heldout[name] for name in later)
     first, second = load(out / "sana-pipe.yaml").phases
-    assert (first.snapshot, second.snapshot, first.steps, second.steps) == ("round1", "round2", 600, 450)
+    assert (first.snapshot, second.snapshot, first.steps, second.steps) == ("round1", "round2", 500, 350)
     assert first.set == {
-        "train.validation": {"snapshot": "heldout", "every": 150},
-        "train.pictures": {"every": 300},
+        "train.validation": {"snapshot": "heldout", "every": 125},
+        "train.pictures": {"every": 250},
     }
     assert len((out / "prompts.txt").read_text().splitlines()) == len(demo.PROMPTED)
     assert len(made[0]["pictures"]) == 12, "the VAE stands for one that has seen such pictures"
@@ -184,7 +184,7 @@ def test_the_second_round_learns_the_new_photographs(tmp_path: Path) -> None:
     page = (tmp_path / "demo/report.html").read_text()
     assert "round1" in page and "round2" in page
     assert "12 of 12 drawn latents" in done.stdout
-    for name, step in (("round1", 600), ("round2", 450)):
+    for name, step in (("round1", 500), ("round2", 350)):
         assert len(list((tmp_path / f"demo/runs/tiny/{name}/pictures/step-{step:08d}").glob("*.png"))) == len(
             demo.PROMPTED
         )
