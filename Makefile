@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 # Chromium, in which a test opens a report. The test is skipped without it.
 browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null \
-	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } >/dev/null \
+	  || { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends chromium; } >/dev/null \
 	  || echo 'make: Chromium could not be installed: the test that opens a report in a browser will be skipped'
 
 demo: $(STAMP)

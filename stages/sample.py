@@ -128,7 +128,7 @@ def run_prompts(
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
     size = height or config.data.resolution, width or config.data.resolution
-    _check_size(size, compression * document.architecture.patch_size)
+    document.architecture.check_sides(*size, compression, "--{name} {value}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
@@ -214,16 +214,6 @@ def _recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Tex
         f"snapshot {snapshot[:12]} of the training is not in {config.cache}: its encoders are taken for the configured"
     )
     return None, None
-
-
-def _check_size(size: tuple[int, int], multiple: int) -> None:
-    for name, side in zip(("height", "width"), size, strict=True):
-        if side % multiple:
-            raise UserError(
-                f"the model draws sides of multiples of {multiple} pixels",
-                found=f"{name} {side}",
-                fix=f"--{name} {max(multiple, round(side / multiple) * multiple)}",
-            )
 
 
 def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:

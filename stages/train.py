@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,7 +220,7 @@ def _train(
         if launch.is_main:
             speak(f"{config.train.steps} steps: train.epochs of this snapshot")
     config, part = _heldout(config, cache, opened, resumed, speak if launch.is_main else lambda line: None)
-    config, old = _old_heldout(config, cache, part, resumed)
+    config, old = _old_heldout(config, cache, part, resumed, speak if launch.is_main else lambda line: None)
     config, prompts = _prompts(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
@@ -322,7 +321,11 @@ def _heldout(
 
 
 def _old_heldout(
-    config: Config, cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None
+    config: Config,
+    cache: Cache,
+    part: Snapshot | None,
+    resumed: checkpoint.Resumed | None,
+    log: Callable[[str], None],
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot of the old held-out samples, if there are old and new ones, and the configuration with its id."""
     validation = config.train.validation
@@ -331,8 +334,10 @@ def _old_heldout(
     old = None if validation.old is None else cache.open_snapshot(validation.old)
     if old is None and resumed is not None:
         then = _validated_on(resumed.document, "snapshot" if resumed.begins else "old")
-        with suppress(CacheError):  # removed by gc
+        try:
             old = None if then is None else cache.open_snapshot(then)
+        except CacheError as error:
+            log(f"note: old and new held-out samples are not told apart: {error.what}")
     if old is None or old.id == part.id:
         return config, None
     validation = validation.model_copy(update={"old": old.id})

@@ -12,6 +12,7 @@ import pytest
 
 import stages.bucket
 from pipeline.cache import arrow, key_columns, layout, scratch, shard
+from pipeline.cache import snapshot as snapshots
 from pipeline.cache.root import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
@@ -182,6 +183,13 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     monkeypatch.setattr(scratch.np, "memmap", lambda *args, **options: files.append(1) or mapped(*args, **options))
     assert stages.bucket.run(of) == whole
     assert len(files) > 10
+
+    for module in (join, snapshots):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    parts, all_rows = Cache(of.cache).open_snapshot(stages.bucket.run(of)), Cache(of.cache).open_snapshot(whole)
+    assert [chunk.rows for chunk in parts.head.chunks] == [7] * 6 + [3]
+    found, expected = (pa.concat_tables(snapshot.tables()).column("sample_id") for snapshot in (parts, all_rows))
+    assert found.to_pylist() == expected.to_pylist()
 
 
 def test_names_of_items_are_joined_as_large_strings() -> None:

@@ -115,6 +115,7 @@ def validation(step: int, loss: float) -> dict[str, Any]:
         "loss": loss,
         "by_sigma": {"0.5": loss + 1, "0.0625": loss - 0.25},
         "by_bucket": {"64x64": loss},
+        "by_age": {"old": loss - 0.5, "new": None},
         "samples": 2,
         "ema_loss": loss + 0.5,
         "seconds": 0.25,
@@ -225,6 +226,7 @@ def test_the_numbers_of_a_run_are_those_of_its_journal(made: Made, run_copy: Pat
     assert checks["loss"] == {"step": [1, 3], "value": [2.0, pytest.approx(2 / 3)]}
     assert list(checks["by_sigma"]) == ["0.0625", "0.5"] and checks["by_sigma"]["0.5"]["value"][0] == 3.0
     assert checks["ema_loss"]["value"][0] == 2.5 and checks["by_bucket"]["64x64"]["step"] == [1, 3]
+    assert checks["by_age"].keys() == {"old"} and checks["by_age"]["old"]["value"][0] == 1.5
 
 
 def test_rows_of_an_attempt_that_was_taken_back_do_not_count(tmp_path: Path) -> None:
@@ -439,6 +441,7 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
     assert "predicted in all 5.0 GiB" in shown and "7.5 GiB" in shown
     assert "loss of the last row 0.3333 0.3333" in shown and "summary: validation.new 0.25 0.25" in shown
     assert "held-out loss, last 0.6667 1.667" in shown
+    assert "Held-out loss by age" in shown and "old samples" in shown and "new samples (" not in shown
     losses = [row["loss"] for row in metrics.read(made.root / "run" / "metrics.jsonl")]
     first, last, low, high = (f"{value:.4g}" for value in (losses[0], losses[-1], min(losses), max(losses)))
     assert f"run: from {first} to {last}, lowest {low}, highest {high}" in shown, "the description of the plot"

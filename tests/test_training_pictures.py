@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,7 +35,7 @@ from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
 from pipeline.training.task import Report, Task
-from tests.support.workers import drawings, tiny_run
+from tests.support.workers import drawings, strategies, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
 from tests.test_lock import ELSEWHERE, plant
 from tests.test_planning import NARROW
@@ -444,12 +442,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("drawings")
-    command = [sys.executable, "-m", "tests.support.workers.drawings", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ())
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in drawings.CASES]
-    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
+    return strategies.found_by(drawings, tmp_path_factory.mktemp("drawings"))
 
 
 @pytest.mark.dist

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ from pipeline.training import build, checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.task import Report, Task
 from tests.support import tiny_cache
-from tests.support.workers import tiny_run, validations
+from tests.support.workers import strategies, tiny_run, validations
 from tests.test_lock import ELSEWHERE, plant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,8 +104,13 @@ def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", 2, ema={"decay": 0.5})
     of_ages = config.train.validation.model_copy(update={"old": "earlier"})  # type: ignore[union-attr]
-    run(config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}))
+    printed: list[str] = []
+    run(
+        config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}), say=printed.append
+    )
     first, _, last = rows(config)
+    line = [line for line in printed if line.startswith("validation ")][-1]
+    assert f"old samples {last['by_age']['old']:.4f}  new samples {last['by_age']['new']:.4f}" in line
     _, trained = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
     averaged = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)[1]
     for prefix, row, weights in (("", first, None), ("", last, trained), ("ema_", last, averaged)):
@@ -287,7 +290,7 @@ def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
     row = rows(config)
     assert f"loss {row[1]['loss']:.4f} ({row[1]['loss'] - row[0]['loss']:+.4f})" in lines[1]
     assert f"EMA {row[1]['ema_loss']:.4f} ({row[1]['ema_loss'] - row[0]['ema_loss']:+.4f})" in lines[1]
-    assert "(" not in lines[0]
+    assert "(" not in lines[0] and "old samples" not in lines[0]
     assert [entry["step"] for entry in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
     assert all(entry["images_per_s"] > 0 for entry in metrics.read(tmp_path / "run/metrics.jsonl"))
 
@@ -297,12 +300,7 @@ def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("validations")
-    command = [sys.executable, "-m", "tests.support.workers.validations", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ())
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in validations.CASES]
-    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
+    return strategies.found_by(validations, tmp_path_factory.mktemp("validations"))
 
 
 @pytest.mark.dist

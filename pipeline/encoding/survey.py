@@ -2,8 +2,7 @@
 
 What: `survey` opens a source, scans it by headers and compares it with the cache; `by_storage` has the bytes of every
 storage choice, `hours` the time of latents and of text, with and without the shared instruction. `encode --dry-run` and
-`plan --encode` share it. Nothing is published; temporary files without a name may be
-beside the cache.
+`plan --encode` share it. Nothing is published; beside the cache there may be temporary files without a name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The frozen networks: pictures to latents, latents back to pictures, and (from `text`) captions to rows.
 
-What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (a decoder alone: DC-AE's, or the one that `vae.decoder`
-names), and `describe_vae`, which reads
-from the files what decides a latent's values. `TextEncoder` and `describe_text` come from the module `text`.
+What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (a decoder alone: DC-AE's, or that of `vae.decoder`), and
+`describe_vae`, which reads from the files what decides a latent's values. `TextEncoder` and `describe_text` come from
+the module `text`.
 Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
 unnecessarily, and a recipe changes exactly when a value could change.
 Price: describing a model reads all of its weights to digest them.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.hub import ModelError, read_json, resolve, weight_files
+from pipeline.models.hub import ModelError, read_settings, resolve, weight_files
 from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
     DTYPES,
@@ -133,27 +133,25 @@ def decoder_shape(folder: Path) -> tuple[int, int]:
 
 
 def _decoder_settings(folder: Path) -> dict[str, Any]:
-    settings = read_json(folder / "config.json")
-    if settings.get("_class_name") not in ("AutoencoderDC", "AutoencoderTiny"):
-        raise ModelError(
-            f"{folder} is not a decoder that this pipeline knows",
-            expected="AutoencoderDC or AutoencoderTiny (in diffusers' format)",
-            found=settings.get("_class_name"),
-            fix="vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model",
-        )
-    return settings
+    return read_settings(
+        folder,
+        "_class_name",
+        ("AutoencoderDC", "AutoencoderTiny"),
+        "decoder",
+        expected="AutoencoderDC or AutoencoderTiny (in diffusers' format)",
+        fix="vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model",
+    )
 
 
 def _vae_settings(folder: Path) -> dict[str, Any]:
-    settings = read_json(folder / "config.json")
-    if settings.get("_class_name") != "AutoencoderDC":
-        raise ModelError(
-            f"{folder} is not a VAE that this pipeline knows",
-            expected="AutoencoderDC (DC-AE in diffusers' format)",
-            found=settings.get("_class_name"),
-            fix="point vae.id and vae.subfolder at the VAE of a Sana repository",
-        )
-    return settings
+    return read_settings(
+        folder,
+        "_class_name",
+        ("AutoencoderDC",),
+        "VAE",
+        expected="AutoencoderDC (DC-AE in diffusers' format)",
+        fix="point vae.id and vae.subfolder at the VAE of a Sana repository",
+    )
 
 
 def _vae_architecture(settings: dict[str, Any]) -> dict[str, Any]:

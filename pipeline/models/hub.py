@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Weights
 from pipeline.errors import UserError
@@ -316,6 +317,28 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def read_settings(
+    folder: Path, field: str, known: Collection[str], what: str, *, expected: str, fix: str
+) -> dict[str, Any]:
+    """The `config.json` of a folder, whose `field` must have one of the `known` values.
+
+    Args:
+        what: the kind of model, for the message.
+
+    Raises:
+        ModelError: it is missing, or of another kind.
+    """
+    settings = read_json(folder / "config.json")
+    if settings.get(field) not in known:
+        raise ModelError(
+            f"{folder} is not a {what} that this pipeline knows",
+            expected=expected,
+            found=settings.get(field),
+            fix=fix,
+        )
+    return settings
 
 
 def read_json(path: Path) -> dict:

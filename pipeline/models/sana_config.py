@@ -138,6 +138,27 @@ class SanaConfig:
         given["sample_size"] = sample_size if arch.sample_size is None else arch.sample_size
         return cls(out_channels=arch.in_channels, cross_attention_dim=width, **given)
 
+    def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
+        """Refuse pictures that the model cannot draw.
+
+        Args:
+            height, width: in pixels.
+            compression: pixels per latent side.
+            option: how a side is set, with `{name}` and `{value}`.
+
+        Raises:
+            ConfigError: with the nearest side that works.
+        """
+        multiple = compression * self.patch_size
+        for name, side in (("height", height), ("width", width)):
+            if side % multiple:
+                nearest = max(multiple, round(side / multiple) * multiple)
+                raise ConfigError(
+                    f"the model draws sides of multiples of {multiple} pixels",
+                    found=f"{name} {side}",
+                    fix=option.format(name=name, value=nearest),
+                )
+
     def to_dict(self) -> dict[str, Any]:
         """The contents of diffusers' `config.json`."""
         return {"_class_name": CLASS_NAME, **asdict(self)}

@@ -43,7 +43,7 @@ import torch
 import xxhash
 
 from pipeline.config import TextConfig
-from pipeline.models.hub import ModelError, no_progress_bars, read_json, resolve, weight_files
+from pipeline.models.hub import ModelError, no_progress_bars, read_json, read_settings, resolve, weight_files
 from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
@@ -121,15 +121,14 @@ def text_width(folder: Path) -> int:
 
 
 def _text_settings(folder: Path) -> dict[str, Any]:
-    settings = read_json(folder / "config.json")
-    if settings.get("model_type") != "gemma2":
-        raise ModelError(
-            f"{folder} is not a text encoder that this pipeline knows",
-            expected="model_type gemma2 (Gemma2Model or Gemma2ForCausalLM)",
-            found=settings.get("model_type"),
-            fix="point text.id and text.subfolder at the Gemma-2 of a Sana repository",
-        )
-    return settings
+    return read_settings(
+        folder,
+        "model_type",
+        ("gemma2",),
+        "text encoder",
+        expected="model_type gemma2 (Gemma2Model or Gemma2ForCausalLM)",
+        fix="point text.id and text.subfolder at the Gemma-2 of a Sana repository",
+    )
 
 
 def _text_architecture(folder: Path) -> dict[str, Any]:

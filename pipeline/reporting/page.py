@@ -434,6 +434,10 @@ def _number(value: Any) -> str:
     return number_text(value) if isinstance(value, int | float) else "" if value is None else str(value)
 
 
+_DIVIDED = (("by_sigma", "sigma", "sigma {}"), ("by_bucket", "bucket", "bucket {}"), ("by_age", "age", "{} samples"))
+"""Figures of the held-out loss in parts: their name, what divides them, and the label of a part."""
+
+
 def _validation_sections(parts: list[tuple[str, dict[str, Any]]]) -> Iterator[Section]:
     section, ema = Section("validation", TITLES["validation"]), Section("ema", TITLES["ema"])
     several = len(parts) > 1
@@ -443,14 +447,14 @@ def _validation_sections(parts: list[tuple[str, dict[str, Any]]]) -> Iterator[Se
     rows = []
     for number, (name, checks) in enumerate(measured):
         of = f" ({name})" if several else ""
-        for key, what in (("by_sigma", "sigma"), ("by_bucket", "bucket"), ("by_age", "age")):
+        for key, what, label in _DIVIDED:
             if not checks[key]:
                 continue
-            lines = [_line(f"{what} {value}", curve) for value, curve in checks[key].items()]
+            lines = [_line(label.format(value), curve) for value, curve in checks[key].items()]
             section.plots.append(line_plot(f"{key}-plot-{number}", f"Held-out loss by {what}{of}", lines, "loss"))
             for value, curve in checks[key].items():
                 first, last = curve["value"][0], curve["value"][-1]
-                rows.append([f"{what} {value}{of}", _number(first), _number(last), f"{last - first:+.4g}"])
+                rows.append([f"{label.format(value)}{of}", _number(first), _number(last), f"{last - first:+.4g}"])
         if checks["samples"] is not None:
             section.lines.append(f"{name}: {checks['rows']} times on {_number(checks['samples'])} held-out samples.")
         if checks["ema_loss"] is not None and checks["loss"] is not None:

@@ -21,9 +21,9 @@ the row has no other step. Rows of older versions have fewer keys. Once per atte
 was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
 prediction. A row `event: validation` (`validations` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
-and by bucket), ema_loss, ema_by_sigma and ema_by_bucket (with the moving averages; null without them), samples,
-snapshot (where the samples are from), seconds and time. A row `event: pictures` has step, count, prompt_set, file (of
-the latents, in the run directory), seconds and time.
+and by bucket), by_age (of `old` and of `new` samples, where they are told apart), the same with `ema_` before the name
+(with the moving averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row
+`event: pictures` has step, count, prompt_set, file (of the latents, in the run directory), seconds and time.
 """
 
 from __future__ import annotations

@@ -222,15 +222,8 @@ def check(config: Config, task: Task, architecture: SanaConfig) -> None:
     prompts = task.pictures
     if prompts is None:
         return
-    multiple = prompts.compression * architecture.patch_size
-    for name, value in (("height", prompts.height), ("width", prompts.width)):
-        if value % multiple:
-            near = max(multiple, round(value / multiple) * multiple)
-            raise ConfigError(
-                f"train.pictures: the model draws sides of multiples of {multiple} pixels",
-                found=f"{name} {value}",
-                fix=f"--set train.pictures.{name}={near}",
-            )
+    option = "--set train.pictures.{name}={value}"
+    architecture.check_sides(prompts.height, prompts.width, prompts.compression, option)
     drawn_at_once(config, task)
 
 

@@ -172,14 +172,8 @@ def compare(launch: Launch, folder: Path) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    worlds = [int(world) for world in sys.argv[2:]] or list(CASES)
-    # In a process of its own: one that had a process group cannot be forked.
-    alone = settings_of({"parallel": {"dp_shard": 1}, "save_every": 1}, folder / "alone")
-    strategies.launches(1, folder, lambda launch: run(alone, launch))
-    for world in worlds:
-        strategies.launches(world, folder, lambda launch: compare(launch, folder))
+    alone = settings_of({"parallel": {"dp_shard": 1}, "save_every": 1}, Path(sys.argv[1]) / "alone")
+    strategies.alone_and_together(CASES, lambda launch: run(alone, launch), compare)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -92,6 +94,28 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         raise SystemExit(f"a launch of {world} ended with {codes}")
+
+
+def alone_and_together(
+    cases: Mapping[int, Any], alone: Callable[[Launch], None], compare: Callable[[Launch, Path], None]
+) -> None:
+    """A run in one process, then `compare` with it in launches of each size of `cases`. The command line has the
+    folder and, to run some of them, sizes."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    # In a process of its own: one that had a process group cannot be forked.
+    launches(1, folder, alone)
+    for world in [int(world) for world in sys.argv[2:]] or list(cases):
+        launches(world, folder, lambda launch: compare(launch, folder))
+
+
+def found_by(module: ModuleType, folder: Path) -> dict[str, Any]:
+    """Run a worker module that calls `alone_and_together`; what its processes noted in `found-SIZE.json`, by case."""
+    command = [sys.executable, "-m", module.__name__, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in module.CASES]
+    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
 
 
 def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
