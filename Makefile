@@ -3,7 +3,7 @@
 #   make test            the default tests
 #   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
-#   JOBS=8   processes that share the default and the slow tests (about 1.5 GB each)
+#   JOBS=8   processes that share the tests (about 1.5 GB each; 3 for 2 cores, since some tests wait)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   the index for torch only (default: pip's index)
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,7 +14,7 @@ PYTHON      ?= python3
 DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
-JOBS        ?= 2
+JOBS        ?= 3
 DURATIONS   ?= 20
 BENCH_ARGS  ?=
 ROOM        ?= cache sources images snapshots loader work encoding training
@@ -69,7 +69,7 @@ dist: $(STAMP)
 	$(PYTEST) -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
 
 fault: $(STAMP)
-	$(PYTEST) -m 'fault and not gpu' --timeout 600 --fault-seeds 3 $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m 'fault and not gpu' --timeout 900 --fault-seeds 3 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)

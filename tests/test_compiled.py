@@ -43,8 +43,7 @@ def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "way",
     [
-        "plain",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("recomputed", "selective")),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("plain", "recomputed", "selective")),
         "recomputed and sharded",
     ],
 )
@@ -84,7 +83,7 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counter.frame_count == frames
 
 
-@pytest.mark.parametrize("text", ["padded", "packed"])
+@pytest.mark.parametrize("text", [pytest.param("padded", marks=pytest.mark.slow), "packed"])
 def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
     """40 buckets and 3 text lengths, forward and backward; nothing is compiled after the first batch."""
     model, counter = tiny_run.model(tiny_run.config(layers=2)), CompileCounterWithBackend("aot_eager")

@@ -42,6 +42,9 @@ OLD = 10 * STALE_TMP_S
 
 
 BOTH = pytest.mark.parametrize("cache", ["disk", "objects"], indirect=True)
+BOTH_IN_TIME = pytest.mark.parametrize(
+    "cache", ["disk", pytest.param("objects", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFi
 # ---------------------------------------------------------------- used again at the same moment
 
 
-@BOTH
+@BOTH_IN_TIME
 def test_a_shard_that_is_made_again_while_gc_removes_it_stays(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     needed, other = a_shard(cache), a_shard(cache, 1)
     age(cache.files, needed, other)
@@ -279,7 +282,7 @@ def test_an_adopted_file_is_as_young_as_a_new_one(tmp_path: Path) -> None:
     assert here.path(name).stat().st_ino == there.files.path(name).stat().st_ino, "it is linked"
 
 
-@BOTH
+@BOTH_IN_TIME
 def test_the_stores_clock_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     young, old = a_shard(cache), a_shard(cache, 1)
     age(cache.files, old)

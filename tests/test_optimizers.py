@@ -594,8 +594,8 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
     ("name", "precision"),
     [
         ("came", "fp32"),
-        ("adamw", "fp16"),
         ("adamw8bit", "bf16"),
+        pytest.param("adamw", "fp16", marks=pytest.mark.slow),
         *(pytest.param(name, "bf16_pure", marks=pytest.mark.slow) for name in ("came", "adamw")),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_forgotten_buffer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_blocks_extrapolate_exactly() -> None:
     train = TrainConfig.model_validate(COMPUTE)
-    deep = SanaConfig(**{**NARROW.__dict__, "num_layers": 9})
+    deep = SanaConfig(**{**NARROW.__dict__, "num_layers": 7})
     layout = Layout(1, 1, 4, 1)
     whole = trace(deep, train, layout, SHAPE)
     few = Traced.of(deep, train, layout, SHAPE, rank=0, on_gpu=True)

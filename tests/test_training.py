@@ -364,7 +364,7 @@ def test_fp32_in_one_process_stays_a_plain_module() -> None:
 # ------------------------------------------------------------------------------------------------------- the run
 
 
-@pytest.mark.parametrize(("start", "steps", "traced"), [(2, 2, 2), (4, 9, 2), (9, 1, 0)])
+@pytest.mark.parametrize(("start", "steps", "traced"), [pytest.param(2, 2, 2, marks=pytest.mark.slow), (4, 9, 2), (9, 1, 0)])
 def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: int) -> None:
     """Those that the configuration names, as far as the run has them, and nothing changes."""
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
