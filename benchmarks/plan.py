@@ -3,7 +3,8 @@
 Several blocks of Sana 1.6B's width in real processes on the CPU: the trainer's step, optimizer and strategy on made-up
 batches, two steps. Real peak: the highest resident set during the steps (VmHWM of /proc, reset before) minus what was
 resident before the model was built; the largest of the processes. Two steps of one block precede, so that what oneDNN
-and others allocate only once (20 MiB in bf16) does not count, and MALLOC_MMAP_THRESHOLD_ makes malloc return every tensor to the system.
+and others allocate only once (20 MiB in bf16) does not count, and MALLOC_MMAP_THRESHOLD_ makes malloc return every
+tensor to the system.
 `time_error`: the largest error of the predicted CPU time of a step after a calibration, over configurations that were
 not calibrated. `seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports;
 `seconds_search`: of the search over all strategies of the shipped configuration for four cards of 24 GB.

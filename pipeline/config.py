@@ -1000,6 +1000,10 @@ class Config(_Section):
             f"there is no phase {name!r} in the configuration", expected=f"one of {known}" if known else "phases: [...]"
         )
 
+    def with_train(self, **changes: Any) -> Config:
+        """The configuration with other values of `train`'s options; they are not validated."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
+
     def of_phase(self, name: str) -> Config:
         """The configuration of a phase's run.
 

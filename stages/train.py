@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,9 +68,9 @@ def run(
             use, and whatever `pipeline.training.checks` refuses.
     """
     launch = detect()
-    speak = say or (lambda line: print(line, flush=True))
+    log = (say or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
-        return _train(config, launch, snapshot, resume, quarantine, speak, begin)
+        return _train(config, launch, snapshot, resume, quarantine, log, begin)
     if snapshot is not None or resume not in (None, "auto"):
         raise ConfigError(
             f"--resume {resume} does not go with phases" if snapshot is None else "--snapshot does not go with phases",
@@ -78,7 +78,7 @@ def run(
         )
     launch = reopening(launch, config.train.parallel.timeout_s)
     with catch_signals_of(launch) as stop:
-        return _chain(config, launch, resume, quarantine, speak if launch.is_main else lambda line: None, begin, stop)
+        return _chain(config, launch, resume, quarantine, log, begin, stop)
 
 
 def _chain(
@@ -124,8 +124,7 @@ def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -
     if validation is not None:  # checkpoints have the id of a named or automatic choice
         then = (document.config["train"].get("validation") or {}).get("snapshot")
         chosen = then if validation.snapshot is None else cache.snapshot_of(validation.snapshot) or validation.snapshot
-        named = validation.model_copy(update={"snapshot": chosen})
-        config = config.model_copy(update={"train": config.train.model_copy(update={"validation": named})})
+        config = config.with_train(validation=validation.model_copy(update={"snapshot": chosen}))
     moved = cache.snapshot_of(snapshot) not in (None, used)
     return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]
 
@@ -190,7 +189,7 @@ def _train(
     snapshot: str | None,
     resume: str | Path | None,
     quarantine: str | Path | None,
-    speak: Log,
+    log: Log,
     begin: str | Path | None,
     stop: StopRequest | None = None,
 ) -> Report:
@@ -206,30 +205,27 @@ def _train(
     resumed, chosen = origin() if stop is None else _agreed(config, launch, origin)
     continued = None if resumed is None or resumed.begins else resumed.document
     if resumed is not None and "phase" not in config.train.model_fields_set:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"phase": resumed.phase})})
+        config = config.with_train(phase=resumed.phase)
     opened = cache.open_snapshot(chosen)
-    if launch.is_main:
-        samples = sum(bucket.samples for bucket in opened.buckets)
-        speak(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
-        for line in [] if continued is None else _newer(config, cache, opened, snapshot, stop is not None):
-            speak(line)
-        if (warning := shard_prefetch.advice(opened)) is not None:
-            speak(warning)
+    samples = sum(bucket.samples for bucket in opened.buckets)
+    log(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+    if launch.is_main and continued is not None:
+        for line in _newer(config, cache, opened, snapshot, stop is not None):
+            log(line)
+    if (warning := shard_prefetch.advice(opened)) is not None:
+        log(warning)
     if config.train.epochs is not None:
         config = _with_steps(config, opened)
-        if launch.is_main:
-            speak(f"{config.train.steps} steps: train.epochs of this snapshot")
-    config, part = _heldout(config, cache, opened, resumed, speak if launch.is_main else lambda line: None)
-    config, old = _old_heldout(config, cache, part, resumed, speak if launch.is_main else lambda line: None)
-    config, prompts = _prompts(config, cache, opened, continued, speak if launch.is_main else lambda line: None)
+        log(f"{config.train.steps} steps: train.epochs of this snapshot")
+    config, inputs = _inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
-        shape = architecture_of(config, task(config, opened, launch))
+        shape = architecture_of(config, task(config, inputs, launch))
         as_begun = None if continued is None else continued.config
         config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
-        for line in lines if launch.is_main else []:
-            speak(line)
+        for line in lines:
+            log(line)
 
     def expected(context: Context) -> Expected | None:
         decided = with_residual(context.config, earlier)
@@ -237,19 +233,19 @@ def _train(
 
     def accepted() -> None:
         cache.keep(opened.id)
-        if part is not None:
-            heldout.check_disjoint(opened, part)
-            cache.keep(part.id)
-        if old is not None:
-            cache.keep(old.id)
+        if inputs.heldout is not None:
+            heldout.check_disjoint(opened, inputs.heldout)
+            cache.keep(inputs.heldout.id)
+        if inputs.old_heldout is not None:
+            cache.keep(inputs.old_heldout.id)
 
     return fit(
         config,
-        task(config, opened, launch, quarantine, part, prompts, old),
+        task(config, inputs, launch, quarantine),
         launch,
         resume=resume,
         begin=begin,
-        say=speak,
+        say=log,
         accepted=accepted,
         expect=expected,
         stop=stop,
@@ -286,7 +282,32 @@ def _with_steps(config: Config, snapshot: Snapshot) -> Config:
             f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",
             fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
         )
-    return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
+    return config.with_train(steps=steps, epochs=None)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads from the cache.
+
+    Attributes:
+        heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
+            too. prompts: of the pictures that it draws.
+    """
+
+    snapshot: Snapshot
+    heldout: Snapshot | None = None
+    old_heldout: Snapshot | None = None
+    prompts: PromptSet | None = None
+
+
+def _inputs(
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
+) -> tuple[Config, Inputs]:
+    """The inputs of a run, and its configuration with their ids. A resumed run keeps its choice."""
+    config, part = _heldout(config, cache, snapshot, resumed, log)
+    config, old = _old_heldout(config, cache, part, resumed, log)
+    config, prompts = _prompts(config, cache, snapshot, resumed, log)
+    return config, Inputs(snapshot, part, old, prompts)
 
 
 def _heldout(
@@ -294,9 +315,9 @@ def _heldout(
     cache: Cache,
     snapshot: Snapshot,
     resumed: checkpoint.Resumed | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> tuple[Config, Snapshot | None]:
-    """The snapshot to validate on, if any, and the configuration with its id. A resumed run keeps its choice."""
+    """The snapshot to validate on, if any, and the configuration with its id."""
     validation = config.train.validation
     if validation is None:
         if (there := heldout.find(cache, snapshot)) is not None:
@@ -316,8 +337,7 @@ def _heldout(
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
-    validation = validation.model_copy(update={"snapshot": part.id})
-    return config.model_copy(update={"train": config.train.model_copy(update={"validation": validation})}), part
+    return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
 
 
 def _old_heldout(
@@ -325,7 +345,7 @@ def _old_heldout(
     cache: Cache,
     part: Snapshot | None,
     resumed: checkpoint.Resumed | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot of the old held-out samples, if there are old and new ones, and the configuration with its id."""
     validation = config.train.validation
@@ -340,8 +360,7 @@ def _old_heldout(
             log(f"note: old and new held-out samples are not told apart: {error.what}")
     if old is None or old.id == part.id:
         return config, None
-    validation = validation.model_copy(update={"old": old.id})
-    return config.model_copy(update={"train": config.train.model_copy(update={"validation": validation})}), old
+    return config.with_train(validation=validation.model_copy(update={"old": old.id})), old
 
 
 def _validated_on(document: Document, field: str) -> str | None:
@@ -349,32 +368,23 @@ def _validated_on(document: Document, field: str) -> str | None:
 
 
 def _prompts(
-    config: Config, cache: Cache, snapshot: Snapshot, resumed: Document | None, log: Callable[[str], None]
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, PromptSet | None]:
-    """The prompt set to draw, if any, and the configuration with its id. A resumed run keeps its choice."""
+    """The prompt set to draw, if any, and the configuration with its id."""
     pictures = config.train.pictures
     if pictures is None:
         return config, None
     name = pictures.prompts
-    if name is None and resumed is not None:
-        name = (resumed.config["train"].get("pictures") or {}).get("prompts")
+    if name is None and resumed is not None and not resumed.begins:
+        name = (resumed.document.config["train"].get("pictures") or {}).get("prompts")
     prompts = open_prompts(cache, name, snapshot.text_recipe)
     log(f"pictures: {len(prompts)} prompts of set {prompts.id[:12]} every {pictures.every} steps")
-    pictures = pictures.model_copy(update={"prompts": prompts.id})
-    return config.model_copy(update={"train": config.train.model_copy(update={"pictures": pictures})}), prompts
+    return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.id})), prompts
 
 
-def task(
-    config: Config,
-    snapshot: Snapshot,
-    launch: Launch,
-    quarantine: str | Path | None = None,
-    part: Snapshot | None = None,
-    prompts: PromptSet | None = None,
-    old: Snapshot | None = None,
-) -> Task:
-    """The data of a run on `snapshot`. part: the held-out samples that it is validated on; old: those of them that are
-    no news. prompts: for pictures."""
+def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> Task:
+    """The data of a run."""
+    snapshot, part = inputs.snapshot, inputs.heldout
     train = config.train
 
     def check(layout: Layout) -> None:
@@ -424,8 +434,8 @@ def task(
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
         validation=None if part is None else validation,
-        old_samples=None if old is None else heldout.sample_ids(old),
-        pictures=None if prompts is None else _pictures(config, snapshot, prompts),
+        old_samples=None if inputs.old_heldout is None else heldout.sample_ids(inputs.old_heldout),
+        pictures=None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts),
         check=check,
     )
 

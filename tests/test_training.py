@@ -226,7 +226,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
 
     snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
     settings = tiny_run.config()
-    names = stages.train.task(settings, snapshot, Launch()).names
+    names = stages.train.task(settings, stages.train.Inputs(snapshot), Launch()).names
     row = len(snapshot) - 1
     assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
         snapshot.sample_id(at): "item: " + snapshot.origin(at)[1] for at in (row, 3)
@@ -364,7 +364,9 @@ def test_fp32_in_one_process_stays_a_plain_module() -> None:
 # ------------------------------------------------------------------------------------------------------- the run
 
 
-@pytest.mark.parametrize(("start", "steps", "traced"), [pytest.param(2, 2, 2, marks=pytest.mark.slow), (4, 9, 2), (9, 1, 0)])
+@pytest.mark.parametrize(
+    ("start", "steps", "traced"), [pytest.param(2, 2, 2, marks=pytest.mark.slow), (4, 9, 2), (9, 1, 0)]
+)
 def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: int) -> None:
     """Those that the configuration names, as far as the run has them, and nothing changes."""
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
@@ -976,9 +978,9 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
     layout = mesh.check_sizes(shared.train.parallel, 2)
-    stages.train.task(shared, snapshot, Launch(world=2)).check(layout)
+    stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=r"--quarantine with train\.parallel\.tp_size = 2"):
-        stages.train.task(shared, snapshot, Launch(world=2), file).check(layout)
+        stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2), file).check(layout)
 
 
 @pytest.mark.gpu

@@ -417,7 +417,9 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
     cache, found = Cache(config.cache), []
     part = cache.open_snapshot("latest.heldout")
     for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.phase=2", "train.length_window=3")):
-        samples = stages.train.task(small(*other), cache.open_snapshot(), Launch(), part=part).validation
+        samples = stages.train.task(
+            small(*other), stages.train.Inputs(cache.open_snapshot(), part), Launch()
+        ).validation
         assert samples is not None
         parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]
         found.append(parts)

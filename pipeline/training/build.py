@@ -171,7 +171,7 @@ def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
     if config.train.residual is not None:
         return config
     residual = "fp32" if earlier is None else earlier["train"].get("residual") or "compute"
-    return config.model_copy(update={"train": config.train.model_copy(update={"residual": residual})})
+    return config.with_train(residual=residual)
 
 
 def numerics(train: TrainConfig) -> Numerics:
