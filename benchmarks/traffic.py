@@ -8,7 +8,8 @@ empty memory do not. Compiled code is counted in inductor's schedule for a GPU (
 node reads and writes, and each node, fused or another kernel's call, as a launch. Operations of `pipeline.kernels`
 count their inputs and outputs; `with inside` adds what their Triton kernels move between themselves, although the twins
 run here. Launches of a step: both passes of 20 blocks and of the model's ends (`of the passes`), then the norm of the
-gradient, clipping and fused AdamW for Sana 1.6B. Casts by FSDP2 are left out: they are the same in all forms.
+gradient, clipping and fused AdamW for Sana 1.6B. Casts by FSDP2 are left out: they are the same in all forms. Of the
+ends, text and timestep (`conditions`) are compiled, too.
 Not seen: reductions that inductor splits in two for want of rows, kernels within torch's attention, copies that cuDNN
 makes of the earlier convolutions' tensors.
 Graphs: over 40 buckets and 3 text lengths, padded and packed.
@@ -40,19 +41,24 @@ from benchmarks.memory import shape
 from benchmarks.report import finish, table
 from pipeline.config import TrainConfig
 from pipeline.kernels import linear_attention as attention
+from pipeline.launch import Launch
 from pipeline.models import sana_layers
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
-from pipeline.parallel.compile import compile_blocks
-from pipeline.parallel.parallelize import ParallelModel
+from pipeline.parallel import mesh
+from pipeline.parallel.compile import compile_blocks, compile_conditions
+from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
+from pipeline.parallel.shards import local
 from pipeline.training.step import TrainStep
 
 BLOCKS = 20
-LAUNCHES = {  # Triton kernels
+LAUNCHES = {  # kernels of an operation: Triton's, or a copy of three matrices and its products
     "linear_attention": 2,
-    "linear_attention_backward": 3,
+    "linear_attention_backward": 2,
     "gated_convolution": 1,
     "gated_convolution_backward": 3,
+    "joined_linear": 2,
+    "joined_linear_backward": 3,
 }
 
 
@@ -99,18 +105,36 @@ class EarlierConvolution(nn.Module):
         return F.conv2d(value * F.silu(gate), last.weight).flatten(2).transpose(1, 2)
 
 
+class EarlierLinear(nn.Linear):
+    """A product of its own."""
+
+
 class EarlierAttention(torch.autograd.Function):
-    """The products that are the twin now, each an operation."""
+    """The products that are the twin now, each an operation; the state is computed twice."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.more = head_dim, eps
-        return attention.forward(query, key, value, head_dim, eps)
+        return attention.forward(query, key, value, head_dim, eps)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return *attention.backward(gradient, *ctx.saved_tensors, *ctx.more), None, None
+        query, key, value = ctx.saved_tensors
+        head_dim, eps = ctx.more
+        q, k, v = attention._parts(query, key, value, head_dim)
+        moments = torch.matmul(v.transpose(2, 3), k)
+        out = torch.matmul(q, moments.transpose(2, 3))
+        scale = out[..., -1:] + eps
+        of_result = attention._by_head(gradient, head_dim)
+        of_scale = -(of_result * (out[..., :-1] / scale / scale)).sum(-1, keepdim=True)
+        of_out = torch.cat([of_result / scale, of_scale], dim=-1)
+        of_moments = torch.matmul(of_out.transpose(2, 3), q)
+        of_query = attention._joined(torch.matmul(of_out, moments), query.dtype)
+        of_key = attention._joined(torch.matmul(v, of_moments), key.dtype)
+        of_value = attention._joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype)
+        relu = torch.ops.aten.threshold_backward
+        return relu(of_query, query, 0).contiguous(), relu(of_key, key, 0).contiguous(), of_value, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- counting
@@ -144,6 +168,8 @@ def earlier(config: SanaConfig, run: Callable[[SanaTransformer], Counter]) -> Co
     made = model(config)
     for block in made.blocks:
         block.ff = EarlierConvolution(block.ff)
+        for layer in (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v):
+            layer.__class__ = EarlierLinear
     with mock.patch.object(sana_layers, "linear_attention", EarlierAttention.apply):
         return run(made)
 
@@ -152,9 +178,10 @@ class _Scheduled(Exception):
     """Raised where inductor would generate code."""
 
 
-def compiled(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
-    """Bytes and launches of the block's graphs, forward and backward, as inductor schedules them for a GPU: with the
-    rules of its Triton back end, on the CPU's tensors, without generating code. The graphs then run uncompiled."""
+def compiled(run: Callable[[Callable[..., Any]], None]) -> tuple[int, int]:
+    """Bytes and launches of the graphs that `run` compiles with the backend that it is given, forward and backward, as
+    inductor schedules them for a GPU: with the rules of its Triton back end, on the CPU's tensors, without generating
+    code. The graphs then run uncompiled."""
     moved_bytes, launches = 0, 0
 
     def count(scheduler: Scheduler) -> None:
@@ -180,11 +207,35 @@ def compiled(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
         return compile_fx.compile_fx(graph, inputs, inner_compile=count_graph)
 
     torch._dynamo.reset()
-    block = model(config).blocks[0]
-    compile_blocks([block], backend, 2)  # type: ignore[arg-type]
     with torch._inductor.config.patch(force_disable_caches=True, cpu_backend="triton"):
-        block(*given).backward(torch.randn(given[0].shape))
+        run(backend)
     return moved_bytes, launches
+
+
+def compiled_block(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
+    def run(backend: Any) -> None:
+        block = model(config).blocks[0]
+        compile_blocks([block], backend, 2)
+        block(*given).backward(torch.randn(given[0].shape))
+
+    return compiled(run)
+
+
+def of_conditions(made: SanaTransformer, whole: tuple[Tensor, ...]) -> None:
+    """Both passes of what a block is given beside the tokens, the gradients given."""
+    results = [x for x in made.conditions(*whole[1:], torch.bfloat16) if x is not None and x.requires_grad]
+    torch.autograd.backward(results, [torch.empty_like(x) for x in results])
+
+
+def compiled_conditions(config: SanaConfig, whole: tuple[Tensor, ...]) -> int:
+    """Launches."""
+
+    def run(backend: Any) -> None:
+        made = model(config)
+        compile_conditions(made, backend)
+        of_conditions(made, whole)
+
+    return compiled(run)[1]
 
 
 def multi_tensor_launches(sizes: list[int], lists: int) -> int:
@@ -206,9 +257,10 @@ def multi_tensor_launches(sizes: list[int], lists: int) -> int:
 
 def update_launches() -> tuple[int, int]:
     """(earlier, present) kernels from the gradients to the new parameters of Sana 1.6B: norm, clipping, fused AdamW.
-    Earlier: a product for each gradient. Present: what the trainer's step does where AdamW is fused."""
+    Earlier: norms of many tensors at a time, a product for each gradient. Present: norms of the runs of memory that
+    FSDP2 leaves, and what the trainer's step does where AdamW is fused."""
     parameters = [p.numel() for p in SanaTransformer.on_meta(shape(BLOCKS)).parameters()]
-    rest = multi_tensor_launches(parameters, 1) + multi_tensor_launches(parameters, 4)
+    norm, update = multi_tensor_launches(parameters, 1), multi_tensor_launches(parameters, 4)
     small = nn.Linear(2, 2)
     fused = torch.optim.AdamW(small.parameters(), fused=True)
     step = TrainStep(ParallelModel(small), None, fused, TrainConfig(), torch.device("cpu"))  # type: ignore[arg-type]
@@ -216,7 +268,20 @@ def update_launches() -> tuple[int, int]:
     with Counter() as counter:
         step._update(torch.tensor(0.5))
     clipping = counter.named["_foreach_mul_"] + counter.named["mul_"]
-    return rest + len(parameters), rest + (multi_tensor_launches(parameters, 1) if clipping else 0)
+    runs, single = adjoining(sharded_gradients())
+    present = len(runs) + multi_tensor_launches([x.numel() for x in single], 1)
+    return norm + update + len(parameters), present + update + (norm if clipping else 0)
+
+
+def sharded_gradients() -> list[Tensor]:
+    """As a step of the trainer leaves them, of a narrow model with as many blocks, in one process."""
+    config, train = shape(BLOCKS, heads=2, cross=2), TrainConfig(activation_checkpointing="none")
+    with mesh.open_mesh(Launch(), train.parallel, torch.device("cpu")) as device_mesh:
+        made = parallelize(SanaTransformer.from_scratch(config, 0), device_mesh, train)
+        latents, captions = torch.randn(1, 32, 2, 2), torch.randn(1, 2, config.caption_channels)
+        mask, times = torch.ones(1, 2, dtype=torch.bool), torch.tensor([10.0])
+        made.module(latents.bfloat16(), captions.bfloat16(), mask, times).sum().backward()
+        return [local(gradient) for gradient in made.gradients()]
 
 
 def inside(config: SanaConfig, samples: int, height: int, width: int) -> int:
@@ -225,16 +290,19 @@ def inside(config: SanaConfig, samples: int, height: int, width: int) -> int:
     state = samples * config.num_attention_heads * math.ceil(tokens / 512) * (head + 1) * head * 4
     parts = samples * math.ceil(height / 4) * 10 * channels * 4
     wide, token = samples * tokens * channels * 2, samples * tokens * config.inner_dim * 2
-    # attention: the state and its gradient are written and read, keys and values read twice in the backward pass;
-    # convolution: the gradient of its result is written and read, its input read twice, the weight's gradient in parts
-    return 2 * 3 * state + 2 * token + 3 * wide + 2 * parts
+    matrices = 3 * config.inner_dim**2 * 2
+    # attention: the parts of the state and of its gradient are written and read; products: the joined matrices are
+    # written and read in both passes, the gradient is read by two; convolution: the gradient of its result is written
+    # and read, its input read twice, the weight's gradient in parts
+    return 2 * 2 * state + 2 * 2 * matrices + 3 * token + 3 * wide + 2 * parts
 
 
 def graphs(packed: bool) -> int:
-    """Compiled for 40 buckets and 3 text lengths, two blocks, both passes."""
+    """Compiled for 40 buckets and 3 text lengths, two blocks and what they are given, both passes."""
     torch._dynamo.reset()
     made, counter = SanaTransformer.from_scratch(shape(2, heads=2, cross=2), 0), CompileCounterWithBackend("aot_eager")
     compile_blocks(made.blocks, counter, 200)  # type: ignore[arg-type]
+    compile_conditions(made, counter)  # type: ignore[arg-type]
     for height, width in itertools.product((2, 3, 4, 5, 6, 8, 9, 11), (2, 4, 5, 7, 12)):
         for rows in (5, 7, 16):
             mask = torch.arange(rows)[None] < torch.tensor([[rows], [3]])
@@ -264,21 +332,27 @@ def main() -> None:
     before = earlier(config, lambda made: both_passes(made.blocks[0], cast))
     ends = of_model(model(config)).launches - both_passes(model(config).blocks[0], given).launches
     present, more = both_passes(model(config).blocks[0], given), inside(config, samples, *side)
-    bytes_compiled, launches_compiled = compiled(config, given)
-    forms = {  # bytes, those inside of operations, launches
-        "earlier": (before.bytes, 0, before.launches),
-        "present": (present.bytes, more, present.launches),
-        "present, compiled": (bytes_compiled, more, launches_compiled),
+    bytes_compiled, launches_compiled = compiled_block(config, given)
+    made = model(config)
+    with Counter() as conditions:
+        of_conditions(made, whole)
+    ends_compiled = ends - conditions.launches + compiled_conditions(config, whole)
+    forms = {  # bytes, those inside of operations, launches, those of the ends
+        "earlier": (before.bytes, 0, before.launches, ends),
+        "present": (present.bytes, more, present.launches, ends),
+        "present, compiled": (bytes_compiled, more, launches_compiled, ends_compiled),
     }
     head = ["a block, forward and backward", "MB", "token matrices", "ratio", "with inside", "launches"]
-    head += ["of the passes", "of a step"]
+    head += ["of the ends", "of the passes", "of a step"]
     updates = update_launches()
     rows_of_table, passes_of, step_of = [], {}, {}
-    for name, (total, between, launches) in forms.items():
+    for name, (total, between, launches, of_ends) in forms.items():
         ratios = total / before.bytes, (total + between) / before.bytes
-        passes_of[name] = BLOCKS * launches + ends
+        passes_of[name] = BLOCKS * launches + of_ends
         step_of[name] = passes_of[name] + updates[name != "earlier"]
-        rows_of_table.append([name, total / 1e6, total / unit, *ratios, launches, passes_of[name], step_of[name]])
+        rows_of_table.append(
+            [name, total / 1e6, total / unit, *ratios, launches, of_ends, passes_of[name], step_of[name]]
+        )
     table(head, rows_of_table)
     counts = {"padded": graphs(False), "packed": graphs(True)}
     print(f"graphs for 40 buckets and 3 text lengths: {counts}")

@@ -746,7 +746,7 @@ class TrainConfig(_Section):
     packed_attention: bool = False
     """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["none", "block"] = "none"
-    """block: compile each block with torch.compile, once for all shapes."""
+    """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep."""
     compile_backend: str = "inductor"
     """torch.compile's backend."""
     compile_max_graphs: Positive = 8

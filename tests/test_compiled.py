@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
-from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
 
@@ -58,24 +58,24 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
                 checkpoint_blocks(model.blocks, "selective" if way == "selective" else "full")
             if compiled:
                 compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+                compile_conditions(model, counter)  # type: ignore[arg-type]
             if "sharded" in way:
                 for part in (*model.blocks, model):
                     fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
                 assert all(isinstance(block, FSDPModule) for block in model.blocks)
             assert list(model.state_dict()) == names
             result[compiled] = _gradients(model)
-    assert counter.frame_count == 1, "one graph for all blocks and shapes"
+    assert counter.frame_count == 2, "one graph for all blocks and shapes, one for text and timestep"
     for ours, plain in zip(result[True], result[False], strict=True):
         assert tiny_run.distance(ours, plain) <= 1e-6
 
 
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(
-        "pipeline.parallel.parallelize.compile_blocks",
-        lambda blocks, backend, count: compile_blocks(blocks, counter, count),
-    )
-    for how, frames in (("none", 0), ("block", 1)):
+    where = "pipeline.parallel.parallelize."
+    monkeypatch.setattr(where + "compile_blocks", lambda blocks, backend, count: compile_blocks(blocks, counter, count))
+    monkeypatch.setattr(where + "compile_conditions", lambda model, backend: compile_conditions(model, counter))
+    for how, frames in (("none", 0), ("block", 2)):
         settings = tiny_run.config(compile=how, compile_backend="aot_eager")
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:
             parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
@@ -89,6 +89,7 @@ def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
     model, counter = tiny_run.model(tiny_run.config(layers=2)), CompileCounterWithBackend("aot_eager")
     plain = tiny_run.model(tiny_run.config(layers=2))
     compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    compile_conditions(model, counter)  # type: ignore[arg-type]
     channels, width = model.config.in_channels, model.config.caption_channels
     generator = torch.Generator().manual_seed(0)
     for height, columns in itertools.product((2, 3, 4, 5, 6, 8, 9, 11), (2, 4, 5, 7, 16)):
@@ -99,7 +100,7 @@ def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
             given = latents, captions[mask] if text == "packed" else captions, mask, torch.tensor([10.0, 500.0, 900.0])
             out = model(*given)
             out.square().mean().backward()
-            assert counter.frame_count == 1
+            assert counter.frame_count == 2
     assert torch.allclose(out, plain(*given), atol=1e-5)
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.kernels import backend, gated_convolution, linear_attention, packed_attention
+from pipeline.kernels import backend, gated_convolution, joined_linear, linear_attention, packed_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"fp32": 1e-6, "bf16": 2**-6}
@@ -139,9 +140,19 @@ def packed_inputs(dtype: torch.dtype) -> list[Any]:
     return [*tensors, torch.tensor([0, 1, 7, 9], dtype=torch.int32)]
 
 
+def side_by_side_inputs(dtype: torch.dtype) -> list[Any]:
+    return [torch.randn(2, 5, 18, dtype=dtype, requires_grad=True), None, None, 3, 1e-15]
+
+
+def product_inputs(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 5, 6), *((4, 6),) * 3)]
+
+
 OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
     "gated convolution": (gated_convolution._operation, gated_convolution._gradients, convolution_inputs),
     "linear attention": (linear_attention._operation, linear_attention._gradients, attention_inputs),
+    "linear attention, side by side": (linear_attention._operation, linear_attention._gradients, side_by_side_inputs),
+    "joined product": (joined_linear._operation, joined_linear._gradients, product_inputs),
     "packed attention": (packed_attention._operation, packed_attention._gradients, packed_inputs),
 }
 
@@ -151,14 +162,16 @@ def test_the_twin_has_the_gradients_of_its_values(name: str) -> None:
     """Against differences in float64. Linear attention computes in float32, so its differences are coarser."""
     operation, _, inputs = OPERATIONS[name]
     torch.manual_seed(0)
-    if name == "linear attention":
+    if name.startswith("linear attention"):
         given = inputs(torch.float64)
         plain = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in given]
         gradient = torch.randn(2, 5, 6, dtype=torch.float64)
-        (formula(*plain) * gradient).sum().backward()
-        (operation(*given) * gradient).sum().backward()
-        for ours, exact in zip(given[:3], plain[:3], strict=True):
-            assert (ours.grad - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+        parts = plain if plain[1] is not None else [*plain[0].chunk(3, dim=2), *plain[3:]]
+        (formula(*parts) * gradient).sum().backward()
+        (operation(*given)[0] * gradient).sum().backward()
+        for ours, exact in zip(given, plain, strict=True):
+            if isinstance(ours, Tensor):
+                assert (ours.grad - exact.grad).norm() <= 1e-5 * exact.grad.norm()
     else:
         assert torch.autograd.gradcheck(operation, inputs(torch.float64))
 
@@ -175,9 +188,39 @@ def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
     operation, gradients, inputs = OPERATIONS[name]
     given = inputs(torch.float32)
     torch.library.opcheck(operation, given)
-    gradient = operation(*given).detach().transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
-    plain = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    result = operation(*given)
+    result, *state = result if isinstance(result, tuple) else (result,)
+    gradient = result.detach().transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in (*state, *given)]
     torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
+
+
+class Products(TorchDispatchMode):
+    """Sizes of the gradients that `joined_linear`'s backward operation computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[list[int]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation is torch.ops.sana_pipe.joined_linear_backward.default:
+            self.sizes.append([part.numel() for part in result])
+        return result
+
+
+def test_a_backward_pass_in_two_parts_multiplies_once_for_each_gradient() -> None:
+    given = product_inputs(torch.float64)
+    first = torch.nn.Linear(6, 6, dtype=torch.float64)
+    parameters = [*first.parameters(), *given[1:]]
+    out = joined_linear.joined_linear(first(given[0]), *given[1:])
+    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
+    with Products() as products:
+        of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
+        stage_backward_weight(iter(parameters), groups)
+    assert products.sizes == [[60, 0], [0, 72]]
+    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
+        torch.testing.assert_close(ours, exact)
 
 
 def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +252,13 @@ def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: p
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_saves_its_inputs_alone(name: str) -> None:
+def test_an_operation_saves_its_inputs_alone_and_attention_a_state_that_no_token_widens(name: str) -> None:
     operation, _, inputs = OPERATIONS[name]
     given, saved = inputs(torch.float32), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         operation(*given)
+    if name.startswith("linear attention"):
+        assert saved.pop(0).shape == (2, 2, 3 + 1, 3)
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in given if isinstance(x, Tensor)]
 
 
@@ -262,7 +307,9 @@ def test_on_a_gpu_the_kernels_are_nearer_to_fp64_than_their_limit(name: str, dty
     expected = plain(*leaves, *more)
     gradient = torch.randn(expected.shape, device="cuda").to(dtype)
     expected.backward(gradient.cpu().double())
-    actual = [operation(*given, *more), *gradients(gradient, *given, *more)]
+    result = operation(*given, *more)
+    result, *state = result if isinstance(result, tuple) else (result,)
+    actual = [result, *gradients(gradient, *state, *given, *more)]
     for ours, wanted in zip(actual, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         error = (ours.cpu().double() - wanted).norm() / wanted.norm()  # type: ignore[union-attr]
         assert error <= (2**-7 if dtype is torch.bfloat16 else 1e-5)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.utils.checkpoint import CheckpointError
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ArchConfig
 from pipeline.errors import ConfigError, UserError
@@ -227,7 +228,7 @@ def _product_dtypes(model: SanaTransformer, dtype: torch.dtype, autocast: bool) 
         patch.setattr(torch, "matmul", recorded)
         out = model(latents.to(dtype), captions.to(dtype), mask, timesteps)
         out.float().sum().backward()
-    assert len(seen) == (2 + 6) * model.config.num_layers
+    assert len(seen) == (2 + 5) * model.config.num_layers
     return set(seen)
 
 
@@ -268,7 +269,7 @@ def _with_gradients(attention: Any, inputs: list[Tensor], weight: Tensor) -> dic
     return dict(zip("oqkv", [out.detach(), *(leaf.grad for leaf in leaves)], strict=True))
 
 
-def test_linear_attention_keeps_its_inputs_alone_and_their_gradients_are_exact() -> None:
+def test_linear_attention_keeps_its_inputs_and_a_small_state_and_its_gradients_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     *inputs, weight = (torch.randn(2, 40, 64, generator=generator) for _ in range(4))
     exact = _with_gradients(_plain_linear_attention, inputs, weight)
@@ -287,7 +288,32 @@ def test_linear_attention_keeps_its_inputs_alone_and_their_gradients_are_exact()
     leaves = [x.requires_grad_() for x in coarse]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_attention(*leaves, 16)
+    assert saved.pop(0).shape == (2, 4, 16 + 1, 16)
     assert [t.data_ptr() for t in saved] == [leaf.data_ptr() for leaf in leaves]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_projections_are_one_product_unless_their_class_or_a_bias_forbids_it(variant: str) -> None:
+    """Alike in values and gradients."""
+
+    class Replaced(torch.nn.Linear):
+        pass
+
+    model = make(replace(TINY, **VARIANTS[variant]))
+    results, products = [], []
+    for replaced in (False, True):
+        for block in model.transformer_blocks:
+            if replaced:
+                block.attn1.to_v.__class__ = Replaced
+        with FlopCounterMode(display=False) as counter:
+            out = model(*inputs((8, 8)))
+            results.append({"out": out.detach(), **gradients(model, out)})
+        counts = counter.get_flop_counts()["Global"]
+        products.append([torch.ops.sana_pipe.joined_linear in counts, sum(counts.values())])
+    assert products[0][0] == (variant != "patches")
+    assert not products[1][0]
+    assert products[0][1] == products[1][1]
+    assert distance(*results) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])

@@ -36,7 +36,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import checkpoint_blocks
-from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.profiling import Profiler
@@ -462,6 +462,31 @@ def test_one_process_casts_each_parameter_once_per_step() -> None:
     assert casts[None] == 2 * parameters
     assert casts[True] > 2 * 4 * parameters
     assert losses[None] == losses[True]
+
+
+def test_gradients_of_a_block_adjoin_and_their_norm_is_that_of_all() -> None:
+    settings = tiny_run.config(precision="bf16")
+    with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+        parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+        step = tiny_run.train_step(parallel_model, settings.train)
+        tiny_run.losses(step, tiny_run.global_batch(0)).sum().backward()
+        gradients = [local(gradient) for gradient in parallel_model.gradients()]
+        blocks = len(parallel_model.module.blocks)  # type: ignore[arg-type]
+    runs, single = adjoining(gradients)
+    assert (len(runs), single) == (blocks + 1, []), "one of each block, one of the rest"
+    values = [torch.cat([x.flatten() for x in parts]).sort().values for parts in (runs, gradients)]
+    assert torch.equal(*values), "each value once"
+    again, _ = adjoining(x.clone() for x in gradients)
+    assert again == []
+
+
+def test_only_tensors_that_follow_each_other_in_memory_adjoin() -> None:
+    memory, other = torch.arange(24.0), torch.arange(4.0)
+    parts = [memory[12:16], other, memory[:6].view(2, 3), memory[6:12], memory[18:20], memory[20:24].view(2, 2).t()]
+    runs, single = adjoining(parts)
+    assert [x.tolist() for x in runs] == [memory[:16].tolist()]
+    assert [x.data_ptr() for x in single] == [x.data_ptr() for x in (memory[18:20], memory[20:24], other)]
+    assert adjoining([memory[:2], memory[2:4].view(torch.int32)])[0] == [], "of one dtype"
 
 
 def test_clipping_is_one_product_for_all_gradients() -> None:

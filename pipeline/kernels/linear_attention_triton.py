@@ -55,80 +55,100 @@ def _write_state(state, matrix, vector, lane, dim):
 
 
 @triton.jit
-def _head(tokens, dim):
-    """Offsets of this program: its head in (B, N, heads * dim), its head's first part and its part in the state."""
-    head, sample, span = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    heads, spans = tl.num_programs(0), tl.num_programs(2)
-    first = (sample * heads + head) * spans
-    return sample * tokens * heads * dim + head * dim, first * (dim + 1) * dim, (first + span) * (dim + 1) * dim
+def _place(tokens, pitch, dim):
+    """Offset of this program's head in (B, N, heads * dim), whose rows are `pitch` apart."""
+    return tl.program_id(1).to(tl.int64) * tokens * pitch + tl.program_id(0) * dim
+
+
+@triton.jit
+def _state_places(dim):
+    """Offsets of this program's head in the state, of the head's first part, and of this program's part."""
+    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    size, spans = (dim + 1) * dim, tl.num_programs(2)
+    return head * size, head * spans * size, (head * spans + tl.program_id(2)) * size
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _moments(key, value, state, tokens, dim, EXACT: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
-             WIDE: tl.constexpr):  # fmt: skip
+def _moments(key, value, parts, key_pitch, value_pitch, tokens, dim, EXACT: tl.constexpr, SPAN: tl.constexpr,
+             TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """One part of the state."""
-    start, _, part = _head(tokens, dim)
-    pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
+    _, _, part = _state_places(dim)
+    key += _place(tokens, key_pitch, dim)
+    value += _place(tokens, value_pitch, dim)
+    lane = tl.arange(0, WIDE)
     matrix, vector = tl.zeros((WIDE, WIDE), tl.float32), tl.zeros((WIDE,), tl.float32)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
-        k = tl.maximum(_load(key + start, token, tokens, pitch, lane, dim), 0.0)
-        v = _load(value + start, token, tokens, pitch, lane, dim)
+        k = tl.maximum(_load(key, token, tokens, key_pitch, lane, dim), 0.0)
+        v = _load(value, token, tokens, value_pitch, lane, dim)
         matrix += tl.dot(tl.trans(k), v, input_precision=EXACT)
         vector += tl.sum(k, axis=0)
-    _write_state(state + part, matrix, vector, lane, dim)
+    _write_state(parts + part, matrix, vector, lane, dim)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _query_forward(query, state, out, tokens, dim, eps, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
-    start, first, _ = _head(tokens, dim)
-    pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
-    matrix, vector = _read_state(state + first, tl.num_programs(2), lane, dim)
+def _query_forward(query, parts, state, out, query_pitch, pitch, tokens, dim, eps, SPAN: tl.constexpr,
+                   TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """The result; the first program of a head also writes the sum of the state's parts, if there are several."""
+    whole, first, _ = _state_places(dim)
+    query += _place(tokens, query_pitch, dim)
+    out += _place(tokens, pitch, dim)
+    lane = tl.arange(0, WIDE)
+    matrix, vector = _read_state(parts + first, tl.num_programs(2), lane, dim)
+    if (tl.program_id(2) == 0) & (tl.num_programs(2) > 1):
+        _write_state(state + whole, matrix, vector, lane, dim)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
-        q = tl.maximum(_load(query + start, token, tokens, pitch, lane, dim), 0.0)
+        q = tl.maximum(_load(query, token, tokens, query_pitch, lane, dim), 0.0)
         scale = tl.sum(q * vector[None, :], axis=1) + eps
         x = tl.dot(q, matrix, input_precision="tf32x3") / scale[:, None]
-        _store(out + start, x, token, tokens, pitch, lane, dim)
+        _store(out, x, token, tokens, pitch, lane, dim)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _query_backward(gradient, query, state, of_query, of_state, tokens, dim, eps, SPAN: tl.constexpr,
-                    TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _query_backward(gradient, query, state, of_query, of_state, pitch, query_pitch, of_query_pitch, tokens, dim, eps,
+                    SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradient of the queries, and one part of the state's."""
-    start, first, part = _head(tokens, dim)
-    pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
+    whole, _, part = _state_places(dim)
+    gradient += _place(tokens, pitch, dim)
+    query += _place(tokens, query_pitch, dim)
+    of_query += _place(tokens, of_query_pitch, dim)
+    lane = tl.arange(0, WIDE)
     of_matrix, of_vector = tl.zeros((WIDE, WIDE), tl.float32), tl.zeros((WIDE,), tl.float32)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
-        q = tl.maximum(_load(query + start, token, tokens, pitch, lane, dim), 0.0)
-        g = _load(gradient + start, token, tokens, pitch, lane, dim)
+        q = tl.maximum(_load(query, token, tokens, query_pitch, lane, dim), 0.0)
+        g = _load(gradient, token, tokens, pitch, lane, dim)
         # read for each tile: in registers throughout, its split parts would spill
-        matrix, vector = _read_state(state + first, tl.num_programs(2), lane, dim)
+        matrix, vector = _read_state(state + whole, 1, lane, dim)
         scale = tl.sum(q * vector[None, :], axis=1) + eps
         g = g / scale[:, None]
         product = tl.dot(q, matrix, input_precision="tf32x3")
         of_scale = -tl.sum(g * product, axis=1) / scale
         x = tl.dot(g, tl.trans(matrix), input_precision="tf32x3") + of_scale[:, None] * vector[None, :]
-        _store(of_query + start, tl.where(q > 0, x, 0.0), token, tokens, pitch, lane, dim)
+        _store(of_query, tl.where(q > 0, x, 0.0), token, tokens, of_query_pitch, lane, dim)
         of_matrix += tl.dot(tl.trans(q), g, input_precision="tf32x3")
         of_vector += tl.sum(q * of_scale[:, None], axis=0)
     _write_state(of_state + part, of_matrix, of_vector, lane, dim)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _key_value_backward(key, value, of_state, of_key, of_value, tokens, dim, SPAN: tl.constexpr, TILE: tl.constexpr,
-                        WIDE: tl.constexpr):  # fmt: skip
-    start, first, _ = _head(tokens, dim)
-    pitch, lane = tl.num_programs(0) * dim, tl.arange(0, WIDE)
+def _key_value_backward(key, value, of_state, of_key, of_value, key_pitch, value_pitch, of_key_pitch, of_value_pitch,
+                        tokens, dim, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    _, first, _ = _state_places(dim)
+    key += _place(tokens, key_pitch, dim)
+    value += _place(tokens, value_pitch, dim)
+    of_key += _place(tokens, of_key_pitch, dim)
+    of_value += _place(tokens, of_value_pitch, dim)
+    lane = tl.arange(0, WIDE)
     matrix, vector = _read_state(of_state + first, tl.num_programs(2), lane, dim)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
-        k = tl.maximum(_load(key + start, token, tokens, pitch, lane, dim), 0.0)
-        v = _load(value + start, token, tokens, pitch, lane, dim)
+        k = tl.maximum(_load(key, token, tokens, key_pitch, lane, dim), 0.0)
+        v = _load(value, token, tokens, value_pitch, lane, dim)
         x = tl.dot(v, tl.trans(matrix), input_precision="tf32x3") + vector[None, :]
-        _store(of_key + start, tl.where(k > 0, x, 0.0), token, tokens, pitch, lane, dim)
-        _store(of_value + start, tl.dot(k, matrix, input_precision="tf32x3"), token, tokens, pitch, lane, dim)
+        _store(of_key, tl.where(k > 0, x, 0.0), token, tokens, of_key_pitch, lane, dim)
+        _store(of_value, tl.dot(k, matrix, input_precision="tf32x3"), token, tokens, of_value_pitch, lane, dim)
 
 
 def constants(head_dim: int) -> dict[str, int]:
@@ -137,40 +157,57 @@ def constants(head_dim: int) -> dict[str, int]:
     return {"SPAN": SPAN, "TILE": TILE, "WIDE": wide, "num_warps": 4 if wide <= 64 else 8}
 
 
-def _launch(query: Tensor, head_dim: int) -> tuple[tuple[int, int, int], Tensor]:
-    """Grid, and memory for the parts of the state."""
-    batch, tokens, width = query.shape
-    grid = width // head_dim, batch, triton.cdiv(tokens, SPAN)
-    shape = batch, grid[0], grid[2], head_dim + 1, head_dim
-    return grid, torch.empty(*shape, dtype=torch.float32, device=query.device)
-
-
 def _exact(key: Tensor, value: Tensor) -> str:
     return "tf32" if key.dtype == value.dtype == torch.bfloat16 else "tf32x3"
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-    """As `linear_attention`, for tensors that Triton can reach."""
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    out = torch.empty_like(value)
-    if out.numel():
-        (grid, state), sizes, given = _launch(query, head_dim), (query.shape[1], head_dim), constants(head_dim)
-        _moments[grid](key, value, state, *sizes, EXACT=_exact(key, value), **given)
-        _query_forward[grid](query, state, out, *sizes, eps, **given)
-    return out
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` (B, N, width), or a copy, and the distance between its rows: the kernels take a part of wider rows."""
+    if x.stride(2) != 1 or x.stride(0) != x.shape[1] * x.stride(1):
+        x = x.contiguous()
+    return x, x.stride(1)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
+    """As `linear_attention`, for tensors that Triton can reach; also the state."""
+    batch, tokens, width = query.shape
+    heads, spans = width // head_dim, triton.cdiv(tokens, SPAN)
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    state = torch.empty(batch, heads, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
+    if not out.numel():
+        return out, state.zero_()
+    parts = state
+    if spans > 1:
+        parts = torch.empty(batch, heads, spans, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
+    grid, given, sizes = (heads, batch, spans), constants(head_dim), (tokens, head_dim)
+    (query, query_pitch), (key, key_pitch), (value, value_pitch) = _rows(query), _rows(key), _rows(value)
+    _moments[grid](key, value, parts, key_pitch, value_pitch, *sizes, EXACT=_exact(key, value), **given)
+    _query_forward[grid](query, parts, state, out, query_pitch, width, *sizes, eps, **given)
+    return out, state
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    if query.numel():
-        (grid, state), sizes, given = _launch(query, head_dim), (query.shape[1], head_dim), constants(head_dim)
-        of_state = torch.empty_like(state)
-        _moments[grid](key, value, state, *sizes, EXACT=_exact(key, value), **given)
-        small = given | {"TILE": SMALL_TILE}
-        _query_backward[grid](gradient.contiguous(), query, state, of_query, of_state, *sizes, eps, **small)
-        _key_value_backward[grid](key, value, of_state, of_key, of_value, *sizes, **given)
-    return of_query, of_key, of_value
+    gradient: Tensor,
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    of_value: Tensor,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """Write the gradients of query, key and value into the memory that is given for them, row by row."""
+    batch, tokens, width = query.shape
+    if not query.numel():
+        return
+    heads, spans = width // head_dim, triton.cdiv(tokens, SPAN)
+    of_state = torch.empty(batch, heads, spans, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
+    grid, given, sizes = (heads, batch, spans), constants(head_dim), (tokens, head_dim)
+    (query, query_pitch), (key, key_pitch), (value, value_pitch) = _rows(query), _rows(key), _rows(value)
+    gradient, pitch = _rows(gradient)
+    small, pitches = given | {"TILE": SMALL_TILE}, (pitch, query_pitch, of_query.stride(1))
+    _query_backward[grid](gradient, query, state, of_query, of_state, *pitches, *sizes, eps, **small)
+    pitches_of_both = key_pitch, value_pitch, of_key.stride(1), of_value.stride(1)
+    _key_value_backward[grid](key, value, of_state, of_key, of_value, *pitches_of_both, *sizes, **given)

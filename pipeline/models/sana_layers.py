@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.kernels.gated_convolution import gated_convolution
-from pipeline.kernels.linear_attention import linear_attention
+from pipeline.kernels.joined_linear import joined_linear
+from pipeline.kernels.linear_attention import joined_linear_attention, linear_attention
 from pipeline.kernels.packed_attention import Packed, packed_attention
 from pipeline.models.sana_config import Numerics, SanaConfig
 
@@ -84,10 +85,13 @@ class _Attention(nn.Module):
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of `x`, keys and values of `context`, each (B, tokens, heads*head_dim)."""
-        query, key, value = self.to_q(x), self.to_k(context), self.to_v(context)
-        if self.norm_q is not None and self.norm_k is not None:
-            query, key = self.norm_q(query), self.norm_k(key)
-        return query, key, value
+        return *self.normalise(self.to_q(x), self.to_k(context)), self.to_v(context)
+
+    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms, if the model has these."""
+        if self.norm_q is None or self.norm_k is None:
+            return query, key
+        return self.norm_q(query), self.norm_k(key)
 
     def output(self, x: Tensor) -> Tensor:
         for layer in self.to_out:
@@ -96,13 +100,24 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Linear attention over image tokens."""
+    """Linear attention over image tokens. Plain projections are computed as one product; a strategy that replaces their
+    class (tensor parallelism, compressed activations) has three."""
 
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.output(linear_attention(*self.project(x, x), self.head_dim, self.eps).to(x.dtype))
+        out = self.output(self._attended(x).to(x.dtype))
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
+
+    def _attended(self, x: Tensor) -> Tensor:
+        layers = self.to_q, self.to_k, self.to_v
+        if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+            return linear_attention(*self.project(x, x), self.head_dim, self.eps)
+        joined = joined_linear(x, *(layer.weight for layer in layers))
+        if self.norm_q is None:
+            return joined_linear_attention(joined, self.head_dim, self.eps)
+        query, key, value = joined.chunk(3, dim=-1)
+        return linear_attention(*self.normalise(query, key), value, self.head_dim, self.eps)
 
 
 class CrossAttention(_Attention):
@@ -155,7 +170,7 @@ class GLUMBConv(nn.Module):
         """(B, height*width, D) -> (B, height*width, D)."""
         batch, tokens, _ = x.shape
         x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height, width)))
-        return self.conv_point(x.view(batch, tokens, -1))  # compiled, height * width is another number, and copied
+        return self.conv_point(x.view(batch, tokens, -1))
 
 
 class SanaTransformerBlock(nn.Module):
@@ -210,6 +225,7 @@ class SanaTransformerBlock(nn.Module):
         Returns:
             (B, height*width, D), dtype of `hidden`.
         """
+        hidden = hidden.unflatten(1, (height, width)).flatten(1, 2)  # compiled, other sizes of tokens mean copies
         table = self.scale_shift_table + modulation.to(hidden.dtype)
         shift1, scale1, gate1, shift2, scale2, gate2 = table.chunk(6, dim=1)
 
@@ -390,11 +406,17 @@ class SanaEnds(nn.Module, ABC):
             `Packed`, modulation (B, 6, D), embedded (B, D).
         """
         hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
-        modulation, embedded = self.time_embed(timesteps, latents.dtype)
+        context, bias, modulation, embedded = self.conditions(captions, mask, timesteps, latents.dtype)
+        return hidden, context, _packed(mask, hidden.shape[1]) if bias is None else bias, modulation, embedded
+
+    def conditions(
+        self, captions: Tensor, mask: Tensor, timesteps: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """What `embed` returns beside the tokens; None in place of `Packed`. Many small operations, which compiled are
+        few (`pipeline.parallel.compile`)."""
+        modulation, embedded = self.time_embed(timesteps, dtype)
         context = self.caption_norm(self.caption_projection(captions))
-        if captions.ndim == 2:
-            return hidden, context, _packed(mask, hidden.shape[1]), modulation, embedded
-        return hidden, context, mask_bias(mask, latents.dtype), modulation, embedded
+        return context, mask_bias(mask, dtype) if captions.ndim == 3 else None, modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
         """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipeline.config import TrainConfig
+from pipeline.kernels import joined_linear  # noqa: F401  registers the operation
 from pipeline.parallel.saved_tensors import Offloader
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,6 +38,7 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
     torch.ops.aten.addmm.default: (2, 0, 1),
     torch.ops.aten.bmm.default: (1, 1, 2),
     torch.ops.aten.linear.default: (1, 1, 0),
+    torch.ops.sana_pipe.joined_linear.default: (1, 1, 0),  # each of its three
 }
 
 

@@ -1,6 +1,7 @@
 """torch.compile, block by block.
 
-What: `compile_blocks` compiles each block's forward pass into one graph that serves all blocks and all shapes.
+What: `compile_blocks` compiles each block's forward pass into one graph that serves all blocks and all shapes;
+`compile_conditions` what the blocks are given beside the tokens (text, timestep) into a second graph.
 Why per block and not the whole model: all blocks share the graph, so a model of 60 blocks compiles as fast as one of
 20, and FSDP2 gathers block by block between the graphs. Why dynamic shapes: buckets and text lengths are many, and each
 would be compiled at its first use; convolutions and attention are opaque operations (`pipeline.kernels`), which leave
@@ -16,6 +17,7 @@ numbers (epsilons) are constants.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,3 +39,16 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
     for block in blocks:
         compiled = torch.compile(block.forward, backend=backend, dynamic=True, fullgraph=True)
         block.forward = compiled
+
+
+def compile_conditions(model: nn.Module, backend: str) -> None:
+    """Compile the model's method `conditions` in place, if it has one. Call it after `compile_blocks`.
+
+    Args:
+        model: the whole model, or a pipeline stage.
+        backend: of torch.compile.
+    """
+    conditions: Any = getattr(model, "conditions", None)
+    if conditions is not None:
+        compiled: Any = torch.compile(conditions, backend=backend, dynamic=True, fullgraph=True)
+        model.conditions = compiled

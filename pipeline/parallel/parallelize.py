@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import TrainConfig
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.parallel.compile import compile_blocks
+from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
 from pipeline.parallel.shards import local
 
@@ -199,6 +199,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
         compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
     stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
+        if train.compile == "block":
+            compile_conditions(stage, train.compile_backend)
         data_parallel.apply_fsdp(stage, blocks if stage is model else blocks_of(stage), mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() == 1:
@@ -228,7 +230,9 @@ def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
     """Sum of squares of some local tensors (or norms) and of those of the other processes of `groups`."""
     if tensors[0].device.type == "cuda":
-        norms = list(torch._foreach_norm(tensors, dtype=torch.float32))  # of bf16 gradients, too
+        runs, single = adjoining(tensors)
+        norms = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs]
+        norms += torch._foreach_norm(single, dtype=torch.float32) if single else []  # of bf16 gradients, too
     else:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in tensors]
     total = torch.linalg.vector_norm(torch.stack(norms)).square()
@@ -236,3 +240,27 @@ def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> 
         if group.size() > 1:
             dist.all_reduce(total, group=group)
     return total
+
+
+def adjoining(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors as runs of memory: FSDP2 reduces the gradients of a block into one buffer. The order does not depend on
+    addresses, so that equal runs give equal bits.
+
+    Returns:
+        The runs of two tensors or more, each as one flat view; the tensors that adjoin no other.
+    """
+    by_memory: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    runs: list[list[Tensor]] = []
+    for sharing in by_memory.values():
+        end = -1
+        for tensor in sorted(sharing, key=lambda x: x.storage_offset()):
+            if tensor.storage_offset() == end and tensor.is_contiguous() and tensor.dtype == runs[-1][0].dtype:
+                runs[-1].append(tensor)
+            else:
+                runs.append([tensor])
+            end = int(tensor.storage_offset()) + tensor.numel() if tensor.is_contiguous() else -1
+    joined = [(run[0], sum(part.numel() for part in run)) for run in runs if len(run) > 1]
+    flat = [first.as_strided((count,), (1,), first.storage_offset()) for first, count in joined]
+    return flat, [run[0] for run in runs if len(run) == 1]

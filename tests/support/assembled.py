@@ -34,12 +34,13 @@ def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants:
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in _INTEGERS:
+        if name in _INTEGERS or name.endswith("pitch"):
             return "i32"
         return "fp32" if name == "eps" else "*fp32" if name == "parts" or "state" in name else f"*{dtype}"
 
     signature = {name: kind(name) for name in kernel.arg_names}
-    aligned = [i for i, (name, k) in enumerate(signature.items()) if k[0] == "*" or (name in _ALIGNED and k == "i32")]
+    multiple = [name for name, k in signature.items() if k == "i32" and (name in _ALIGNED or name.endswith("pitch"))]
+    aligned = [i for i, (name, k) in enumerate(signature.items()) if k[0] == "*" or name in multiple]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
