@@ -174,3 +174,45 @@ def backward(
         _query_backward[grid](gradient.contiguous(), query, state, of_query, of_state, *sizes, eps, **small)
         _key_value_backward[grid](key, value, of_state, of_key, of_value, *sizes, **given)
     return of_query, of_key, of_value
+
+
+def state(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+    """As `pipeline.kernels.linear_attention.state`."""
+    key, value = key.contiguous(), value.contiguous()
+    (grid, parts), sizes = _launch(key, head_dim), (key.shape[1], head_dim)
+    _moments[grid](key, value, parts, *sizes, EXACT=_exact(key, value), **constants(head_dim))
+    return parts.sum(2)
+
+
+def read(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
+    """As `pipeline.kernels.linear_attention.read`."""
+    query = query.contiguous()
+    out, (grid, parts) = torch.empty_like(query), _launch(query, head_dim)
+    _query_forward[grid](query, _as_parts(state, parts), out, query.shape[1], head_dim, eps, **constants(head_dim))
+    return out
+
+
+def state_backward(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Gradients of key and value."""
+    key, value = key.contiguous(), value.contiguous()
+    of_key, of_value = torch.empty_like(key), torch.empty_like(value)
+    grid, parts = _launch(key, head_dim)
+    given = _as_parts(of_state, parts), of_key, of_value, key.shape[1], head_dim
+    _key_value_backward[grid](key, value, *given, **constants(head_dim))
+    return of_key, of_value
+
+
+def read_backward(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of query and state."""
+    gradient, query = gradient.contiguous(), query.contiguous()
+    of_query, (grid, parts) = torch.empty_like(query), _launch(query, head_dim)
+    of_parts, small = torch.empty_like(parts), constants(head_dim) | {"TILE": SMALL_TILE}
+    given = _as_parts(state, parts), of_query, of_parts, query.shape[1], head_dim, eps
+    _query_backward[grid](gradient, query, *given, **small)
+    return of_query, of_parts.sum(2)
+
+
+def _as_parts(state: Tensor, parts: Tensor) -> Tensor:
+    """`parts` (see `_launch`) with `state` as their sum: the kernels add up as many parts as a head has programs."""
+    parts.zero_()[:, :, 0] = state
+    return parts

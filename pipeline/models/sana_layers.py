@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -96,12 +97,18 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Linear attention over image tokens."""
+    """Linear attention over image tokens.
+
+    Attributes:
+        total: where the tokens are a part of a picture: adds up attention's state over all parts.
+    """
 
     eps: float
+    total: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.output(linear_attention(*self.project(x, x), self.head_dim, self.eps).to(x.dtype))
+        mixed = linear_attention(*self.project(x, x), self.head_dim, self.eps, self.total)
+        out = self.output(mixed.to(x.dtype))
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
 
 
@@ -131,19 +138,32 @@ class _Pointwise(nn.Conv2d):
 
 
 class _GatedDepthwise(nn.Conv2d):
-    """(B, height, width, 2H) -> (B, height, width, H): SiLU, 3x3 depthwise, value * SiLU(gate)."""
+    """(B, height, width, 2H) -> (B, height, width, H): SiLU, 3x3 depthwise, value * SiLU(gate).
+
+    Attributes:
+        margins: rows above and below that the input has and the result lacks.
+    """
+
+    margins = (0, 0)
 
     def __init__(self, hidden: int):
         super().__init__(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
-        return gated_convolution(input, weight, bias)
+        return gated_convolution(input, weight, bias, *self.margins)
 
 
 class GLUMBConv(nn.Module):
     """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down. Channels of the first
-    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1."""
+    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1.
+
+    Attributes:
+        surround: where the tokens are some rows of a picture: (tokens, width) -> the same with the rows next to them,
+            as many as the margins of `conv_depth`.
+    """
+
+    surround: Callable[[Tensor, int], Tensor] | None = None
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -154,7 +174,9 @@ class GLUMBConv(nn.Module):
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """(B, height*width, D) -> (B, height*width, D)."""
         batch, tokens, _ = x.shape
-        x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height, width)))
+        if self.surround is not None:
+            x = self.surround(x, width)
+        x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height + sum(self.conv_depth.margins), width)))
         return self.conv_point(x.view(batch, tokens, -1))  # compiled, height * width is another number, and copied
 
 
@@ -242,9 +264,16 @@ def timestep_sinusoid(timesteps: Tensor) -> Tensor:
 
 
 def position_embedding(
-    height: int, width: int, dim: int, *, base: int, scale: float, device: torch.device | None = None
+    height: int,
+    width: int,
+    dim: int,
+    *,
+    base: int,
+    scale: float,
+    device: torch.device | None = None,
+    rows: slice = slice(None),
 ) -> Tensor:
-    """Sine/cosine position embedding of a token grid, (height*width, dim) float32.
+    """Sine/cosine position embedding of a token grid, or of some of its rows, (height*width, dim) float32.
 
     Coordinates are stretched so that any grid spans `base / scale` units. The first half of the channels carries the
     column and the second half the row, each half sines then cosines. Angles in float64.
@@ -258,9 +287,9 @@ def position_embedding(
         angle = position.double()[:, None] * omega[None]
         return torch.cat([angle.sin(), angle.cos()], dim=1).float().to(device)
 
-    columns = table(width)[None].expand(height, width, -1)
-    rows = table(height)[:, None].expand(height, width, -1)
-    return torch.cat([columns, rows], dim=-1).flatten(0, 1)
+    by_row = table(height)[rows, None].expand(-1, width, -1)
+    by_column = table(width)[None].expand(len(by_row), -1, -1)
+    return torch.cat([by_column, by_row], dim=-1).flatten(0, 1)
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -280,16 +309,22 @@ class PatchEmbed(nn.Module):
         self.scale = config.interpolation_scale
         self.proj = nn.Conv2d(config.in_channels, config.inner_dim, config.patch_size, stride=config.patch_size)
 
-    def forward(self, latents: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def forward(self, latents: Tensor, dtype: torch.dtype | None = None, band: tuple[int, int] | None = None) -> Tensor:
         """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: torch's
-        `save_on_cpu` rebuilds saved tensors contiguous, and recomputation would otherwise find other strides."""
+        `save_on_cpu` rebuilds saved tensors contiguous, and recomputation would otherwise find other strides.
+
+        Args:
+            band: see `SanaTransformer.forward`.
+        """
         x = self.proj(latents)
         height, width = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
         x = x if dtype is None else x.to(dtype)
         if self.scale is not None:
+            first, whole = band or (0, height)
+            rows = slice(first, first + height)
             embedding = position_embedding(
-                height, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device
+                whole, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device, rows=rows
             )
             x = (x + embedding).to(x.dtype)
         return x.contiguous()
@@ -381,7 +416,12 @@ class SanaEnds(nn.Module, ABC):
         return latents.shape[-2] // p, latents.shape[-1] // p
 
     def embed(
-        self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
+        self,
+        latents: Tensor,
+        captions: Tensor,
+        mask: Tensor,
+        timesteps: Tensor,
+        band: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:
         """What precedes the blocks; arguments as in `SanaTransformer.forward`.
 
@@ -389,7 +429,7 @@ class SanaEnds(nn.Module, ABC):
             hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
             `Packed`, modulation (B, 6, D), embedded (B, D).
         """
-        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
+        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None, band)
         modulation, embedded = self.time_embed(timesteps, latents.dtype)
         context = self.caption_norm(self.caption_projection(captions))
         if captions.ndim == 2:

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C programming guide, technical
 specifications per compute capability)."""
-_INTEGERS = ("height", "width", "channels", "tokens", "dim", "count")
+_INTEGERS = ("height", "width", "channels", "tokens", "dim", "count", "rows", "above")
 _ALIGNED = ("channels", "dim")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
