@@ -534,8 +534,8 @@ class EmaConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
-    launch."""
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size, cp_size and pp_size multiply to the processes of
+    the launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -547,6 +547,9 @@ class ParallelConfig(_Section):
     """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
+    cp_size: Positive = 1
+    """Processes that share each picture, a band of its rows each (context parallelism). They share the parameters, too,
+    as those of dp_shard do. Not with tp_size or pp_size."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
@@ -571,7 +574,7 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
-        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
             raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):

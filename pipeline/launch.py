@@ -290,13 +290,14 @@ def check_accelerate(
     `Accelerator.prepare`. Here only the configuration decides; a different answer would be ignored silently.
 
     Args:
-        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: dp_shard is the world.
+        sizes: `dp_replicate`, `dp_shard`, `tp` and `cp` as they follow from `train.parallel`; default: dp_shard is the
+            world.
 
     Raises:
         UserError: one line per contradiction, with the setting of the configuration.
     """
     answers = _Answers(os.environ if environ is None else environ)
-    layout = sizes or {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1}
+    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, "cp": 1, **(sizes or {})}
     _check_computation(answers, train)
     _check_parallelism_config(answers, layout)
     _check_fsdp(answers, train, layout)
@@ -341,11 +342,12 @@ def _kind_of_device(name: str) -> str:
 def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int]) -> None:
     parallel = train.parallel
     strategy, sharding = {"1", "full_shard"}, "every process holds a shard (FULL_SHARD)"
+    shards = sizes["dp_shard"] * sizes["cp"]
     if sizes["dp_replicate"] > 1 and not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        name = "HYBRID_SHARD" if sizes["dp_shard"] > 1 else "NO_SHARD"
+        name = "HYBRID_SHARD" if shards > 1 else "NO_SHARD"
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
-    reshards = parallel.reshards(max(2, sizes["dp_shard"]))  # a launch of one process is no other answer
+    reshards = parallel.reshards(max(2, shards))  # a launch of one process is no other answer
     offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
@@ -378,7 +380,7 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
 def _check_parallelism_config(answers: _Answers, sizes: Mapping[str, int]) -> None:
     if not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    for name, size in {**sizes, "cp": 1, "sp": 1}.items():
+    for name, size in {**sizes, "sp": 1}.items():
         answers.need(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", {str(size)}, f"here it is {size}")
 
 

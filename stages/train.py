@@ -390,9 +390,9 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     def check(layout: Layout) -> None:
         if quarantine is not None and layout.model_parallel_size > 1:
             raise ConfigError(
-                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes that "
-                "share a batch each read it themselves; if only one of them finds a record unreadable, they go on with "
-                "different samples",
+                f"--quarantine with train.parallel.tp_size = {layout.tp}, cp_size = {layout.cp} and pp_size = "
+                f"{layout.pp}: processes that share a batch each read it themselves; if only one of them finds a "
+                "record unreadable, they go on with different samples",
                 fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify "
                 "--repair)",
             )
@@ -424,6 +424,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         fixed = replace(training, seed=seed, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
         return ValidationLoader(part, fixed, train.validation.samples)
 
+    drawn = None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts)
     return Task(
         origin=State(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
@@ -432,12 +433,21 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
+        heights=_heights(snapshot, part, drawn),
         names=snapshot.names,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else heldout.sample_ids(inputs.old_heldout),
-        pictures=None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts),
+        pictures=drawn,
         check=check,
     )
+
+
+def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: Prompts | None) -> dict[str, int]:
+    """Heights of latents by what has them."""
+    compression = snapshot.latent_recipe.compression
+    buckets = [*snapshot.buckets, *(() if part is None else part.buckets)]
+    heights = {f"bucket {bucket.height}x{bucket.width}": bucket.height // compression for bucket in buckets}
+    return heights if drawn is None else {**heights, "train.pictures": drawn.height // compression}
 
 
 def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> Prompts:

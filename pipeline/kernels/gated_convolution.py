@@ -18,92 +18,117 @@ from torch.utils.flop_counter import register_flop_formula
 from pipeline.kernels.backend import executed, kernels, without_autocast
 
 
-def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
     """value * SiLU(gate), where value i and gate i are channels 2i and 2i + 1 of the depthwise convolution of SiLU(u)
     with padding 1.
 
     Args:
-        u: (B, height, width, 2H), any floating dtype.
+        u: (B, above + height + below, width, 2H), any floating dtype.
         weight: (2H, 1, 3, 3). bias: (2H,).
+        above, below: rows of `u` that the result lacks: those next to a part of a picture.
 
     Returns:
         (B, height, width, H), contiguous, dtype of `u`.
     """
-    return _operation(u, weight, bias)
+    return _operation(u, weight, bias, above, below)
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution", mutates_args=())
-def _operation(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _operation(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
     module = kernels("gated_convolution", u, weight, bias)
-    return (module.forward if module else forward)(u, weight, bias)
+    return (module.forward if module else forward)(u, weight, bias, above, below)
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution_backward", mutates_args=())
 def _gradients(
-    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+    gradient: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    above: int = 0,
+    below: int = 0,
+    of_input: bool = True,
+    of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = kernels("gated_convolution", gradient, u, weight, bias)
-    return (module.backward if module else backward)(gradient, u, weight, bias, of_input, of_weights)
+    return (module.backward if module else backward)(gradient, u, weight, bias, above, below, of_input, of_weights)
 
 
 @_operation.register_fake
-def _(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return u.new_empty(*u.shape[:3], u.shape[3] // 2)
+def _(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
+    return u.new_empty(u.shape[0], u.shape[1] - above - below, u.shape[2], u.shape[3] // 2)
 
 
 @_gradients.register_fake
 def _(
-    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+    gradient: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    above: int = 0,
+    below: int = 0,
+    of_input: bool = True,
+    of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = (u, of_input), (weight, of_weights), (bias, of_weights)
     return tuple(x.new_empty(x.shape if given else 0) for x, given in wanted)  # type: ignore[return-value]
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.above, ctx.below = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """A schedule that splits the backward pass (zero bubble) comes twice, for the input and for the parameters."""
     needed = executed(ctx)
-    of_input, of_weights = needed[0], any(needed[1:])
-    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
-    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None))
+    of_input, of_weights = needed[0], any(needed[1:3])
+    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, ctx.above, ctx.below, of_input, of_weights)
+    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None)), None, None
 
 
 _operation.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.sana_pipe.gated_convolution)
-def _forward_flops(u: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    return 2 * 9 * math.prod(u)
+def _forward_flops(u: tuple[int, ...], weight: Any, bias: Any, above: int = 0, below: int = 0, **kwargs: Any) -> int:
+    """Of the result's rows."""
+    return 2 * 9 * math.prod((u[0], u[1] - above - below, *u[2:]))
 
 
 @register_flop_formula(torch.ops.sana_pipe.gated_convolution_backward)
-def _backward_flops(gradient: tuple[int, ...], u: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
     """Of the two gradients; the convolution that is done again is no work of the model."""
-    return 2 * _forward_flops(u)
+    return 2 * 2 * 9 * 2 * math.prod(gradient)
 
 
 # ------------------------------------------------------------------------------------------------------------- twin
 
 
-def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def forward(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
     """As `gated_convolution`, in the dtype of `u`."""
     with without_autocast(u.device):
-        value, gate = _pairs(_convolved(F.silu(u), weight, bias))
+        value, gate = _pairs(_convolved(F.silu(u), weight, bias)[:, above : u.shape[1] - below])
         return (value * F.silu(gate)).contiguous()
 
 
 def backward(
-    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_input: bool = True, of_weights: bool = True
+    gradient: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    above: int = 0,
+    below: int = 0,
+    of_input: bool = True,
+    of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `u`, weight and bias, contiguous; empty where they are not wanted."""
     silu_backward = torch.ops.aten.silu_backward
     with without_autocast(u.device):
         active = F.silu(u)
-        value, gate = _pairs(_convolved(active, weight, bias))
+        value, gate = _pairs(_convolved(active, weight, bias)[:, above : u.shape[1] - below])
         inner = torch.stack([gradient * F.silu(gate), silu_backward(gradient * value, gate)], dim=-1).flatten(3)
+        inner = F.pad(inner, (0, 0, 0, 0, above, below))
         of_active, of_weight, of_bias = torch.ops.aten.convolution_backward(
             inner.permute(0, 3, 1, 2),
             active.permute(0, 3, 1, 2),

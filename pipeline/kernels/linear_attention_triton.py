@@ -35,12 +35,12 @@ def _store(target, x, token, tokens, pitch, lane, dim):
 
 
 @triton.jit
-def _read_state(state, spans, lane, dim):
+def _read_state(state, count, lane, dim):
     """The sum of a head's parts: (WIDE, WIDE) by key and value, (WIDE,) by key."""
     inside = (lane < dim)[:, None] & (lane < dim)[None, :]
     matrix = tl.load(state + lane[:, None] * dim + lane[None, :], mask=inside, other=0.0)
     vector = tl.load(state + dim * dim + lane, mask=lane < dim, other=0.0)
-    for _ in range(1, spans):
+    for _ in range(1, count):
         state += (dim + 1) * dim
         matrix += tl.load(state + lane[:, None] * dim + lane[None, :], mask=inside, other=0.0)
         vector += tl.load(state + dim * dim + lane, mask=lane < dim, other=0.0)
@@ -61,18 +61,22 @@ def _place(tokens, pitch, dim):
 
 
 @triton.jit
-def _state_places(dim):
-    """Offsets of this program's head in the state, of the head's first part, and of this program's part."""
+def _state_place(dim, count):
+    """Offset of this program's head in a state of so many parts."""
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    size, spans = (dim + 1) * dim, tl.num_programs(2)
-    return head * size, head * spans * size, (head * spans + tl.program_id(2)) * size
+    return head * count * (dim + 1) * dim
+
+
+@triton.jit
+def _part_place(dim):
+    """Offset of this program's part."""
+    return _state_place(dim, tl.num_programs(2)) + tl.program_id(2) * (dim + 1) * dim
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _moments(key, value, parts, key_pitch, value_pitch, tokens, dim, EXACT: tl.constexpr, SPAN: tl.constexpr,
              TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """One part of the state."""
-    _, _, part = _state_places(dim)
     key += _place(tokens, key_pitch, dim)
     value += _place(tokens, value_pitch, dim)
     lane = tl.arange(0, WIDE)
@@ -83,20 +87,19 @@ def _moments(key, value, parts, key_pitch, value_pitch, tokens, dim, EXACT: tl.c
         v = _load(value, token, tokens, value_pitch, lane, dim)
         matrix += tl.dot(tl.trans(k), v, input_precision=EXACT)
         vector += tl.sum(k, axis=0)
-    _write_state(parts + part, matrix, vector, lane, dim)
+    _write_state(parts + _part_place(dim), matrix, vector, lane, dim)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _query_forward(query, parts, state, out, query_pitch, pitch, tokens, dim, eps, SPAN: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _query_forward(query, parts, state, out, query_pitch, pitch, count, tokens, dim, eps, SPAN: tl.constexpr,
                    TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The result; the first program of a head also writes the sum of the state's parts, if there are several."""
-    whole, first, _ = _state_places(dim)
     query += _place(tokens, query_pitch, dim)
     out += _place(tokens, pitch, dim)
     lane = tl.arange(0, WIDE)
-    matrix, vector = _read_state(parts + first, tl.num_programs(2), lane, dim)
-    if (tl.program_id(2) == 0) & (tl.num_programs(2) > 1):
-        _write_state(state + whole, matrix, vector, lane, dim)
+    matrix, vector = _read_state(parts + _state_place(dim, count), count, lane, dim)
+    if (tl.program_id(2) == 0) & (count > 1):
+        _write_state(state + _state_place(dim, 1), matrix, vector, lane, dim)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
         q = tl.maximum(_load(query, token, tokens, query_pitch, lane, dim), 0.0)
@@ -106,10 +109,9 @@ def _query_forward(query, parts, state, out, query_pitch, pitch, tokens, dim, ep
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _query_backward(gradient, query, state, of_query, of_state, pitch, query_pitch, of_query_pitch, tokens, dim, eps,
+def _query_backward(gradient, query, state, of_query, of_parts, pitch, query_pitch, of_query_pitch, tokens, dim, eps,
                     SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradient of the queries, and one part of the state's."""
-    whole, _, part = _state_places(dim)
     gradient += _place(tokens, pitch, dim)
     query += _place(tokens, query_pitch, dim)
     of_query += _place(tokens, of_query_pitch, dim)
@@ -120,7 +122,7 @@ def _query_backward(gradient, query, state, of_query, of_state, pitch, query_pit
         q = tl.maximum(_load(query, token, tokens, query_pitch, lane, dim), 0.0)
         g = _load(gradient, token, tokens, pitch, lane, dim)
         # read for each tile: in registers throughout, its split parts would spill
-        matrix, vector = _read_state(state + whole, 1, lane, dim)
+        matrix, vector = _read_state(state + _state_place(dim, 1), 1, lane, dim)
         scale = tl.sum(q * vector[None, :], axis=1) + eps
         g = g / scale[:, None]
         product = tl.dot(q, matrix, input_precision="tf32x3")
@@ -129,19 +131,19 @@ def _query_backward(gradient, query, state, of_query, of_state, pitch, query_pit
         _store(of_query, tl.where(q > 0, x, 0.0), token, tokens, of_query_pitch, lane, dim)
         of_matrix += tl.dot(tl.trans(q), g, input_precision="tf32x3")
         of_vector += tl.sum(q * of_scale[:, None], axis=0)
-    _write_state(of_state + part, of_matrix, of_vector, lane, dim)
+    _write_state(of_parts + _part_place(dim), of_matrix, of_vector, lane, dim)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _key_value_backward(key, value, of_state, of_key, of_value, key_pitch, value_pitch, of_key_pitch, of_value_pitch,
-                        tokens, dim, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    _, first, _ = _state_places(dim)
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _key_value_backward(key, value, of_parts, of_key, of_value, key_pitch, value_pitch, of_key_pitch, of_value_pitch,
+                        count, tokens, dim, SPAN: tl.constexpr, TILE: tl.constexpr,
+                        WIDE: tl.constexpr):  # fmt: skip
     key += _place(tokens, key_pitch, dim)
     value += _place(tokens, value_pitch, dim)
     of_key += _place(tokens, of_key_pitch, dim)
     of_value += _place(tokens, of_value_pitch, dim)
     lane = tl.arange(0, WIDE)
-    matrix, vector = _read_state(of_state + first, tl.num_programs(2), lane, dim)
+    matrix, vector = _read_state(of_parts + _state_place(dim, count), count, lane, dim)
     for tile in range(0, tl.minimum(SPAN, tokens - tl.program_id(2) * SPAN), TILE):
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
         k = tl.maximum(_load(key, token, tokens, key_pitch, lane, dim), 0.0)
@@ -168,21 +170,26 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(1)
 
 
+def _grid(x: Tensor, head_dim: int) -> tuple[int, int, int]:
+    return x.shape[2] // head_dim, x.shape[0], triton.cdiv(x.shape[1], SPAN)
+
+
+def _empty_state(x: Tensor, head_dim: int, *parts: int) -> Tensor:
+    shape = x.shape[0], x.shape[2] // head_dim, *parts, head_dim + 1, head_dim
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
 def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
     """As `linear_attention`, for tensors that Triton can reach; also the state."""
-    batch, tokens, width = query.shape
-    heads, spans = width // head_dim, triton.cdiv(tokens, SPAN)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    state = torch.empty(batch, heads, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
+    state, grid = _empty_state(query, head_dim), _grid(query, head_dim)
     if not out.numel():
         return out, state.zero_()
-    parts = state
-    if spans > 1:
-        parts = torch.empty(batch, heads, spans, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
-    grid, given, sizes = (heads, batch, spans), constants(head_dim), (tokens, head_dim)
+    parts = state if grid[2] == 1 else _empty_state(query, head_dim, grid[2])
+    given, sizes = constants(head_dim), (query.shape[1], head_dim)
     (query, query_pitch), (key, key_pitch), (value, value_pitch) = _rows(query), _rows(key), _rows(value)
     _moments[grid](key, value, parts, key_pitch, value_pitch, *sizes, EXACT=_exact(key, value), **given)
-    _query_forward[grid](query, parts, state, out, query_pitch, width, *sizes, eps, **given)
+    _query_forward[grid](query, parts, state, out, query_pitch, out.shape[2], grid[2], *sizes, eps, **given)
     return out, state
 
 
@@ -199,15 +206,63 @@ def backward(
     eps: float,
 ) -> None:
     """Write the gradients of query, key and value into the memory that is given for them, row by row."""
-    batch, tokens, width = query.shape
-    if not query.numel():
-        return
-    heads, spans = width // head_dim, triton.cdiv(tokens, SPAN)
-    of_state = torch.empty(batch, heads, spans, head_dim + 1, head_dim, dtype=torch.float32, device=query.device)
-    grid, given, sizes = (heads, batch, spans), constants(head_dim), (tokens, head_dim)
-    (query, query_pitch), (key, key_pitch), (value, value_pitch) = _rows(query), _rows(key), _rows(value)
-    gradient, pitch = _rows(gradient)
-    small, pitches = given | {"TILE": SMALL_TILE}, (pitch, query_pitch, of_query.stride(1))
-    _query_backward[grid](gradient, query, state, of_query, of_state, *pitches, *sizes, eps, **small)
-    pitches_of_both = key_pitch, value_pitch, of_key.stride(1), of_value.stride(1)
-    _key_value_backward[grid](key, value, of_state, of_key, of_value, *pitches_of_both, *sizes, **given)
+    if query.numel():
+        parts = _query_gradients(gradient, state, query, of_query, head_dim, eps)
+        _key_value_gradients(parts, key, value, of_key, of_value, head_dim)
+
+
+def _query_gradients(
+    gradient: Tensor, state: Tensor, query: Tensor, of_query: Tensor, head_dim: int, eps: float
+) -> Tensor:
+    """Write the queries' gradient. Returns the parts of the state's."""
+    grid, small = _grid(query, head_dim), constants(head_dim) | {"TILE": SMALL_TILE}
+    parts = _empty_state(query, head_dim, grid[2])
+    (query, query_pitch), (gradient, pitch) = _rows(query), _rows(gradient)
+    pitches, sizes = (pitch, query_pitch, of_query.stride(1)), (query.shape[1], head_dim)
+    _query_backward[grid](gradient, query, state, of_query, parts, *pitches, *sizes, eps, **small)
+    return parts
+
+
+def _key_value_gradients(
+    parts: Tensor, key: Tensor, value: Tensor, of_key: Tensor, of_value: Tensor, head_dim: int
+) -> None:
+    """parts: of the state's gradient."""
+    (key, key_pitch), (value, value_pitch) = _rows(key), _rows(value)
+    pitches, sizes = (key_pitch, value_pitch, of_key.stride(1), of_value.stride(1)), (key.shape[1], head_dim)
+    given = parts, of_key, of_value, *pitches, parts.shape[2], *sizes
+    _key_value_backward[_grid(key, head_dim)](key, value, *given, **constants(head_dim))
+
+
+# ------------------------------------------------------------------------------------------------- parts of pictures
+
+
+def state(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+    """As `pipeline.kernels.linear_attention.state`."""
+    grid, sizes = _grid(key, head_dim), (key.shape[1], head_dim)
+    parts = _empty_state(key, head_dim, grid[2])
+    (key, key_pitch), (value, value_pitch) = _rows(key), _rows(value)
+    _moments[grid](key, value, parts, key_pitch, value_pitch, *sizes, EXACT=_exact(key, value), **constants(head_dim))
+    return parts.sum(2)
+
+
+def read(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
+    """As `pipeline.kernels.linear_attention.read`."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    state, (query, pitch) = state.contiguous(), _rows(query)
+    pitches, sizes = (pitch, out.shape[2]), (query.shape[1], head_dim)
+    _query_forward[_grid(query, head_dim)](query, state, state, out, *pitches, 1, *sizes, eps, **constants(head_dim))
+    return out
+
+
+def state_backward(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Gradients of key and value."""
+    of_key, of_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
+    _key_value_gradients(of_state.contiguous().unsqueeze(2), key, value, of_key, of_value, head_dim)
+    return of_key, of_value
+
+
+def read_backward(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of query and state."""
+    of_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    parts = _query_gradients(gradient, state.contiguous(), query, of_query, head_dim, eps)
+    return of_query, parts.sum(2)

@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
-from pipeline.parallel.shards import local
+from pipeline.parallel.shards import local, reduce_backward, reduce_both, reduce_forward
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
@@ -91,16 +91,6 @@ def _shard_parameter(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -
     setattr(module, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-def _reduce_backward(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Identity; the gradient is summed over the shards."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def _reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of `x` over the shards; the gradient passes unchanged."""
-    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-
-
 def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(module, nn.Conv2d):
         return module._conv_forward(x, weight, bias)
@@ -119,7 +109,7 @@ class _Region(_Sharded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and value.is_floating_point()
-            return _reduce_backward(value, self._mesh) if differentiable else value
+            return reduce_backward(value, self._mesh) if differentiable else value
 
         entered = {name: enter(value) for name, value in kwargs.items()}
         return super().forward(*map(enter, args), **entered)  # type: ignore[misc]
@@ -132,7 +122,7 @@ class _Column(_Sharded):
 
 class _Row(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
-        summed = _reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
+        summed = reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
         if self.bias is None:
             return summed
         return summed + self.bias
@@ -143,7 +133,7 @@ class _Norm(_Sharded):
 
     def forward(self, x: Tensor) -> Tensor:
         full, weight = x.float(), local(self.weight)
-        squares = _reduce_backward(_reduce_forward(full.square().sum(-1, keepdim=True), self._mesh), self._mesh)
+        squares = reduce_both(full.square().sum(-1, keepdim=True), self._mesh)
         full = full * torch.rsqrt(squares / (x.shape[-1] * self._mesh.size()) + self.eps)
         return full.to(weight.dtype) * weight
 

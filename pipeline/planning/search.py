@@ -84,6 +84,7 @@ class Candidate:
             "train.parallel.dp_replicate": parallel.dp_replicate,
             "train.parallel.dp_shard": parallel.dp_shard,
             "train.parallel.tp_size": parallel.tp_size,
+            "train.parallel.cp_size": parallel.cp_size,
             "train.parallel.pp_size": parallel.pp_size,
             "train.parallel.offload": parallel.offload,
             "train.activation_checkpointing": train.activation_checkpointing,
@@ -117,6 +118,12 @@ def search(
     Raises:
         UserError: nothing fits; says what is missing in the best case.
     """
+    if train.parallel.cp_size > 1 and "parallel" not in axes:
+        raise ConfigError(
+            f"train.parallel.cp_size = {train.parallel.cp_size} is not covered by the search, nor by auto",
+            fix="numbers for train.microbatch and train.activation_checkpointing (sana-pipe plan predicts each), or "
+            "--set train.parallel.cp_size=1",
+        )
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = [], float("inf")
@@ -229,6 +236,7 @@ def _variants(
                 "dp_replicate": layout.dp_replicate,
                 "dp_shard": layout.dp_shard,
                 "tp_size": layout.tp,
+                "cp_size": layout.cp,
                 "pp_size": layout.pp,
                 "offload": offload,
             }

@@ -331,15 +331,18 @@ def _two_memories(tracker: Tracker) -> Iterator[None]:
 def _real_meshes() -> Iterator[None]:
     """Meshes compute with real tensors, and DTensor's sharding propagation in a mode of its own: it makes whole tensors
     that are never allocated."""
-    concatenate = DeviceMesh._concatenate
 
-    def undisturbed(*args: Any) -> DeviceMesh:
-        with _disable_current_modes():
-            return concatenate(*args)
+    def undisturbed(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> DeviceMesh:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return staticmethod(call)
 
     with (
         mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
-        mock.patch.object(DeviceMesh, "_concatenate", staticmethod(undisturbed)),
+        mock.patch.object(DeviceMesh, "_concatenate", undisturbed(DeviceMesh._concatenate)),
+        mock.patch.object(DeviceMesh, "from_group", undisturbed(DeviceMesh.from_group)),
     ):
         yield
 

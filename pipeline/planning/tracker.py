@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -249,9 +250,11 @@ class Tracker(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         size = 0
         for leaf in tree_leaves(args):
-            if isinstance(leaf, torch.ScriptObject):
-                with suppress(RuntimeError):  # another class than a group, such as the operation of a reduction
+            with suppress(RuntimeError):  # no group, but the operation of a reduction
+                if isinstance(leaf, torch.ScriptObject):
                     size = max(size, torch.distributed.ProcessGroup.unbox(leaf).size())
+                elif isinstance(leaf, str):
+                    size = max(size, _resolve_process_group(leaf).size())  # type: ignore[arg-type]
         largest = max((t.numel() * t.itemsize for t in tensors), default=0)
         if largest:
             entry = self.sent[name.strip("_"), size]

@@ -12,9 +12,9 @@ from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import pipeline_parallel, tensor_parallel
+from pipeline.parallel import context_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
-from pipeline.parallel.mesh import DIMS, Layout, check_sizes
+from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.training import checkpoint, optimizers, pictures, trackers
 from pipeline.training.build import architecture_of
 from pipeline.training.checkpoint import Resumed
@@ -40,7 +40,8 @@ def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Contex
             fix="start the run by sana-pipe train, or set train.steps",
         )
     layout = check_sizes(train.parallel, launch.world)
-    check_accelerate(train, launch, sizes=dict(zip(DIMS[1:], layout.sizes[1:], strict=True)))
+    names = "dp_replicate", "dp_shard", "tp", "cp"
+    check_accelerate(train, launch, sizes={name: getattr(layout, name) for name in names})
     check_restart()
     optimizers.check(train.optim)
     trackers.check(train.trackers)
@@ -77,6 +78,8 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
 
 def _check_model_parallel(config: Config, task: Task, layout: Layout) -> None:
     train, architecture = config.train, architecture_of(config, task)
+    rows = {name: height // architecture.patch_size for name, height in task.heights.items()}
+    context_parallel.check(rows, train.parallel, architecture.dropout)
     tensor_parallel.check(architecture.tensor_parallel_parts, layout.tp, architecture.dropout)
     shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
     pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)

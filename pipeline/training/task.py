@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Task:
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
+        heights: of the latents of all pictures, of validation and of `pictures`, too, by what they are.
         names: sample ids -> names for error messages, as far as they are known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
@@ -71,6 +72,7 @@ class Task:
     old_samples: np.ndarray | None = None
     pictures: Prompts | None = None
     check: Callable[[Layout], None] = lambda layout: None
+    heights: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

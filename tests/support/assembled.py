@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C programming guide, technical
 specifications per compute capability)."""
-_INTEGERS = ("height", "width", "channels", "tokens", "dim", "count")
+_INTEGERS = ("height", "width", "channels", "tokens", "dim", "count", "rows", "above")
 _ALIGNED = ("channels", "dim")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -36,7 +36,7 @@ def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants:
             return "constexpr"
         if name in _INTEGERS or name.endswith("pitch"):
             return "i32"
-        return "fp32" if name == "eps" else "*fp32" if name == "parts" or "state" in name else f"*{dtype}"
+        return "fp32" if name == "eps" else "*fp32" if "parts" in name or "state" in name else f"*{dtype}"
 
     signature = {name: kind(name) for name in kernel.arg_names}
     multiple = [name for name, k in signature.items() if k == "i32" and (name in _ALIGNED or name.endswith("pitch"))]

@@ -46,6 +46,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "FSDP2 x TP, resumed": {"parallel": {"tp_size": 2}, "resumed": True},
         "interleaved_1f1b x FSDP2": {"parallel": pp("interleaved_1f1b", dp_shard=2), "without": True},
         "1f1b x TP": {"parallel": pp(tp_size=2)},
+        "FSDP2 x CP of 2, bf16": {"parallel": {"cp_size": 2}, **BF16},
+        "CP of 4": {"parallel": {"dp_shard": 1, "cp_size": 4}, "without": True},
     },
 }
 """Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;

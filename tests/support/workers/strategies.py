@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 STEPS = 20
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
+CP = {"dp_shard": 1, "cp_size": 2}
 COMPILED = {"compile": "block", "compile_backend": "aot_eager"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -46,6 +47,19 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED},
         "TP, compiled": {"parallel": TP, **COMPILED},
+        "CP": {"parallel": CP},
+        "CP, microbatch 3 (3 + 3 + 2), recomputed": {
+            "parallel": CP,
+            "microbatch": 3,
+            "activation_checkpointing": "full",
+        },
+        "CP, norm, selective": {"parallel": CP, "norm": True, "activation_checkpointing": "selective"},
+        "CP, bf16": {"parallel": CP, "precision": "bf16", "residual": "fp32"},
+        "CP, recomputed, compiled": {"parallel": CP, "activation_checkpointing": "full", **COMPILED},
+    },
+    3: {
+        "CP of 3": {"parallel": {"dp_shard": 1, "cp_size": 3}},
+        "CP of 3, norm": {"parallel": {"dp_shard": 1, "cp_size": 3}, "norm": True},
     },
     4: {
         "HSDP": {"parallel": HSDP},
@@ -57,14 +71,23 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
         "DDP x TP": {"parallel": {**DDP, "tp_size": 2}},
         "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32"},
+        "FSDP2 x CP": {"parallel": {"cp_size": 2}},
+        "DDP x CP, norm, recomputed": {
+            "parallel": {**DDP, "cp_size": 2},
+            "norm": True,
+            "activation_checkpointing": "full",
+        },
+        "CP of 4": {"parallel": {"dp_shard": 1, "cp_size": 4}},
+        "FSDP2 x CP, bf16": {"parallel": {"cp_size": 2}, "precision": "bf16", "residual": "fp32"},
     },
     8: {"HSDP x TP": {"parallel": {**HSDP, "tp_size": 2}}},
 }
-"""Launch size -> name -> settings of the train section; `norm`: with RMS norm of queries and keys."""
+"""Launch size -> name -> settings of the train section; `norm`: with RMS norm of queries and keys, and a position
+embedding."""
 
 
 def settings_of(case: dict[str, Any]) -> Config:
-    norm = {"qk_norm": "rms_norm_across_heads"} if case.get("norm") else {}
+    norm = {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 1.0} if case.get("norm") else {}
     return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name != "norm"})
 
 
@@ -134,6 +157,7 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
         "blocks": len(blocks),
         "compiled": sum("forward" in vars(block) for block in blocks),
         "over_tp": len(over_tp),
+        "over_cp": sum(None not in (block.attn1.total, block.ff.surround) for block in blocks),
         "dims": sorted({"/".join(names) for names in dims.values()}),
         "share": local / sum(p.numel() for p in parameters.values()),
         "data_world": parallel_model.data_world,
