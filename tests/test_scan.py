@@ -24,9 +24,11 @@ from PIL import Image
 from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
+from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
+from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
@@ -271,6 +273,27 @@ def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
     source = scanning.reopen(cache, "photos", DataConfig())
     for row in table.to_pylist():
         assert layout.digest(source.read(row["item"])) == row["digest"]
+
+
+def test_an_unchanged_source_of_tars_is_neither_joined_nor_sorted(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scanned(CountedTars(tars), cache)
+    sort = Scratch.sorted_by_key
+    monkeypatch.setattr(Scratch, "sorted_by_key", lambda *_: 1 / 0)
+    source = CountedTars(tars)
+    assert scanned(source, cache).equals(table)
+    monkeypatch.setattr(Scratch, "sorted_by_key", sort)
+    assert source.read("0.tar/0.png") == picture(0), "places are sorted when an item is read"
+
+
+def test_equal_sample_ids_are_noticed_when_another_limit_lets_a_picture_in(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(CountedTars(tars), cache, max_pixels=1)
+    monkeypatch.setattr(scanning, "sample_ids", lambda name, items: np.zeros(len(items), np.uint64))
+    with pytest.raises(UserError, match="have the same 64-bit sample id"):
+        scanned(CountedTars(tars), cache)
 
 
 def dying_read(source: CountedTars, count: int) -> Callable[[str], bytes]:

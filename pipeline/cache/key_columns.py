@@ -28,6 +28,11 @@ class SortedKeys:
     def __init__(self, high: np.ndarray, low: np.ndarray):
         self.high, self.low = high, low
 
+    @classmethod
+    def of(cls, keys: list[bytes]) -> SortedKeys:
+        """16-byte keys in any order."""
+        return cls(*halves(np.unique(as_keys(keys))))
+
     def __len__(self) -> int:
         return len(self.high)
 

@@ -36,6 +36,7 @@ from pipeline.cache.arrow import ROWS
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import binary, fixed, is_first
 from pipeline.cache.layout import Paths
+from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
@@ -153,7 +154,8 @@ def scan(
     while True:
         pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
         try:
-            tables = _Scan(source, name, cache, pool, settings, fragments).tables()
+            this = _Scan(source, name, cache, pool, settings, fragments)
+            tables = this.tables()
             break
         except ScanSuperseded:
             continue
@@ -162,7 +164,8 @@ def scan(
     scratch = cache.files.scratch if cache is not None else Scratch()
     refuse = lru_cache(1 << 16)(refuse)
     table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
-    _unique(name, table, scratch)
+    if this.last is None or not this.last.equals(table):  # the last scan made this check
+        _unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
     source.scratch = scratch
@@ -231,7 +234,7 @@ class _Scan:
         trusted = None if settings.rehash else cache
         self._scratch = cache.files.scratch if cache is not None else Scratch()
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
-        self._last = _last(trusted, name) if trusted is not None else None
+        self.last = _last(trusted, name) if trusted is not None else None
         self.made = self._scratch.table_writer(SCAN)
         self._known: ItemRows | None = None
         self._reused = False
@@ -297,16 +300,16 @@ class _Scan:
 
     def _pieces(self) -> list[_Piece]:
         pieces = []
-        runs = _runs(self._last) if self._last is not None else {}
+        runs = _runs(self.last) if self.last is not None else {}
         for part in self.source.parts():
             self._check()
             run = runs.get(part.name)
-            if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+            if self.last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
                 self._reused = True
-                pieces.append(_Piece(self._last.slice(run[1], run[2])))
+                pieces.append(_Piece(self.last.slice(run[1], run[2])))
                 continue
-            if self._known is None and self._last is not None:
-                self._known = _known(self._last, self._scratch)
+            if self._known is None and self.last is not None:
+                self._known = _known(self.last, self._scratch)
             for source_run in self.source.runs(part, RUN):
                 looked = self.pool.submit(source_run.look)
                 pieces.append(_Piece(None, part.name, part.stamp, source_run, looked))
@@ -449,9 +452,9 @@ def _unique(name: str, table: pa.Table, scratch: Scratch) -> None:
         first = 0
         for batch in arrow.batches(table.select(["item", "reject"])):
             usable = pc.is_null(batch.column("reject")).to_numpy()
-            items = batch.column("item").filter(pa.array(usable)).to_pylist()
+            items = arrow.text(batch.column("item").filter(pa.array(usable)))
             halves = np.zeros((len(items), 2), "<u8")
-            halves[:, 0] = np.frombuffer(layout.sample_ids(name, items), "<u8")
+            halves[:, 0] = sample_ids(name, items)
             yield pa.table({"key": binary(halves.view("S16")), "row": first + np.flatnonzero(usable)})
             first += len(batch)
 

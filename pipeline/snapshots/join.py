@@ -22,6 +22,7 @@ from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes
+from pipeline.cache.many_keys import latent_keys, sample_ids, text_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -286,14 +287,13 @@ def _joined(
     """The samples of some items; see `join`."""
     scan, columns = _with_latents(joined, scan, records, resolution, missing)
     with_caption, offsets, text, weight = _caption_records(joined, scan, records, missing)
-    items = text_column(scan.filter(pa.array(with_caption)).column("item"))
-    names = items.to_pylist()
-    picture_id = np.frombuffer(layout.sample_ids(source, names), "<u8")
+    items = text_column(scan.column("item").filter(pa.array(with_caption)))
+    picture_id = sample_ids(source, items)
     variant = resolution.variant
     return Frame(
-        source=np.full(len(names), joined.sources.index(source), np.int32),
+        source=np.full(len(items), joined.sources.index(source), np.int32),
         item=items,
-        sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else picture_id,
+        sample_id=sample_ids(source, items, variant) if variant else picture_id,
         picture_id=picture_id,
         captions=offsets,
         text=text,
@@ -309,7 +309,7 @@ def _with_latents(
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     digest = fixed(scan.column("digest"))
     bucket = buckets.nearest_all(resolution.table, height, width)
-    keys = latent_keys(records.latent, digest, resolution.table, bucket)
+    keys = latent_keys(records.latent.id, digest, resolution.table, bucket)
     rows = records.latents.find(keys)
     at, setting = "", ""
     if resolution.variant:
@@ -338,8 +338,8 @@ def _caption_records(
         Which items have such a caption, (items,) bool; of these `captions`, `text` and `weight` of a frame.
     """
     offsets, texts, weight = _captions(scan)
-    normalised = (captions.normalise(text, records.text.normalisation) for text in texts)
-    keys = np.frombuffer(layout.text_keys(records.text.id, normalised), "S16")
+    normalised = (captions.normalise_all(some, records.text.normalisation) for some in texts)
+    keys = np.concatenate([np.empty(0, "S16"), *(text_keys(records.text.id, some) for some in normalised)])
     rows = records.texts.find(keys)
     usable_caption = (rows >= 0) & (weight > 0)
     counts = np.diff(offsets)
@@ -367,21 +367,12 @@ def _caption_records(
     return with_caption, new_offsets, rows[usable_caption], weight[usable_caption]
 
 
-def latent_keys(
-    recipe: layout.LatentRecipe, digests: np.ndarray, table: Sequence[Shape], bucket: np.ndarray
-) -> np.ndarray:
-    """Keys (S16) of the latents of pictures. bucket: (n,) index into the table, of each picture."""
-    raw = digests.tobytes()
-    whole = (raw[i : i + 16] for i in range(0, len(raw), 16))
-    return np.frombuffer(layout.latent_keys(recipe.id, whole, table, bucket.tolist()), "S16")
-
-
-def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
-    """Offsets (n + 1,), texts and weights of a scan's captions."""
+def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[pa.Array], np.ndarray]:
+    """Offsets (n + 1,), texts in pieces and weights of a scan's captions."""
     column = scan.column("captions")
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     chunks = [pc.list_flatten(chunk) for chunk in column.chunks]  # in one piece texts could pass Arrow's 2 GiB
-    texts = (text for chunk in chunks for text in chunk.field("text").to_pylist())
+    texts = (chunk.field("text") for chunk in chunks)
     weight = np.concatenate([np.empty(0, np.float32), *(chunk.field("weight").to_numpy() for chunk in chunks)])
     return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
 
@@ -530,7 +521,7 @@ def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch
             yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
 
     rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
-    return scratch.arrays(rows, {"row": np.int64}, len(frame))["row"]
+    return scratch.arrays(rows, {"row": np.int64})["row"]
 
 
 def _grouped(

@@ -19,10 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import text
+from pipeline.cache.many_keys import latent_keys
 from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape, latent_keys
+from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape
 
 _META = "meta."
 """Prefix for a metadata field whose name is that of a built-in column."""
@@ -187,7 +188,7 @@ def reassigned(
     if not len(moved):
         return frame, []
     rows = inside[moved]
-    records_at = records.latents.find(latent_keys(records.latent, frame.digest[rows], table, after[moved]))
+    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after[moved]))
     bucket, latent = frame.bucket.copy(), frame.latent.copy()
     bucket[rows], latent[rows] = after[moved] + first, np.maximum(records_at, 0)
     missing = rows[records_at < 0]
