@@ -253,7 +253,8 @@ class RecordIndex:
             for part in scratch.sorted_by_key(batches):
                 columns = {field.name: _numpy(part.column(field.name)) for field in schema}
                 last = is_last(columns["key"])
-                columns = {name: values[last] for name, values in columns.items()}
+                if not last.all():
+                    columns = {name: values[last] for name, values in columns.items()}
                 high, low = halves(columns["key"])
                 yield {**columns, "high": high, "low": low}
 

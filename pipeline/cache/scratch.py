@@ -242,10 +242,11 @@ def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
     """A table sorted by key, stable, and the first halves of its keys."""
     high, low = halves(fixed(table.column(_KEY)))
     order = np.argsort(high, kind="stable")  # fast where the table consists of sorted runs
-    first, second = high[order], low[order]
-    if ((first[1:] == first[:-1]) & (second[1:] < second[:-1])).any():
-        order = np.lexsort((low, high))
-    return take_rows(table.combine_chunks(), order), high[order]
+    first = high[order]
+    equal = np.flatnonzero(first[1:] == first[:-1])
+    if (low[order[equal + 1]] < low[order[equal]]).any():
+        order = np.lexsort((low, high))  # the first halves stay where they are
+    return take_rows(table.combine_chunks(), order), first
 
 
 def _ranges(ends: np.ndarray) -> Iterator[tuple[int, int]]:

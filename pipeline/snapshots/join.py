@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
+from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes
 from pipeline.cache.many_keys import latent_keys, sample_ids, text_keys
@@ -615,14 +616,17 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
     Returns:
         The new number of each shard of the index, (shards,) uint32; and the shards in the new order.
     """
-    first = np.full(len(index.shards), len(rows) + len(more), np.int64)
+    absent = len(rows) + len(more)
+    first = np.full(len(index.shards), absent, np.int64)
+
+    def note(shards: np.ndarray, place: int) -> None:
+        new = np.flatnonzero(first[shards] == absent)[::-1]  # of equal shards the last assignment counts
+        first[shards[new]] = place + new
+
     for piece in _pieces(len(rows)):
-        used, at = np.unique(index.columns["shard"][rows[piece]], return_index=True)
-        first[used] = np.minimum(first[used], piece.start + at)
-    for place, row in enumerate(more, start=len(rows)):
-        shard = int(index.columns["shard"][row])
-        first[shard] = min(int(first[shard]), place)
-    order = np.argsort(first, kind="stable")[: int((first < len(rows) + len(more)).sum())]
+        note(index.columns["shard"][rows[piece]], piece.start)
+    note(index.columns["shard"][list(more)], len(rows))
+    order = np.argsort(first, kind="stable")[: int((first < absent).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
     numbers[order] = np.arange(len(order), dtype=np.uint32)
     return numbers, tuple(ShardFile(index.shards[n], index.bytes[n]) for n in order.tolist())
@@ -642,21 +646,24 @@ def _tables(
         children = [columns[field.name] for field in struct]
         return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(children, fields=list(struct)))
 
-    def of(index: RecordIndex, rows: np.ndarray, /, **renamed: str) -> dict[str, Any]:
-        names = {name: name for name in ("offset", "key", "checksum", "length")} | renamed
-        return {name: _array(index.columns[column][rows]) for name, column in names.items()}
+    def of(index: RecordIndex, rows: np.ndarray, /, **columns: str) -> dict[str, Any]:
+        return {name: _array(index.columns[column][rows]) for name, column in columns.items()}
+
+    def place(recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, str]:
+        names = ("offset", "key", "checksum", *(() if recipe.storage == PLAIN else ("length",)))
+        return {name: name for name in names}
 
     def shard(index: RecordIndex, rows: np.ndarray, number: np.ndarray) -> pa.Array:
         return pa.array(number[index.columns["shard"][rows]])
 
     latents, texts = records.latents, records.texts
     caption = {
-        **of(texts, frame.text, rows="valid"),
+        **of(texts, frame.text, **place(records.text), rows="valid"),
         "shard": shard(texts, frame.text, numbers[1]),
         "weight": pa.array(frame.weight),
     }
     columns: dict[str, Any] = {
-        **of(latents, frame.latent),
+        **of(latents, frame.latent, **place(records.latent)),
         "sample_id": pa.array(frame.sample_id),
         "shard": shard(latents, frame.latent, numbers[0]),
         "captions": lists(caption, schema.field("captions").type.value_type),
@@ -676,6 +683,4 @@ def _tables(
 
 
 def _array(values: np.ndarray) -> pa.Array:
-    if values.dtype.kind != "S":
-        return pa.array(values)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(values.tobytes())])
+    return binary(values) if values.dtype.kind == "S" else pa.array(values)
