@@ -40,6 +40,7 @@ from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
 from tests.support import synthetic
 from tests.support.loading import loader_settings
+from tests.support.lowered import lower_limits
 from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
@@ -985,6 +986,20 @@ def test_chains_of_snapshots_are_listed_parents_first(root: Path) -> None:
 
 
 # ---------------------------------------------------------------- sabotage
+
+
+@pytest.mark.parametrize("chosen", [("bucket.dedup=image",), ("bucket.subset=40",), ("bucket.filter='score != 3'",)])
+def test_a_selection_in_temporary_files_is_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str]
+) -> None:
+    add(config(root), "one", [*pictures(60), Picture("copy.png", "6"), Picture("another.png", "6")])
+    add(config(root), "two", [Picture(f"copy{i}.png", str(i)) for i in range(20, 30)])
+    first = stages.bucket.run(config(root, "bucket.subset=25"))
+    options = (*chosen, "bucket.heldout=0.1", f"bucket.grow={first}")
+    whole = stages.bucket.run(config(root, *options), "whole")
+    assert len(Cache(root).open_snapshot(whole)) < 72 * 0.9
+    lower_limits(monkeypatch)
+    assert stages.bucket.run(config(root, *options), "again") == whole
 
 
 def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ def test_samples_that_are_selected_are_beside_the_cache(
     )
     earlier = np.empty(0, np.uint64)
     assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
-    assert selection.subset(joined, frame, 2, earlier).item.to_pylist() == ["a", "b"]
+    assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]
     records = Records(LATENT, layout.TextRecipe(), none, none)
     left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
     assert left.item.to_pylist() == ["a", "b"]

@@ -497,7 +497,8 @@ def _parts(sources: Sequence[str], weights: Mapping[str, Fraction]) -> tuple[np.
     return np.array([part_weights.index(weight) for weight in by_source], np.int64), part_weights
 
 
-def _pieces(count: int) -> Iterator[slice]:
+def pieces(count: int) -> Iterator[slice]:
+    """Ranges of `ROWS` rows."""
     return (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
 
 
@@ -507,13 +508,13 @@ def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch
     The sort key is the group (bucket, part, new or not), then the place or, for the new samples, which share the last
     place, the sample id, both stretched over 64 bits.
     """
-    last = max((int(places[piece].max()) for piece in _pieces(len(frame))), default=0)
+    last = max((int(places[piece].max()) for piece in pieces(len(frame))), default=0)
     groups = 2 * (int(part_of_source.max(initial=0)) + 1)
-    count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in _pieces(len(frame))), default=1)
+    count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in pieces(len(frame))), default=1)
     group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
 
     def keyed() -> Iterator[pa.Table]:
-        for piece in _pieces(len(frame)):
+        for piece in pieces(len(frame)):
             is_new = places[piece] == last
             group = frame.bucket[piece] * groups + part_of_source[frame.source[piece]] * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
@@ -537,7 +538,7 @@ def _grouped(
     count = len(table.shapes)
     shapes = np.array(table.shapes, np.int64).reshape(-1, 2)
     crops, part_sizes = np.zeros(count), np.zeros((len(part_weights), count), np.int64)
-    for piece in _pieces(len(frame)):
+    for piece in pieces(len(frame)):
         which = frame.bucket[piece]
         _, loss = buckets.fits(frame.height[piece], frame.width[piece], shapes[which])
         np.add.at(crops, which, loss)
@@ -587,7 +588,7 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 
 def _check_samples(joined: Joined, frame: Frame) -> None:
     def ids() -> Iterator[pa.Table]:
-        for piece in _pieces(len(frame)):
+        for piece in pieces(len(frame)):
             halves = np.zeros((piece.stop - piece.start, 2), "<u8")
             halves[:, 0] = frame.sample_id[piece]
             yield pa.table({"key": binary(halves.view("S16"))})
@@ -623,7 +624,7 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
         new = np.flatnonzero(first[shards] == absent)[::-1]  # of equal shards the last assignment counts
         first[shards[new]] = place + new
 
-    for piece in _pieces(len(rows)):
+    for piece in pieces(len(rows)):
         note(index.columns["shard"][rows[piece]], piece.start)
     note(index.columns["shard"][list(more)], len(rows))
     order = np.argsort(first, kind="stable")[: int((first < absent).sum())]
