@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -502,6 +503,43 @@ def test_a_killed_scan_loses_the_fragment_in_hand_at_most(
     twice = Counter(reads(cache))
     assert set(twice) == {f"{n:03d}.png" for n in range(COUNT)}
     assert sum(count - 1 for count in twice.values()) <= RUN
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> list[Path]:
+    """Parquet files: three with bytes, one that names files."""
+    paths = [tmp_path / "tables" / f"{part}.parquet" for part in range(4)]
+    (tmp_path / "tables").mkdir()
+    for part, path in enumerate(paths[:3]):
+        content = {"image": [picture(3 * part + n) for n in range(3)], "text": ["said"] * 3}
+        pq.write_table(pa.table(content), path)
+    for n in range(9, 12):
+        (tmp_path / "tables" / f"{n}.png").write_bytes(picture(n))
+    pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(9, 12)], "text": ["said"] * 3}), paths[3])
+    return paths
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["tars", "tables"])
+def test_a_killed_scan_of_parts_loses_the_part_in_hand_at_most(
+    kind: str, tmp_path: Path, cache: Cache, request: pytest.FixtureRequest
+) -> None:
+    paths: list[Path] = request.getfixturevalue(kind)
+    data = paths[0].parent / f"*{paths[0].suffix}"
+    whole = Cache(tmp_path / "alone", create=True)
+    assert start(whole, data, 0, 1, 0).wait() == 0
+    process = start(cache, data, 0, 1, 0.05)
+    until(lambda: len(reads(cache)) >= 7, process)
+    process.kill()
+    process.communicate()
+    before = reads(cache)
+    assert 7 <= len(before) < 12 and len(fragments_of(cache)) == len(before) // 3
+    assert start(cache, data, 0, 1, 0).wait() == 0
+    assert outcome(cache) == outcome(whole)
+    times = Counter(reads(cache))
+    assert len(times) == 12 and set(times) == set(reads(whole))
+    again = {key for key, count in times.items() if count > 1}
+    assert again <= set(before[len(before) // 3 * 3 :]), "parts that were read whole are not read again"
 
 
 @pytest.mark.dist
