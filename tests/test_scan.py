@@ -276,6 +276,17 @@ def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
         assert layout.digest(source.read(row["item"])) == row["digest"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_total_of_a_source_of_tars_is_estimated_by_the_listed_ones(
+    tars: list[Path], cache: Cache, shared: bool
+) -> None:
+    printed: list[tuple[int, int | None]] = []
+    scanned(CountedTars(tars), cache, shared=shared, progress=lambda done, total: printed.append((done, total)))
+    assert printed == [(n, None if n <= 3 else 12) for n in range(1, 13)]
+    scanned(CountedTars(tars[:3]), cache, progress=lambda done, total: printed.append((done, total)))
+    assert printed[12:] == [(3, 9), (6, 9), (9, 9)]
+
+
 def test_an_unchanged_source_of_tars_is_neither_joined_nor_sorted(
     tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
