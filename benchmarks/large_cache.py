@@ -5,7 +5,7 @@ which have their full size; tars and shards have no content, since nothing here 
 
 Each command runs in a process of its own. The parent reads that process's private memory (RssAnon) every few
 milliseconds: mapped files do not count, because the kernel may drop their pages. `python -m benchmarks.large_cache
-COMMAND FOLDER ITEMS` runs one.
+COMMAND FOLDER ITEMS DIVISOR` runs one with all buffers divided by DIVISOR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.report import resident
-from pipeline.cache import index, key_columns, layout
+from pipeline.cache import arrow, index, key_columns, layout, scratch
+from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RECORDS, to_ipc
@@ -35,6 +36,8 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.images import buckets
 from pipeline.processes import run_and_exit
+from pipeline.snapshots import join
+from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.tars import TarSource
@@ -47,6 +50,14 @@ PER_TAR = 10_000
 SOURCE = "synthetic"
 COMMANDS = ("scan", "noop", "bucket", "status", "index")
 READ_S = 0.005
+BUFFERS = (
+    *((module, "ROWS") for module in (arrow, scanning, join, sources)),
+    *((module, "CHUNK_ROWS") for module in (join, snapshots)),
+    (key_columns, "BATCH"),
+    (index, "BATCH"),
+    (scratch, "LIMIT"),
+    (scratch, "RUN"),
+)
 
 
 class Tars(LocalFilesystem):
@@ -192,6 +203,12 @@ def scan_alone(folder: Path, count: int) -> None:
         raise RuntimeError("the source has changed")
 
 
+def divide_buffers(divisor: int) -> None:
+    """Lower every limit on the rows and bytes that a command has in memory."""
+    for module, name in BUFFERS:
+        setattr(module, name, max(1, getattr(module, name) // divisor))
+
+
 def command(name: str, folder: Path, count: int) -> None:
     config = configuration(folder)
     if name == "scan":
@@ -230,9 +247,9 @@ class Cost:
         return (self.own - self.before) / count
 
 
-def cost(name: str, folder: Path, count: int) -> Cost:
-    """Run a command in a process of its own and watch its memory."""
-    arguments = [sys.executable, "-m", "benchmarks.large_cache", name, str(folder), str(count)]
+def cost(name: str, folder: Path, count: int, divisor: int = 1) -> Cost:
+    """Run a command in a process of its own and watch its memory. divisor: of the buffers, see `divide_buffers`."""
+    arguments = [sys.executable, "-m", "benchmarks.large_cache", name, str(folder), str(count), str(divisor)]
     own = 0
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         status_file = Path(f"/proc/{process.pid}/status")
@@ -249,6 +266,7 @@ def cost(name: str, folder: Path, count: int) -> Cost:
 
 def main() -> None:
     name, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    divide_buffers(int(sys.argv[4]))
     before = next(int(line.split()[1]) * 1024 for line in _status() if line.startswith("RssAnon:"))
     began, cpu = time.perf_counter(), time.process_time()
     command(name, folder, count)

@@ -131,10 +131,9 @@ def run(
         joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
         frame = frame.take(~held_out, joined.scratch)
     if settings.subset is not None:
-        pictures = len(np.unique(frame.picture_id))
+        frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
             report["note"] = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-        frame = selection.subset(joined, frame, settings.subset, earlier)
     made = _make(config, inputs, joined, frame, earlier)
     report |= _publish(made, inputs, dry_run, name, move)
     if heldout_made is not None:

@@ -14,13 +14,14 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import adopt, audit, compare, layout
+from pipeline.cache import adopt, audit, compare, layout, many_keys
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.layout import Paths
@@ -39,6 +40,7 @@ from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
 from tests.support import synthetic
 from tests.support.loading import loader_settings
+from tests.support.lowered import lower_limits
 from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
@@ -121,14 +123,22 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
 
 def test_many_keys_are_the_keys_of_each() -> None:
     digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
-    which = [i % 2 for i in range(9)]
-    latents = layout.latent_keys("ab" * 16, digests, sizes, which)
-    assert latents == b"".join(layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True))
+    which = np.arange(9) % 2
+    latents = many_keys.latent_keys("ab" * 16, as_keys(digests), sizes, which)
+    each = [layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
+    assert latents.tobytes() == b"".join(each)
     words = ["", "a cat", "é 日本", "x" * 500]
-    assert layout.text_keys("cd", words) == b"".join(layout.text_key("cd", w) for w in words)
-    ids = layout.sample_ids("photos", ["a/b.jpg", "é"])
-    assert ids == b"".join(layout.sample_id("photos", i).to_bytes(8, "little") for i in ("a/b.jpg", "é"))
-    assert layout.sample_ids("photos", ["a/b.jpg"], "512") != ids[:8]
+    keys = b"".join(layout.text_key("cd", w) for w in words)
+    for kind in (pa.string(), pa.large_string()):
+        column = pa.array(["left out", *words], kind)[1:]
+        assert many_keys.text_keys("cd", column).tobytes() == keys
+        ids = [layout.sample_id("photos", word) for word in words]
+        assert many_keys.sample_ids("photos", column).tolist() == ids
+    assert many_keys.item_keys(words).tobytes() == b"".join(
+        bytes.fromhex(layout.content_digest(word.encode())) for word in words
+    )
+    of_variant = layout.digest("sample", "photos", "a cat", "512")[:8]
+    assert many_keys.sample_ids("photos", pa.array(["a cat"]), "512").tobytes() == of_variant
 
 
 def test_many_buckets_are_the_bucket_of_each() -> None:
@@ -976,6 +986,20 @@ def test_chains_of_snapshots_are_listed_parents_first(root: Path) -> None:
 
 
 # ---------------------------------------------------------------- sabotage
+
+
+@pytest.mark.parametrize("chosen", [("bucket.dedup=image",), ("bucket.subset=40",), ("bucket.filter='score != 3'",)])
+def test_a_selection_in_temporary_files_is_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str]
+) -> None:
+    add(config(root), "one", [*pictures(60), Picture("copy.png", "6"), Picture("another.png", "6")])
+    add(config(root), "two", [Picture(f"copy{i}.png", str(i)) for i in range(20, 30)])
+    first = stages.bucket.run(config(root, "bucket.subset=25"))
+    options = (*chosen, "bucket.heldout=0.1", f"bucket.grow={first}")
+    whole = stages.bucket.run(config(root, *options), "whole")
+    assert len(Cache(root).open_snapshot(whole)) < 72 * 0.9
+    lower_limits(monkeypatch)
+    assert stages.bucket.run(config(root, *options), "again") == whole
 
 
 def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import inspect
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -40,6 +41,16 @@ def test_normalise() -> None:
     assert caption_rules.normalise("  A Cat\n", "nvlabs") == "  A Cat\n"
     with pytest.raises(ValueError, match="unknown text recipe"):
         caption_rules.normalise("x", "other")
+
+
+@pytest.mark.parametrize("recipe", ["diffusers", "nvlabs"])
+def test_many_captions_are_normalised_as_each(recipe: str) -> None:
+    characters = [f" {chr(code)}A{chr(code)}B{chr(code)}\n" for code in range(0x3100) if not 0xD800 <= code < 0xE000]
+    some = ["", " ", "  A Cat\n", "\u0130stanbul", "\u039f\u0394\u039f\u03a3", "\u2002A\u2002", *characters]
+    for kind in (pa.string(), pa.large_string()):
+        column = pa.array(["left out", *some], kind)[1:]
+        expected = [caption_rules.normalise(caption, recipe) for caption in some]
+        assert caption_rules.normalise_all(column, recipe).to_pylist() == expected
 
 
 def test_choice_is_proportional() -> None:

@@ -13,13 +13,18 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 import stages.bucket
 import stages.pack
+from pipeline.cache import layout
 from pipeline.cache.root import Cache
 from pipeline.config import Config
+from pipeline.encoding import plan as planning
+from pipeline.encoding.scan import SCAN
 from pipeline.launch import Launch
 from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
@@ -89,6 +94,38 @@ def test_an_earlier_versions_cache_gives_the_same_snapshots(golden: Path, figure
     for name, overrides in SETTINGS.items():
         assert stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
     assert stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
+
+
+def test_an_earlier_versions_cache_is_encoded_further(golden: Path) -> None:
+    of, cache = config(golden), Cache(golden / "cache")
+    before = cache.open_snapshot(stages.bucket.run(of))
+    recipes = (synthetic.LATENT, synthetic.text_recipe(of))
+    for source in cache.sources():
+        last = cache.last_scan(source)
+        assert last is not None
+        scan = cache.table(last["table"])
+        images = planning.image_work(scan, source, synthetic.LATENT, synthetic.TABLE)
+        captions = planning.caption_work(scan, recipes[1])
+        plans = [len(cache.plans(recipe.name)) for recipe in recipes]
+        assert len(planning.plan_images(cache, recipes[0], images, of.encode)) == plans[0], "there is nothing to do"
+        assert len(planning.plan_captions(cache, recipes[1], captions, of.encode)) == plans[1]
+    new = synthetic.pictures(30, "new-")
+    rows = pa.Table.from_pylist(
+        [{"item": p.item, "digest": layout.digest(p.content), "height": 24, "width": 24} for p in new], schema=SCAN
+    )
+    more = planning.image_work(pa.concat_tables([rows, rows]), "new", synthetic.LATENT, synthetic.TABLE)
+    plan = planning.plan_images(cache, synthetic.LATENT, pa.concat_tables([images, more]), of.encode)[-1]
+    assert sorted(cache.table(plan.table).column("item").to_pylist()) == sorted(p.item for p in new)
+    synthetic.add(of, "new", new)
+    after = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    ids = {sample for some in before.sample_ids() for sample in some.tolist()}
+    grown = {sample for some in after.sample_ids() for sample in some.tolist()}
+    assert ids < grown and len(grown - ids) == len(new)
+    reader = after.reader("latent")
+    for row in range(len(after)):
+        sample = after.sample(row)
+        into = np.empty(after.latent_shape(sample.bucket), np.uint16)
+        reader.read(sample.shard, sample.offset, sample.key, sample.checksum, into)
 
 
 def test_an_earlier_versions_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:

@@ -18,15 +18,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
+from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
+from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
@@ -273,6 +276,38 @@ def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
         assert layout.digest(source.read(row["item"])) == row["digest"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_total_of_a_source_of_tars_is_estimated_by_the_listed_ones(
+    tars: list[Path], cache: Cache, shared: bool
+) -> None:
+    printed: list[tuple[int, int | None]] = []
+    scanned(CountedTars(tars), cache, shared=shared, progress=lambda done, total: printed.append((done, total)))
+    assert printed == [(n, None if n <= 3 else 12) for n in range(1, 13)]
+    scanned(CountedTars(tars[:3]), cache, progress=lambda done, total: printed.append((done, total)))
+    assert printed[12:] == [(3, 9), (6, 9), (9, 9)]
+
+
+def test_an_unchanged_source_of_tars_is_neither_joined_nor_sorted(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scanned(CountedTars(tars), cache)
+    sort = Scratch.sorted_by_key
+    monkeypatch.setattr(Scratch, "sorted_by_key", lambda *_: 1 / 0)
+    source = CountedTars(tars)
+    assert scanned(source, cache).equals(table)
+    monkeypatch.setattr(Scratch, "sorted_by_key", sort)
+    assert source.read("0.tar/0.png") == picture(0), "places are sorted when an item is read"
+
+
+def test_equal_sample_ids_are_noticed_when_another_limit_lets_a_picture_in(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(CountedTars(tars), cache, max_pixels=1)
+    monkeypatch.setattr(scanning, "sample_ids", lambda name, items: np.zeros(len(items), np.uint64))
+    with pytest.raises(UserError, match="have the same 64-bit sample id"):
+        scanned(CountedTars(tars), cache)
+
+
 def dying_read(source: CountedTars, count: int) -> Callable[[str], bytes]:
     def read(key: str) -> bytes:
         if len(source.reads) == count:
@@ -479,6 +514,43 @@ def test_a_killed_scan_loses_the_fragment_in_hand_at_most(
     twice = Counter(reads(cache))
     assert set(twice) == {f"{n:03d}.png" for n in range(COUNT)}
     assert sum(count - 1 for count in twice.values()) <= RUN
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> list[Path]:
+    """Parquet files: three with bytes, one that names files."""
+    paths = [tmp_path / "tables" / f"{part}.parquet" for part in range(4)]
+    (tmp_path / "tables").mkdir()
+    for part, path in enumerate(paths[:3]):
+        content = {"image": [picture(3 * part + n) for n in range(3)], "text": ["said"] * 3}
+        pq.write_table(pa.table(content), path)
+    for n in range(9, 12):
+        (tmp_path / "tables" / f"{n}.png").write_bytes(picture(n))
+    pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(9, 12)], "text": ["said"] * 3}), paths[3])
+    return paths
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["tars", "tables"])
+def test_a_killed_scan_of_parts_loses_the_part_in_hand_at_most(
+    kind: str, tmp_path: Path, cache: Cache, request: pytest.FixtureRequest
+) -> None:
+    paths: list[Path] = request.getfixturevalue(kind)
+    data = paths[0].parent / f"*{paths[0].suffix}"
+    whole = Cache(tmp_path / "alone", create=True)
+    assert start(whole, data, 0, 1, 0).wait() == 0
+    process = start(cache, data, 0, 1, 0.05)
+    until(lambda: len(reads(cache)) >= 7, process)
+    process.kill()
+    process.communicate()
+    before = reads(cache)
+    assert 7 <= len(before) < 12 and len(fragments_of(cache)) == len(before) // 3
+    assert start(cache, data, 0, 1, 0).wait() == 0
+    assert outcome(cache) == outcome(whole)
+    times = Counter(reads(cache))
+    assert len(times) == 12 and set(times) == set(reads(whole))
+    again = {key for key, count in times.items() if count > 1}
+    assert again <= set(before[len(before) // 3 * 3 :]), "parts that were read whole are not read again"
 
 
 @pytest.mark.dist

@@ -17,6 +17,7 @@ from pipeline.cache import arrow, layout, local_files, scratch
 from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
@@ -181,6 +182,22 @@ def test_status_needs_no_temporary_file(folder: Path, tmp_path: Path, monkeypatc
     assert (result["sources"]["photos"]["items"], result["sources"]["photos"]["rejected"]) == (5, 2)
 
 
+def test_an_unchanged_table_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", create=True)
+    table = pa.table({"item": ["a", "b"]})
+    digest = cache.put_table(table)
+    assert cache.table(digest).equals(table)
+    path = cache.files.path(Paths.table(digest, "parquet"))
+    os.utime(path, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "put_content", lambda *_: 1 / 0)
+        assert cache.put_table(pa.table({"item": ["a", "b"]})) == digest
+    assert path.stat().st_mtime > 0, "its age counts from the last reference on"
+    assert cache.put_table(pa.table({"item": ["a", "c"]})) != digest
+    path.unlink()
+    assert cache.put_table(table) == digest and path.exists()
+
+
 def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise NoSpaceError("the disk is full")
@@ -231,7 +248,7 @@ def test_samples_that_are_selected_are_beside_the_cache(
     )
     earlier = np.empty(0, np.uint64)
     assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
-    assert selection.subset(joined, frame, 2, earlier).item.to_pylist() == ["a", "b"]
+    assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]
     records = Records(LATENT, layout.TextRecipe(), none, none)
     left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
     assert left.item.to_pylist() == ["a", "b"]

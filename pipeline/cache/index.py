@@ -212,8 +212,7 @@ class RecordIndex:
         self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         names = [*RECORDS[self.kind].names, "shard"]
-        batches = (part for table in tables for part in _numbered(table.select(names), number))
-        self._fill(batches, sum(map(len, tables)))
+        self._fill(part for table in tables for part in _numbered(table.select(names), number))
 
     def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
         """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
@@ -245,8 +244,8 @@ class RecordIndex:
     def lost(self) -> np.ndarray:
         return lost(self._files, self.recipe, self.shards, self.bytes)
 
-    def _fill(self, batches: Iterable[pa.Table], most: int) -> None:
-        """Take over records, the lowest precedence first: of equal keys the last stays. most: at least their number."""
+    def _fill(self, batches: Iterable[pa.Table]) -> None:
+        """Take over records, the lowest precedence first: of equal keys the last stays."""
         scratch = self._files.scratch
         schema = RECORDS[self.kind].append(pa.field("shard", pa.uint32()))
 
@@ -254,12 +253,13 @@ class RecordIndex:
             for part in scratch.sorted_by_key(batches):
                 columns = {field.name: _numpy(part.column(field.name)) for field in schema}
                 last = is_last(columns["key"])
-                columns = {name: values[last] for name, values in columns.items()}
+                if not last.all():
+                    columns = {name: values[last] for name, values in columns.items()}
                 high, low = halves(columns["key"])
                 yield {**columns, "high": high, "low": low}
 
         dtypes: dict[str, Any] = {field.name: _dtype(field.type) for field in schema}
-        columns = scratch.arrays(parts(), {**dtypes, "high": np.uint64, "low": np.uint64}, most)
+        columns = scratch.arrays(parts(), {**dtypes, "high": np.uint64, "low": np.uint64})
         self._sorted = SortedKeys(columns.pop("high"), columns.pop("low"))
         self.columns: dict[str, np.ndarray] = columns
         self.keys = columns["key"]
@@ -299,7 +299,7 @@ class RecordIndex:
                     columns["shard"] = positions[columns["shard"]]
                     yield pa.table({name: _column(values[rows]) for name, values in columns.items()})
 
-        union._fill(batches(), sum(map(len, indexes)))
+        union._fill(batches())
         return union
 
     def __len__(self) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import layout
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last
+from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
-
-
-def item_keys(items: Iterable[str]) -> np.ndarray:
-    """Keys (S16) of items."""
-    return np.frombuffer(layout.item_keys(items), "S16")
 
 
 class ItemRows:
@@ -27,9 +22,7 @@ class ItemRows:
 
     def __init__(self, table: pa.Table, scratch: Scratch):
         self.table = table
-        found = scratch.arrays(
-            _sorted(table, scratch), {"high": np.uint64, "low": np.uint64, "row": np.int64}, len(table)
-        )
+        found = scratch.arrays(_sorted(table, scratch), {"high": np.uint64, "low": np.uint64, "row": np.int64})
         self._keys, self._rows = SortedKeys(found["high"], found["low"]), found["row"]
 
     def find(self, items: Sequence[str]) -> np.ndarray:

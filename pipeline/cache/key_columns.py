@@ -13,8 +13,8 @@ BATCH = 1 << 16
 
 def is_first(keys: np.ndarray) -> np.ndarray:
     """(n,) bool: which of sorted keys (S16) differ from the one before."""
-    high, low = halves(keys)
-    return np.append(True, (high[1:] != high[:-1]) | (low[1:] != low[:-1]))[: len(keys)]
+    first, second = (np.ascontiguousarray(keys).view(np.uint64)[half::2] for half in (0, 1))
+    return np.append(True, (first[1:] != first[:-1]) | (second[1:] != second[:-1]))[: len(keys)]
 
 
 def is_last(keys: np.ndarray) -> np.ndarray:
@@ -27,6 +27,11 @@ class SortedKeys:
 
     def __init__(self, high: np.ndarray, low: np.ndarray):
         self.high, self.low = high, low
+
+    @classmethod
+    def of(cls, keys: list[bytes]) -> SortedKeys:
+        """16-byte keys in any order."""
+        return cls(*halves(np.unique(as_keys(keys))))
 
     def __len__(self) -> int:
         return len(self.high)
@@ -47,17 +52,17 @@ class SortedKeys:
         last = len(self.high) - 1
         rows = np.minimum(rows, last)
         while True:  # keys with equal first halves are adjacent
-            before = (self.high[rows] == high) & (self.low[rows] < low) & (rows < last)
+            equal, other = self.high[rows] == high, self.low[rows]
+            before = equal & (other < low) & (rows < last)
             if not before.any():
-                break
+                return np.where(equal & (other == low), rows, -1)
             rows[before] += 1
-        return np.where((self.high[rows] == high) & (self.low[rows] == low), rows, -1)
 
 
 def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """S16 keys as (high, low) uint64 arrays, which sort like the bytes, and faster."""
-    both = np.ascontiguousarray(keys).view(">u8").reshape(-1, 2).astype(np.uint64)
-    return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
+    both = np.ascontiguousarray(keys).view(">u8")
+    return both[::2].astype(np.uint64), both[1::2].astype(np.uint64)
 
 
 def as_keys(keys: list[bytes]) -> np.ndarray:
@@ -67,7 +72,9 @@ def as_keys(keys: list[bytes]) -> np.ndarray:
 
 def binary(keys: np.ndarray) -> pa.Array:
     """An S16 array as a fixed_size_binary(16) column; the inverse of `fixed`."""
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(keys.tobytes())])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), len(keys), [None, pa.py_buffer(np.ascontiguousarray(keys))]
+    )
 
 
 def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:

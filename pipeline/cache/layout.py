@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -51,9 +50,9 @@ def digest(*parts: bytes | str) -> bytes:
 
 def digest_of_keys(parts: tuple[str, ...], keys: np.ndarray) -> bytes:
     """`digest` of some parts and then of 16-byte keys (an S16 array), one part each."""
-    framed = np.empty(len(keys), [("length", "<u8"), ("key", "S16")])
-    framed["length"], framed["key"] = 16, keys
-    return xxhash.xxh3_128_digest(b"".join(map(_framed, parts)) + framed.tobytes())
+    rows = np.empty(len(keys), [("length", "<u8"), ("key", "S16")])
+    rows["length"], rows["key"] = 16, keys
+    return xxhash.xxh3_128_digest(b"".join(map(framed, parts)) + rows.tobytes())
 
 
 def content_digest(data: bytes | memoryview) -> str:
@@ -203,41 +202,7 @@ def sample_id(source: str, item: str) -> int:
     return int.from_bytes(digest("sample", source, item)[:8], "little")
 
 
-def latent_keys(
-    recipe_id: str, digests: Iterable[bytes], sizes: Sequence[tuple[int, int]], which: Iterable[int]
-) -> bytes:
-    """`latent_key` of many pictures, concatenated, 16 bytes each. which: each picture's position in `sizes`."""
-    start = _framed("latent") + _framed(recipe_id) + (16).to_bytes(8, "little")
-    ends = [_framed(f"{height}x{width}") + _framed("") for height, width in sizes]
-    state = xxhash.xxh3_128_digest
-    return b"".join([state(start + digest + ends[size]) for digest, size in zip(digests, which, strict=True)])
-
-
-def text_keys(recipe_id: str, normalised: Iterable[str]) -> bytes:
-    """`text_key` of many captions, concatenated, 16 bytes each."""
-    start = _framed("text") + _framed(recipe_id) + (16).to_bytes(8, "little")
-    state = xxhash.xxh3_128_digest
-    return b"".join([state(start + state(_framed(text))) for text in normalised])
-
-
-def item_keys(items: Iterable[str]) -> bytes:
-    """16-byte digests of items, concatenated, by which tables of items are joined."""
-    state = xxhash.xxh3_128_digest
-    return b"".join([state(item.encode("utf-8", "surrogatepass")) for item in items])
-
-
-def sample_ids(source: str, items: Iterable[str], variant: str = "") -> bytes:
-    """`sample_id` of many items of a source, concatenated, 8 bytes each, little-endian.
-
-    Args:
-        variant: distinguishes several samples of one item.
-    """
-    start, end = _framed("sample") + _framed(source), _framed(variant) if variant else b""
-    state = xxhash.xxh3_128_digest
-    return b"".join([state(start + _framed(item) + end)[:8] for item in items])
-
-
-def _framed(part: str) -> bytes:
+def framed(part: str) -> bytes:
     """A part with its length, as `digest` hashes it."""
     data = part.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

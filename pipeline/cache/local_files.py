@@ -43,6 +43,11 @@ class Handle:
             done += count
         return done
 
+    def identity(self) -> tuple[int, ...]:
+        """Numbers that change when the file is replaced or written to."""
+        status = os.fstat(self.descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
     def file(self) -> BinaryIO:
         """The file as a seekable object with a descriptor of its own."""
         return os.fdopen(os.dup(self.descriptor), "rb")

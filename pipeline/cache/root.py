@@ -199,6 +199,9 @@ class Cache:
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
+        last = self._last_table
+        if last is not None and table.equals(last[1]) and self.files.freshen(Paths.table(last[0], "parquet")):
+            return last[0]  # an unchanged scan
         if table.nbytes <= scratch.LIMIT:
             return self.files.put_content(parquet_bytes(table), "tables", "parquet")
         with self.files.temporary() as path:

@@ -52,7 +52,7 @@ class Scratch:
         self._temporary = temporary or _in_system_folder
 
     def array(self, count: int, dtype: Any) -> np.ndarray:
-        """A writable array (count,) of zeros.
+        """A writable array (count,) of zeros. One in a file occupies a file descriptor as long as it exists.
 
         Raises:
             NoSpaceError: the disk is full.
@@ -76,17 +76,13 @@ class Scratch:
             writer.add(batch)
         return writer.finish()
 
-    def arrays(
-        self, chunks: Iterable[dict[str, np.ndarray]], dtypes: Mapping[str, Any], most: int
-    ) -> dict[str, np.ndarray]:
-        """Concatenate columns, each (n,). most: at least the number of rows."""
-        whole = {name: self.array(most, dtype) for name, dtype in dtypes.items()}
-        end = 0
+    def arrays(self, chunks: Iterable[dict[str, np.ndarray]], dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Concatenate columns, each (n,). Those in files are not writable."""
+        writers = {name: self.writer(dtype) for name, dtype in dtypes.items()}
         for chunk in chunks:
-            start, end = end, end + len(next(iter(chunk.values())))
             for name, values in chunk.items():
-                whole[name][start:end] = values
-        return {name: values[:end] for name, values in whole.items()}
+                writers[name].add(values)
+        return {name: writer.finish() for name, writer in writers.items()}
 
     def table_writer(self, schema: pa.Schema) -> TableWriter:
         """A table that is written piece by piece."""
@@ -246,10 +242,11 @@ def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
     """A table sorted by key, stable, and the first halves of its keys."""
     high, low = halves(fixed(table.column(_KEY)))
     order = np.argsort(high, kind="stable")  # fast where the table consists of sorted runs
-    first, second = high[order], low[order]
-    if ((first[1:] == first[:-1]) & (second[1:] < second[:-1])).any():
-        order = np.lexsort((low, high))
-    return take_rows(table.combine_chunks(), order), high[order]
+    first = high[order]
+    equal = np.flatnonzero(first[1:] == first[:-1])
+    if (low[order[equal + 1]] < low[order[equal]]).any():
+        order = np.lexsort((low, high))  # the first halves stay where they are
+    return take_rows(table.combine_chunks(), order), first
 
 
 def _ranges(ends: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,10 @@
 """Snapshots: immutable, content-addressed lists of samples grouped by bucket. Training reads these first.
 
 A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out, shards,
-chunks) and uncompressed Arrow IPC chunks, which are mapped into memory; a chunk's digest is checked when it is first
-touched. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
-copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
+chunks) and uncompressed Arrow IPC chunks. The last chunks that were touched are mapped into memory; the digest of a
+chunk is checked at the first touch, and again if its file has changed since. Two runs that name the same snapshot train
+on the same samples in the same order, wherever the cache was copied. A sample costs about 150 bytes of disk; its row is
+in memory only once it is used.
 
 The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
@@ -14,12 +15,14 @@ has its rows in a shuffled order inside each bucket, and its records in joint sh
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from threading import Lock
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +38,12 @@ from pipeline.cache.local_files import digest_of
 from pipeline.cache.shard import Reader, to_ipc
 from pipeline.errors import CacheError, IntegrityError
 
+T = TypeVar("T")
+
 CHUNK_ROWS = 1 << 18
+OPEN_CHUNKS = 64
+"""Chunks of a snapshot that stay mapped, for samples and for names. A mapped file of an object store occupies the disk
+of the mirror, even after the mirror has evicted it."""
 
 _KEY = pa.binary(16)
 CAPTION = pa.struct(
@@ -464,8 +472,8 @@ class Snapshot:
                 expected=int(self._starts[-1]),
                 found=int(self._chunk_starts[-1]),
             )
-        self._chunks: dict[int, _Chunk] = {}
-        self._names: dict[int, pa.Table] = {}
+        self._verified: dict[str, tuple[int, ...]] = {}
+        self._chunks, self._names = _Recent[_Chunk](), _Recent[pa.Table]()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -505,7 +513,8 @@ class Snapshot:
         check_files(self.files, replace(self.head, chunks=(), sources={}))
 
     def check_chunk(self, number: int) -> None:
-        """Read both tables of a chunk and check them."""
+        """Read both tables of a chunk and check them, also if they were checked before."""
+        self._verified.clear()
         self._map(number, "samples", self._schema)
         self._map(number, "names", NAMES)
 
@@ -592,15 +601,12 @@ class Snapshot:
 
     def _named(self, row: int) -> tuple[pa.Table, int]:
         number = self._chunk_of(row)
-        if number not in self._names:
-            self._names[number] = self._map(number, "names", NAMES)
-        return self._names[number], row - int(self._chunk_starts[number])
+        table = self._names.get(number, lambda: self._map(number, "names", NAMES))
+        return table, row - int(self._chunk_starts[number])
 
     def _locate(self, row: int) -> tuple[_Chunk, int]:
         number = self._chunk_of(row)
-        chunk = self._chunks.get(number)
-        if chunk is None:
-            chunk = self._chunks[number] = _Chunk(self._map(number, "samples", self._schema))
+        chunk = self._chunks.get(number, lambda: _Chunk(self._map(number, "samples", self._schema)))
         return chunk, row - int(self._chunk_starts[number])
 
     def _chunk_of(self, row: int) -> int:
@@ -609,7 +615,7 @@ class Snapshot:
         return bisect_right(self._chunk_starts, row) - 1
 
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
-        """Map a chunk and check its digest."""
+        """Map a chunk and check its digest, unless this very file was checked before."""
         chunk = self.head.chunks[number]
         digest = chunk.samples if which == "samples" else chunk.names
         path = self.files.where(Paths.table(digest, "arrow"))
@@ -617,14 +623,16 @@ class Snapshot:
             handle = self.files.open(Paths.table(digest, "arrow"))
         except FileNotFoundError:
             raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
-        actual = digest_of(handle)  # not through the mapping: pages that no lookup needs must not take up memory
-        if actual != digest:
+        identity = handle.identity()
+        if self._verified.get(digest) != identity and (actual := digest_of(handle)) != digest:
+            # Not through the mapping: pages that no lookup needs must not take up memory.
             raise IntegrityError(
                 f"{path}: a chunk of snapshot {self.id} does not match its name",
                 expected=digest,
                 found=actual,
                 fix=self.head.command,
             )
+        self._verified[digest] = identity
         table = ipc_table(handle.map())
         if table.schema != schema or table.num_rows != chunk.rows:
             raise IntegrityError(
@@ -633,6 +641,27 @@ class Snapshot:
                 found=f"{table.num_rows} rows of {table.schema.names}",
             )
         return table
+
+
+class _Recent(Generic[T]):
+    """The `OPEN_CHUNKS` chunks that were used last. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[int, T] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, number: int, make: Callable[[], T]) -> T:
+        """A chunk; made if it is not among them."""
+        with self._lock:
+            if number in self._chunks:
+                self._chunks.move_to_end(number)
+                return self._chunks[number]
+        chunk = make()
+        with self._lock:
+            self._chunks[number] = chunk
+            while len(self._chunks) > OPEN_CHUNKS:
+                self._chunks.popitem(last=False)
+        return chunk
 
 
 def _mapped(column: pa.ChunkedArray) -> pa.Array:

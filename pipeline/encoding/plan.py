@@ -5,8 +5,8 @@ return every plan.
 Why: any number of processes may plan at the same time. A plan's number is taken by put-if-absent; the loser adopts the
 winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
 worker.
-Price: planning sorts the keys of all earlier plans together with those of the work list, in temporary files (see
-`Scratch`). In memory are `RUN` rows at a time, however long their captions, and a quarter of a byte for every key.
+Price: planning sorts the keys of the work list, and with the missing ones those of all plans that are not finished, in
+temporary files (see `Scratch`). In memory are `RUN` rows at a time, however long their captions.
 
 A record counts as not assigned if it failed for a temporary cause
 (its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.
@@ -25,13 +25,14 @@ import pyarrow.compute as pc
 from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import batches, take_rows
 from pipeline.cache.index import committed
-from pipeline.cache.key_columns import as_keys, binary, fixed, is_first
+from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
+from pipeline.cache.layout import Paths
+from pipeline.cache.many_keys import latent_keys, text_keys
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
 from pipeline.errors import UserError
 from pipeline.images import buckets
-from pipeline.snapshots.join import latent_keys
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text
 
@@ -82,7 +83,7 @@ def image_work(
                 order = np.argsort(rows, kind="stable")
                 rows, which = rows[order], which[order]
             items = usable.select(["item", "digest"]).take(pa.array(rows))
-            keys = latent_keys(recipe, fixed(items.column("digest")), sizes, which)
+            keys = latent_keys(recipe.id, fixed(items.column("digest")), sizes, which)
             sides = np.array(sizes, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(rows))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
@@ -108,12 +109,12 @@ def _chosen(table: pa.Table, mask: np.ndarray, scratch: Scratch) -> pa.Table:
     return scratch.table(table.schema, chosen)
 
 
-def _numbered(keys: pa.ChunkedArray, plan: int = -1) -> Iterator[pa.Table]:
-    """Columns `key`, `row` and `plan` (the same number for all)."""
+def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
+    """Columns `key` and `row`."""
     for start in range(0, len(keys), arrow.ROWS):
         some = keys.slice(start, arrow.ROWS)
         rows = np.arange(start, start + len(some))
-        yield pa.table({"key": some, "row": rows, "plan": np.full(len(some), plan, np.int32)})
+        yield pa.table({"key": some, "row": rows})
 
 
 def _further(
@@ -175,8 +176,8 @@ def text_work(texts: Iterable[pa.Array], recipe: layout.TextRecipe, scratch: Scr
     def written() -> Iterator[pa.Table]:
         for part in texts:
             once = part.unique()
-            normalised = (caption_rules.normalise(text, recipe.normalisation) for text in once.to_pylist())
-            yield pa.table([binary(np.frombuffer(layout.text_keys(recipe.id, normalised), "S16")), once], CAPTIONS)
+            normalised = caption_rules.normalise_all(once, recipe.normalisation)
+            yield pa.table([binary(text_keys(recipe.id, normalised)), once], CAPTIONS)
 
     def rows() -> Iterator[pa.Table]:
         yield pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
@@ -271,32 +272,34 @@ def _planned(
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
     """(n,) bool: which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
 
-    A key that failed or was lost waits until the last plan that lists it is finished.
+    A finished plan assigned what its records and rejects name, which the index has. So only the keys of other plans are
+    read: a key in one of them, or that failed or was lost, waits until they are finished.
     """
-    wanted, index, scratch = work.column("key"), cache.index(recipe.name), cache.files.scratch
-
-    def keys() -> Iterator[pa.Table]:
-        yield from _numbered(wanted)
-        for plan in plans:
-            yield from _numbered(cache.table(plan.table, ["key"]).column("key"), plan.number)
-
+    unfinished = [plan for plan in plans if not _finished(cache, plan)]  # before the index, which then has the others
+    index, scratch = cache.index(recipe.name), cache.files.scratch
+    again = {reject.key for reject in index.rejects if reject.retry}
+    refused = SortedKeys.of([bytes.fromhex(reject.key) for reject in index.rejects if reject.key not in again])
     missing = scratch.array(len(work), bool)
-    again = as_keys([bytes.fromhex(r.key) for r in index.rejects if r.retry])
-    some_again = bool(len(again) or index.lost.any())
-    done = [plan.number for plan in plans if some_again and _finished(cache, plan)]
-    for part in scratch.sorted_by_key(keys()):
-        key, row, plan_of = fixed(part.column("key")), part.column("row").to_numpy(), part.column("plan").to_numpy()
-        starts = np.flatnonzero(is_first(key))
-        last = np.repeat(np.maximum.reduceat(plan_of, starts), np.diff([*starts, len(key)]))
-        ours = plan_of < 0
-        key, row, last = key[ours], row[ours], last[ours]
-        left = last < 0
-        if some_again:
-            at = index.find(key)
-            failed = (at < 0) & pc.is_in(binary(key), value_set=binary(again)).to_numpy(zero_copy_only=False)
-            failed[at >= 0] = index.lost[index.columns["shard"][at[at >= 0]]]
-            left |= failed & np.isin(last, done)
-        missing[row[left]] = True
+    for start in range(0, len(work), arrow.ROWS):
+        keys = fixed(work.column("key").slice(start, arrow.ROWS))
+        missing[start : start + len(keys)] = ~index.present(keys)
+        left = start + np.flatnonzero(missing[start : start + len(keys)])
+        missing[left] = refused.find(keys[left - start]) < 0
+    if not unfinished or not missing.any():
+        return missing
+
+    def keys_of_both() -> Iterator[pa.Table]:
+        for part in _numbered(work.column("key")):
+            yield part.filter(pa.array(missing[part.column("row").to_numpy()]))
+        for plan in unfinished:
+            for part in batches(cache.table(plan.table, ["key"])):
+                yield part.append_column("row", pa.array(np.full(len(part), -1)))
+
+    for part in scratch.sorted_by_key(keys_of_both()):
+        row = part.column("row").to_numpy()
+        starts = np.flatnonzero(is_first(fixed(part.column("key"))))
+        assigned = np.repeat(np.minimum.reduceat(row, starts) < 0, np.diff([*starts, len(row)]))
+        missing[row[assigned & (row >= 0)]] = False
     return missing
 
 
@@ -333,4 +336,6 @@ def has_key(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
 
 
 def _finished(cache: Cache, plan: WorkPlan) -> bool:
+    if cache.files.exists(Paths.segment(plan.recipe, plan.number)):
+        return True
     return committed(cache.files, plan.recipe, plan.number) == {unit.unit for unit in plan.units}

@@ -36,6 +36,7 @@ from pipeline.cache.arrow import ROWS
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import binary, fixed, is_first
 from pipeline.cache.layout import Paths
+from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
@@ -139,7 +140,8 @@ def scan(
         name: of the source, under which the cache stores its scans.
         cache: has the last scan; None: there is none.
         rehash: do not trust size and mtime.
-        progress: called with the number of items done, and the total (None while it is unknown).
+        progress: called with the number of items done, and the total: None until a part is listed, then an estimate by
+            the mean of the listed parts until all are.
         refuse: (height, width) of a readable picture -> why it is left out, or None. Asked in every scan, so that a
             changed policy applies to known rows.
         look: examines a new picture.
@@ -153,7 +155,8 @@ def scan(
     while True:
         pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
         try:
-            tables = _Scan(source, name, cache, pool, settings, fragments).tables()
+            this = _Scan(source, name, cache, pool, settings, fragments)
+            tables = this.tables()
             break
         except ScanSuperseded:
             continue
@@ -162,7 +165,8 @@ def scan(
     scratch = cache.files.scratch if cache is not None else Scratch()
     refuse = lru_cache(1 << 16)(refuse)
     table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
-    _unique(name, table, scratch)
+    if this.last is None or not this.last.equals(table):  # the last scan made this check
+        _unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
     source.scratch = scratch
@@ -179,6 +183,7 @@ class _Piece:
 
     Attributes:
         table: rows of the last scan.
+        count: number of rows, None if only listing can tell.
         rows: first row and number of rows of what was made, in `_Scan.made`; None until then.
         looked: the pending result of `Run.look`.
         stats: item -> (size, mtime), once `looked` is done.
@@ -193,6 +198,7 @@ class _Piece:
     stats: Seen = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None
+    count: int | None = None
 
     @property
     def is_there(self) -> bool:
@@ -231,18 +237,19 @@ class _Scan:
         trusted = None if settings.rehash else cache
         self._scratch = cache.files.scratch if cache is not None else Scratch()
         self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
-        self._last = _last(trusted, name) if trusted is not None else None
+        self.last = _last(trusted, name) if trusted is not None else None
         self.made = self._scratch.table_writer(SCAN)
         self._known: ItemRows | None = None
         self._reused = False
         self._done = 0
-        self._total: int | None = None
+        self._counted = 0
+        self._unlisted, self._listed = 0, list[int]()
 
     def tables(self) -> list[pa.Table]:
         """The pieces of the table, in the source's order."""
         pieces = self._pieces()
-        counts = [len(p.table) if p.table is not None else p.run.count if p.run is not None else 0 for p in pieces]
-        self._total = None if None in counts else sum(count or 0 for count in counts)
+        counts = [piece.count for piece in pieces]
+        self._counted, self._unlisted = sum(count or 0 for count in counts), counts.count(None)
         shared = self._make_unshared(pieces)
         if self.fragments is not None:
             self._gather(self.fragments, shared)
@@ -262,6 +269,7 @@ class _Scan:
                     identities.append((piece, self.pool.submit(piece.run.identity, piece.stats)))
                 else:
                     piece.rows = self.made.add(self._made(piece))
+                    self._list(piece)
             elif piece.table is not None:
                 self._reach(len(piece.table))
         settings, shared = self.settings, dict[str, _Piece]()
@@ -284,8 +292,10 @@ class _Scan:
 
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
-            shared[fragment].rows = self.made.add(rows.table)
-            shared[fragment].forget()
+            piece = shared[fragment]
+            piece.rows = self.made.add(rows.table)
+            piece.forget()
+            self._list(piece)
             if fragment not in made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
@@ -297,19 +307,19 @@ class _Scan:
 
     def _pieces(self) -> list[_Piece]:
         pieces = []
-        runs = _runs(self._last) if self._last is not None else {}
+        runs = _runs(self.last) if self.last is not None else {}
         for part in self.source.parts():
             self._check()
             run = runs.get(part.name)
-            if self._last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+            if self.last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
                 self._reused = True
-                pieces.append(_Piece(self._last.slice(run[1], run[2])))
+                pieces.append(_Piece(self.last.slice(run[1], run[2]), count=run[2]))
                 continue
-            if self._known is None and self._last is not None:
-                self._known = _known(self._last, self._scratch)
+            if self._known is None and self.last is not None:
+                self._known = _known(self.last, self._scratch)
             for source_run in self.source.runs(part, RUN):
                 looked = self.pool.submit(source_run.look)
-                pieces.append(_Piece(None, part.name, part.stamp, source_run, looked))
+                pieces.append(_Piece(None, part.name, part.stamp, source_run, looked, count=source_run.count))
         return pieces
 
     def _new(self, piece: _Piece) -> bool:
@@ -377,9 +387,20 @@ class _Scan:
         read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
         return _row(item.key, size=stat[0], mtime_ns=stat[1], **listed, **read)
 
+    def _list(self, piece: _Piece) -> None:
+        if piece.count is None and piece.rows is not None:
+            self._listed.append(piece.rows[1])
+
     def _reach(self, rows: int) -> None:
         self._done += rows
-        self.settings.progress(self._done, self._total)
+        self.settings.progress(self._done, self._total())
+
+    def _total(self) -> int | None:
+        if not self._unlisted:
+            return self._counted
+        if not self._listed:
+            return None
+        return max(self._done, self._counted + round(sum(self._listed) * self._unlisted / len(self._listed)))
 
     def _check(self, in_hand: bool = False) -> None:
         if self.fragments is not None:
@@ -449,9 +470,9 @@ def _unique(name: str, table: pa.Table, scratch: Scratch) -> None:
         first = 0
         for batch in arrow.batches(table.select(["item", "reject"])):
             usable = pc.is_null(batch.column("reject")).to_numpy()
-            items = batch.column("item").filter(pa.array(usable)).to_pylist()
+            items = arrow.text(batch.column("item").filter(pa.array(usable)))
             halves = np.zeros((len(items), 2), "<u8")
-            halves[:, 0] = np.frombuffer(layout.sample_ids(name, items), "<u8")
+            halves[:, 0] = sample_ids(name, items)
             yield pa.table({"key": binary(halves.view("S16")), "row": first + np.flatnonzero(usable)})
             first += len(batch)
 

@@ -20,8 +20,10 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
+from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes
+from pipeline.cache.many_keys import latent_keys, sample_ids, text_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -286,14 +288,13 @@ def _joined(
     """The samples of some items; see `join`."""
     scan, columns = _with_latents(joined, scan, records, resolution, missing)
     with_caption, offsets, text, weight = _caption_records(joined, scan, records, missing)
-    items = text_column(scan.filter(pa.array(with_caption)).column("item"))
-    names = items.to_pylist()
-    picture_id = np.frombuffer(layout.sample_ids(source, names), "<u8")
+    items = text_column(scan.column("item").filter(pa.array(with_caption)))
+    picture_id = sample_ids(source, items)
     variant = resolution.variant
     return Frame(
-        source=np.full(len(names), joined.sources.index(source), np.int32),
+        source=np.full(len(items), joined.sources.index(source), np.int32),
         item=items,
-        sample_id=np.frombuffer(layout.sample_ids(source, names, variant), "<u8") if variant else picture_id,
+        sample_id=sample_ids(source, items, variant) if variant else picture_id,
         picture_id=picture_id,
         captions=offsets,
         text=text,
@@ -309,7 +310,7 @@ def _with_latents(
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     digest = fixed(scan.column("digest"))
     bucket = buckets.nearest_all(resolution.table, height, width)
-    keys = latent_keys(records.latent, digest, resolution.table, bucket)
+    keys = latent_keys(records.latent.id, digest, resolution.table, bucket)
     rows = records.latents.find(keys)
     at, setting = "", ""
     if resolution.variant:
@@ -338,8 +339,8 @@ def _caption_records(
         Which items have such a caption, (items,) bool; of these `captions`, `text` and `weight` of a frame.
     """
     offsets, texts, weight = _captions(scan)
-    normalised = (captions.normalise(text, records.text.normalisation) for text in texts)
-    keys = np.frombuffer(layout.text_keys(records.text.id, normalised), "S16")
+    normalised = (captions.normalise_all(some, records.text.normalisation) for some in texts)
+    keys = np.concatenate([np.empty(0, "S16"), *(text_keys(records.text.id, some) for some in normalised)])
     rows = records.texts.find(keys)
     usable_caption = (rows >= 0) & (weight > 0)
     counts = np.diff(offsets)
@@ -367,21 +368,12 @@ def _caption_records(
     return with_caption, new_offsets, rows[usable_caption], weight[usable_caption]
 
 
-def latent_keys(
-    recipe: layout.LatentRecipe, digests: np.ndarray, table: Sequence[Shape], bucket: np.ndarray
-) -> np.ndarray:
-    """Keys (S16) of the latents of pictures. bucket: (n,) index into the table, of each picture."""
-    raw = digests.tobytes()
-    whole = (raw[i : i + 16] for i in range(0, len(raw), 16))
-    return np.frombuffer(layout.latent_keys(recipe.id, whole, table, bucket.tolist()), "S16")
-
-
-def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[str], np.ndarray]:
-    """Offsets (n + 1,), texts and weights of a scan's captions."""
+def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[pa.Array], np.ndarray]:
+    """Offsets (n + 1,), texts in pieces and weights of a scan's captions."""
     column = scan.column("captions")
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     chunks = [pc.list_flatten(chunk) for chunk in column.chunks]  # in one piece texts could pass Arrow's 2 GiB
-    texts = (text for chunk in chunks for text in chunk.field("text").to_pylist())
+    texts = (chunk.field("text") for chunk in chunks)
     weight = np.concatenate([np.empty(0, np.float32), *(chunk.field("weight").to_numpy() for chunk in chunks)])
     return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
 
@@ -505,7 +497,8 @@ def _parts(sources: Sequence[str], weights: Mapping[str, Fraction]) -> tuple[np.
     return np.array([part_weights.index(weight) for weight in by_source], np.int64), part_weights
 
 
-def _pieces(count: int) -> Iterator[slice]:
+def pieces(count: int) -> Iterator[slice]:
+    """Ranges of `ROWS` rows."""
     return (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
 
 
@@ -515,13 +508,13 @@ def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch
     The sort key is the group (bucket, part, new or not), then the place or, for the new samples, which share the last
     place, the sample id, both stretched over 64 bits.
     """
-    last = max((int(places[piece].max()) for piece in _pieces(len(frame))), default=0)
+    last = max((int(places[piece].max()) for piece in pieces(len(frame))), default=0)
     groups = 2 * (int(part_of_source.max(initial=0)) + 1)
-    count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in _pieces(len(frame))), default=1)
+    count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in pieces(len(frame))), default=1)
     group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
 
     def keyed() -> Iterator[pa.Table]:
-        for piece in _pieces(len(frame)):
+        for piece in pieces(len(frame)):
             is_new = places[piece] == last
             group = frame.bucket[piece] * groups + part_of_source[frame.source[piece]] * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
@@ -530,7 +523,7 @@ def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch
             yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
 
     rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
-    return scratch.arrays(rows, {"row": np.int64}, len(frame))["row"]
+    return scratch.arrays(rows, {"row": np.int64})["row"]
 
 
 def _grouped(
@@ -545,7 +538,7 @@ def _grouped(
     count = len(table.shapes)
     shapes = np.array(table.shapes, np.int64).reshape(-1, 2)
     crops, part_sizes = np.zeros(count), np.zeros((len(part_weights), count), np.int64)
-    for piece in _pieces(len(frame)):
+    for piece in pieces(len(frame)):
         which = frame.bucket[piece]
         _, loss = buckets.fits(frame.height[piece], frame.width[piece], shapes[which])
         np.add.at(crops, which, loss)
@@ -595,7 +588,7 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 
 def _check_samples(joined: Joined, frame: Frame) -> None:
     def ids() -> Iterator[pa.Table]:
-        for piece in _pieces(len(frame)):
+        for piece in pieces(len(frame)):
             halves = np.zeros((piece.stop - piece.start, 2), "<u8")
             halves[:, 0] = frame.sample_id[piece]
             yield pa.table({"key": binary(halves.view("S16"))})
@@ -624,14 +617,17 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
     Returns:
         The new number of each shard of the index, (shards,) uint32; and the shards in the new order.
     """
-    first = np.full(len(index.shards), len(rows) + len(more), np.int64)
-    for piece in _pieces(len(rows)):
-        used, at = np.unique(index.columns["shard"][rows[piece]], return_index=True)
-        first[used] = np.minimum(first[used], piece.start + at)
-    for place, row in enumerate(more, start=len(rows)):
-        shard = int(index.columns["shard"][row])
-        first[shard] = min(int(first[shard]), place)
-    order = np.argsort(first, kind="stable")[: int((first < len(rows) + len(more)).sum())]
+    absent = len(rows) + len(more)
+    first = np.full(len(index.shards), absent, np.int64)
+
+    def note(shards: np.ndarray, place: int) -> None:
+        new = np.flatnonzero(first[shards] == absent)[::-1]  # of equal shards the last assignment counts
+        first[shards[new]] = place + new
+
+    for piece in pieces(len(rows)):
+        note(index.columns["shard"][rows[piece]], piece.start)
+    note(index.columns["shard"][list(more)], len(rows))
+    order = np.argsort(first, kind="stable")[: int((first < absent).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
     numbers[order] = np.arange(len(order), dtype=np.uint32)
     return numbers, tuple(ShardFile(index.shards[n], index.bytes[n]) for n in order.tolist())
@@ -651,21 +647,24 @@ def _tables(
         children = [columns[field.name] for field in struct]
         return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(children, fields=list(struct)))
 
-    def of(index: RecordIndex, rows: np.ndarray, /, **renamed: str) -> dict[str, Any]:
-        names = {name: name for name in ("offset", "key", "checksum", "length")} | renamed
-        return {name: _array(index.columns[column][rows]) for name, column in names.items()}
+    def of(index: RecordIndex, rows: np.ndarray, /, **columns: str) -> dict[str, Any]:
+        return {name: _array(index.columns[column][rows]) for name, column in columns.items()}
+
+    def place(recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, str]:
+        names = ("offset", "key", "checksum", *(() if recipe.storage == PLAIN else ("length",)))
+        return {name: name for name in names}
 
     def shard(index: RecordIndex, rows: np.ndarray, number: np.ndarray) -> pa.Array:
         return pa.array(number[index.columns["shard"][rows]])
 
     latents, texts = records.latents, records.texts
     caption = {
-        **of(texts, frame.text, rows="valid"),
+        **of(texts, frame.text, **place(records.text), rows="valid"),
         "shard": shard(texts, frame.text, numbers[1]),
         "weight": pa.array(frame.weight),
     }
     columns: dict[str, Any] = {
-        **of(latents, frame.latent),
+        **of(latents, frame.latent, **place(records.latent)),
         "sample_id": pa.array(frame.sample_id),
         "shard": shard(latents, frame.latent, numbers[0]),
         "captions": lists(caption, schema.field("captions").type.value_type),
@@ -685,6 +684,4 @@ def _tables(
 
 
 def _array(values: np.ndarray) -> pa.Array:
-    if values.dtype.kind != "S":
-        return pa.array(values)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(values.tobytes())])
+    return binary(values) if values.dtype.kind == "S" else pa.array(values)

@@ -10,7 +10,7 @@ has exactly the size that was asked for, and the held-out part has it on average
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,10 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import text
+from pipeline.cache.key_columns import binary, fixed, is_first
+from pipeline.cache.many_keys import latent_keys
 from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape, latent_keys
+from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape, pieces
 
 _META = "meta."
 """Prefix for a metadata field whose name is that of a built-in column."""
@@ -67,7 +69,11 @@ def filtered(
                 chosen, unknown = (mask.to_numpy(zero_copy_only=False) for mask in masks)
                 _count_rejected(joined, rule, keep & ~chosen, unknown, too_large[source])
                 keep &= chosen
-        selected[source] = scan.filter(pa.array(keep))
+        chosen_rows = (
+            scan.slice(piece.start, piece.stop - piece.start).filter(pa.array(keep[piece]))
+            for piece in pieces(len(keep))
+        )
+        selected[source] = joined.scratch.table(scan.schema, chosen_rows)
     return selected
 
 
@@ -120,30 +126,42 @@ def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, p
 def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np.ndarray) -> Frame:
     """Keep one picture of each digest: the one in an earlier snapshot (its sample ids), else the one of the source that
     comes first in `order`, else of the first (source, item)."""
-    _, inverse, times = np.unique(frame.digest, return_inverse=True, return_counts=True)
-    suspects = np.flatnonzero(times[inverse] > 1)
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
-    items = frame.item.take(pa.array(suspects)).to_pylist()
-    new = places(frame, earlier) >= len(earlier) if len(earlier) else np.ones(len(frame), bool)
-    stays = np.isin(frame.picture_id, frame.picture_id[~new])
-    best: dict[bytes, tuple[bool, int, str, str, int]] = {}
-    for row, item in zip(suspects.tolist(), items, strict=True):
-        source = int(frame.source[row])
-        candidate = (not stays[row], rank[source], joined.sources[source], item, int(frame.picture_id[row]))
-        digest = frame.digest[row]
-        best[digest] = min(best.get(digest, candidate), candidate)
-    keep = np.ones(len(frame), bool)
-    for row in suspects.tolist():
-        keep[row] = frame.picture_id[row] == best[frame.digest[row]][4]
-    joined.leave("its picture is the same as another sample's", int((~keep).sum()), "bucket.dedup=none")
+    stays = frame.picture_id[places(frame, earlier) < len(earlier)] if len(earlier) else earlier
+    keep = joined.scratch.array(len(frame), bool)
+
+    def keyed() -> Iterator[pa.Table]:
+        for piece in pieces(len(frame)):
+            yield pa.table({"key": binary(frame.digest[piece]), "row": np.arange(piece.start, piece.stop)})
+
+    for part in joined.scratch.sorted_by_key(keyed()):
+        rows, starts = part.column("row").to_numpy(), np.flatnonzero(is_first(fixed(part.column("key"))))
+        keep[rows] = True
+        times = np.diff([*starts, len(rows)])
+        group = np.repeat(np.arange(len(starts)), times)
+        suspects = np.flatnonzero(times[group] > 1)
+        groups, rows = group[suspects].tolist(), rows[suspects]
+        pictures, known = frame.picture_id[rows].tolist(), np.isin(frame.picture_id[rows], stays).tolist()
+        items = frame.item.take(pa.array(rows)).to_pylist()
+        best: dict[int, tuple[bool, int, str, str, int]] = {}
+        for at, source in enumerate(frame.source[rows].tolist()):
+            candidate = (not known[at], rank[source], joined.sources[source], items[at], pictures[at])
+            best[groups[at]] = min(best.get(groups[at], candidate), candidate)
+        keep[rows] = [picture == best[of][4] for of, picture in zip(groups, pictures, strict=True)]
+    joined.leave(
+        "its picture is the same as another sample's", len(keep) - int(np.count_nonzero(keep)), "bucket.dedup=none"
+    )
     return frame.take(keep, joined.scratch)
 
 
 def heldout(frame: Frame, share: float) -> np.ndarray:
     """(n,) bool: which samples are held out. It depends on the picture's digest alone: equal pictures are on one side,
     more data move nothing, and a larger share contains a smaller one."""
-    first = np.ascontiguousarray(frame.digest).view("<u8").reshape(-1, 2)[:, 0]
-    return first < np.uint64(min(int(share * 2**64), 2**64 - 1))
+    limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
+    held_out = np.empty(len(frame.digest), bool)
+    for piece in pieces(len(frame.digest)):
+        held_out[piece] = np.ascontiguousarray(frame.digest[piece]).view("<u8")[::2] < limit
+    return held_out
 
 
 def places(frame: Frame, earlier: np.ndarray) -> np.ndarray:
@@ -155,14 +173,30 @@ def places(frame: Frame, earlier: np.ndarray) -> np.ndarray:
     return np.where(earlier[order[at]] == frame.sample_id, order[at], len(earlier))
 
 
-def subset(joined: Joined, frame: Frame, count: int, earlier: np.ndarray) -> Frame:
-    """`count` pictures with all their records: pictures of an earlier snapshot first, then the smallest ids."""
-    pictures, first = np.unique(frame.picture_id, return_index=True)
+def subset(joined: Joined, frame: Frame, count: int, earlier: np.ndarray) -> tuple[Frame, int]:
+    """`count` pictures with all their records: pictures of an earlier snapshot first, then the smallest ids.
+
+    Returns:
+        Their samples, and how many pictures there were before.
+    """
     known = np.unique(frame.picture_id[places(frame, earlier) < len(earlier)]) if len(earlier) else earlier
-    order = np.lexsort((pictures, ~np.isin(pictures, known)))
-    selected = np.isin(frame.picture_id, pictures[order[:count]])
-    joined.leave(f"beyond the first {count} pictures", int((~selected).sum()), "a larger bucket.subset")
-    return frame.take(selected, joined.scratch)
+    selected = joined.scratch.array(len(frame), bool)
+
+    def keyed() -> Iterator[pa.Table]:
+        for piece in pieces(len(frame)):
+            ids = frame.picture_id[piece]
+            new = (~np.isin(ids, known)).astype(np.uint64)
+            keys = np.stack([new << np.uint64(63) | ids >> np.uint64(1), ids], axis=1).astype(">u8").view("S16")[:, 0]
+            yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
+
+    pictures = 0
+    for part in joined.scratch.sorted_by_key(keyed()):
+        number = pictures + np.cumsum(is_first(fixed(part.column("key"))))
+        selected[part.column("row").to_numpy()[number <= count]] = True
+        pictures = int(number[-1])
+    left_out = len(selected) - int(np.count_nonzero(selected))
+    joined.leave(f"beyond the first {count} pictures", left_out, "a larger bucket.subset")
+    return frame.take(selected, joined.scratch), pictures
 
 
 Move = tuple[str, str, int, int]
@@ -187,7 +221,7 @@ def reassigned(
     if not len(moved):
         return frame, []
     rows = inside[moved]
-    records_at = records.latents.find(latent_keys(records.latent, frame.digest[rows], table, after[moved]))
+    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after[moved]))
     bucket, latent = frame.bucket.copy(), frame.latent.copy()
     bucket[rows], latent[rows] = after[moved] + first, np.maximum(records_at, 0)
     missing = rows[records_at < 0]

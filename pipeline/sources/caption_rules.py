@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pipeline.config import TextConfig
 
 # A constant of the released models: the instruction before every caption ("complex human instruction",
@@ -40,6 +43,7 @@ INSTRUCTIONS: dict[str, str] = {
     "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
 }
 """Recipe name -> the instruction (1,057 characters, with a space at the end)."""
+_ASCII_SPACE = "".join(character for character in map(chr, range(128)) if character.isspace())
 
 
 def instruction(config: TextConfig) -> str:
@@ -57,6 +61,16 @@ def normalise(caption: str, recipe: str) -> str:
     if recipe == "nvlabs":
         return caption
     raise ValueError(f"unknown text recipe {recipe!r}; known: {', '.join(INSTRUCTIONS)}")
+
+
+def normalise_all(captions: pa.Array, recipe: str) -> pa.Array:
+    """`normalise` of many captions (strings without null)."""
+    if recipe != "diffusers":
+        return pa.array([normalise(caption, recipe) for caption in captions.to_pylist()], captions.type)
+    other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
+    normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
+    rest = [normalise(caption, recipe) for caption in captions.filter(other).to_pylist()]
+    return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
 
 
 def choose(weights: Sequence[float], draw: float) -> int:

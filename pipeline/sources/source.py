@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 import pyarrow as pa
@@ -258,7 +259,8 @@ class FilesSource(Source):
         self.ignored_kinds = Counter()
         self._versions: dict[str, tuple[int, int]] = {}
         self._listed: dict[str, tuple[str, str]] = {}
-        self._recalled: ItemRows | None = None
+        self._recall: Callable[[], ItemRows | None] = lambda: None
+        self._recall_lock = Lock()
 
     def parts(self) -> list[Part]:
         self.filesystem.refresh()
@@ -277,7 +279,8 @@ class FilesSource(Source):
             while some := list(islice(rest, ROWS)):
                 yield pa.table(list(zip(*some, strict=True)), _PLACES.names).cast(_PLACES)
 
-        self._recalled = ItemRows(self.scratch.table(_PLACES, tables()), self.scratch)
+        # Made when an item is first asked for: `encode` with nothing to do needs no places.
+        self._recall = cache(lambda: ItemRows(self.scratch.table(_PLACES, tables()), self.scratch))
         self._listed = {}
 
     def release(self, keys: Iterable[str]) -> None:
@@ -291,10 +294,14 @@ class FilesSource(Source):
     def _where(self, key: str) -> tuple[str, str] | None:
         """(part, where) of an item; None if it was not listed."""
         place = self._listed.get(key)
-        if place is None and self._recalled is not None and (row := int(self._recalled.find([key])[0])) >= 0:
-            item, part, where = (column[row].as_py() for column in self._recalled.table.columns)
-            return (part, where) if item == key else None
-        return place
+        if place is not None:
+            return place
+        with self._recall_lock:
+            recalled = self._recall()
+        if recalled is None or (row := int(recalled.find([key])[0])) < 0:
+            return None
+        item, part, where = (column[row].as_py() for column in recalled.table.columns)
+        return (part, where) if item == key else None
 
     def _version(self, part: str) -> int:
         """The modification time (ns) or number of the ETag of a file, read once per listing."""

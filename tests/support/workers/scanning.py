@@ -1,4 +1,4 @@
-"""A process that scans a folder slowly and writes down every picture that it reads."""
+"""A process that scans a source slowly and writes down every picture that it reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 from pipeline.cache.root import Cache
+from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit
-from pipeline.sources.folder import FolderSource
+from pipeline.sources.detect import open_source
+from pipeline.sources.source import Source
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
@@ -18,17 +20,19 @@ from pipeline.work.stop import Stop, Stopped
 RUN = 4
 
 
-class Slow(FolderSource):
-    def __init__(self, root: Path, log: Path, seconds: float):
-        super().__init__(root, "text", "photos")
-        self.log, self.seconds = log, seconds
+def slow(data: str, log: Path, seconds: float) -> Source:
+    source = open_source(data, DataConfig(), "photos")
+    read = source.read
 
-    def read(self, key: str) -> bytes:
-        data = super().read(key)
-        with self.log.open("a") as file:
+    def slowly(key: str) -> bytes:
+        content = read(key)
+        with log.open("a") as file:
             file.write(key + "\n")
-        time.sleep(self.seconds)
-        return data
+        time.sleep(seconds)
+        return content
+
+    source.read = slowly  # type: ignore[method-assign]
+    return source
 
 
 def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: str, seconds: str) -> None:
@@ -39,7 +43,7 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
     try:
         with stop.signals(), stop.polite():
             table = scanning.scan(
-                Slow(Path(data), Path(log), float(seconds)),
+                slow(data, Path(log), float(seconds)),
                 "photos",
                 cache,
                 max_pixels=10**6,
