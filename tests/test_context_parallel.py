@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.cache.root import Cache
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
@@ -58,6 +61,26 @@ def test_what_is_not_built_is_refused_before_anything_is_started(
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: pytest.fail("started"))
     with pytest.raises(ConfigError, match=says):
         check_inputs(settings, tiny_run.task(settings), Launch(0, world, 0, world), lambda line: None)
+
+
+def test_all_pictures_of_a_run_count(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+    """Those of training and of validation, and those that are drawn."""
+    import stages.train
+
+    cache = Cache(small_cache)
+    snapshot = cache.open_snapshot()
+    settings = make_config(tmp_path, f"cache={small_cache}", "train.device=cpu", "train.parallel.cp_size=64")
+    task = stages.train.task(settings, snapshot, Launch())
+    least = min(snapshot.buckets, key=lambda bucket: bucket.height)
+    rows = least.height // snapshot.latent_recipe.compression
+    assert len(task.heights) == len(snapshot.buckets)
+    assert task.heights[f"bucket {least.height}x{least.width}"] == rows
+    with pytest.raises(ConfigError, match=rf"(?s)cp_size = 64 .* {rows} rows .*cp_size={rows}"):
+        check_inputs(settings, task, Launch(0, 64, 0, 64), lambda line: None)
+    low = SimpleNamespace(buckets=[SimpleNamespace(height=16, width=96)])
+    drawn = tiny_run.prompts(settings, (24, 64))
+    heights = stages.train._heights(snapshot, low, drawn)  # type: ignore[arg-type]
+    assert heights == {**task.heights, "bucket 16x96": 16 // snapshot.latent_recipe.compression, "train.pictures": 3}
 
 
 def test_dropout_is_refused() -> None:

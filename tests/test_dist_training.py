@@ -159,7 +159,9 @@ def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any,
     """The command line under torchrun, the cache's own loader, against one process."""
     runs, padded = {}, {}
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
-    for name, processes, more in (("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline)):
+    rows = ["train.parallel.cp_size=2", "train.text=packed", "train.packed_attention=true"]
+    runs_of = ("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline), ("context", 2, rows)
+    for name, processes, more in runs_of:
         sets = [
             f"cache={small_cache_copy}",
             f"train.output={tmp_path / name}",
@@ -174,13 +176,14 @@ def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any,
         process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-        rows = metrics.read(tmp_path / name / "metrics.jsonl")
-        runs[name] = [row["loss"] for row in rows]
-        padded[name] = [row["padded_tokens"] for row in rows]
-        assert all(row["rss_rank"] < processes and row["rss_gib"] > 0.1 for row in rows)
+        journal = metrics.read(tmp_path / name / "metrics.jsonl")
+        runs[name] = [row["loss"] for row in journal]
+        padded[name] = [row["padded_tokens"] for row in journal]
+        assert all(row["rss_rank"] < processes and row["rss_gib"] > 0.1 for row in journal)
     assert len(runs["one"]) == 3
     assert runs["FSDP2"] == pytest.approx(runs["one"], abs=1e-5)
     assert runs["pipeline"] == pytest.approx(runs["one"], abs=1e-5)
+    assert runs["context"] == pytest.approx(runs["one"], abs=1e-5)
     assert padded["pipeline"] == padded["FSDP2"] == padded["one"] != [0, 0, 0]
 
 

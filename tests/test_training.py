@@ -157,9 +157,7 @@ def test_captions_that_are_never_padded_train_alike(empty: bool) -> None:
     if empty:
         mask = batch.mask & (torch.arange(8) != 3)[:, None]
         batch = replace(batch, mask=mask, captions=batch.captions * mask[..., None])
-    ends = torch.cat([torch.zeros(1), batch.mask.sum(1).cumsum(0)]).int()
-    packed = replace(batch, captions=batch.captions[batch.mask], cu_seqlens=ends)
-    loss, norm, actual = tiny_run.gradients(tiny_run.model(settings), settings, [packed])
+    loss, norm, actual = tiny_run.gradients(tiny_run.model(settings), settings, [tiny_run.packed(batch)])
     expected = tiny_run.gradients(tiny_run.model(settings), settings, [batch])
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert norm == pytest.approx(expected[1], rel=1e-5)
@@ -1006,6 +1004,10 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
     stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=r"--quarantine with train\.parallel\.tp_size = 2"):
         stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2), file).check(layout)
+    by_rows = make_config(tmp_path, *few, "train.parallel.cp_size=2")
+    with pytest.raises(ConfigError, match=r"--quarantine with .* cp_size = 2"):
+        task = stages.train.task(by_rows, stages.train.Inputs(snapshot), Launch(world=2), file)
+        task.check(mesh.check_sizes(by_rows.train.parallel, 2))
 
 
 @pytest.mark.gpu

@@ -59,6 +59,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     3: {
         "CP of 3": {"parallel": {"dp_shard": 1, "cp_size": 3}},
+        "CP of 3, packed": {"parallel": {"dp_shard": 1, "cp_size": 3}, "text": "packed", "packed_attention": True},
         "CP of 3, norm": {"parallel": {"dp_shard": 1, "cp_size": 3}, "norm": True},
     },
     4: {
@@ -182,7 +183,8 @@ def gradients(case: dict[str, Any], launch: Launch, group: Any) -> tuple[float, 
 def pieces(settings: Config, launch: Launch) -> list[Any]:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     whole = tiny_run.global_batch(0, logit=1.5)
-    return tiny_run.microbatches(whole, settings.train.microbatch, layout.data_rank(launch.rank), layout.data_world)
+    parts = tiny_run.microbatches(whole, settings.train.microbatch, layout.data_rank(launch.rank), layout.data_world)
+    return [tiny_run.packed(part) for part in parts] if settings.train.packed_attention else parts
 
 
 def reference(folder: Path) -> None:

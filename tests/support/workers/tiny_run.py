@@ -103,6 +103,12 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
     return replace(batch, **tensors, sample_ids=batch.sample_ids[start:stop])
 
 
+def packed(batch: Batch) -> Batch:
+    """The batch with text rows without padding."""
+    ends = torch.cat([torch.zeros(1), batch.mask.sum(1).cumsum(0)]).int()
+    return replace(batch, captions=batch.captions[batch.mask], cu_seqlens=ends)
+
+
 def microbatches(batch: Batch, size: int, rank: int = 0, world: int = 1) -> list[Batch]:
     """A rank's share of a batch in pieces of `size`; the last may be smaller."""
     share = len(batch.sample_ids) // world
