@@ -680,6 +680,11 @@ class TrainConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
+    float8: Literal["none", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Multiply in float8 in the blocks' Linear layers and 1x1 convolutions, by torchao's recipe of this name (on a GPU
+    of compute capability 8.9 or newer, with `precision` bf16 or bf16_pure; meant for `compile: block`; emulated on a
+    CPU). rowwise_with_gw_hp: but the gradients of the weights in bf16. Parameters and checkpoints stay as `precision`
+    has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 that concerns what stays in fp32, such as linear attention."""
@@ -843,6 +848,25 @@ class TrainConfig(_Section):
                 raise ValueError(
                     f"compile: {self.compile} does not go with {name}: {value}; set {name} to "
                     f"{' or '.join(map(str, working))}, or compile: none"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_float8(self) -> TrainConfig:
+        if self.float8 == "none":
+            return self
+        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
+            "precision": (self.precision, ("bf16", "bf16_pure")),
+            "activation_compression": (self.activation_compression, ("none",)),
+            "parallel.tp_size": (self.parallel.tp_size, (1,)),
+        }
+        if self.parallel.pp_size > 1:  # the other schedules split a product's backward pass, which is one piece
+            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
+        for name, (value, working) in allowed.items():
+            if value not in working:
+                raise ValueError(
+                    f"float8: {self.float8} does not go with {name}: {value}; set {name} to "
+                    f"{' or '.join(map(str, working))}, or float8: none"
                 )
         return self
 

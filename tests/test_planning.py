@@ -185,6 +185,8 @@ def test_rows_that_cannot_be_shared_are_refused_as_train_does_and_the_search_nam
 def test_a_technique_that_is_not_covered_is_named() -> None:
     with pytest.raises(ConfigError, match=r"train\.compile"):
         traced({"compile": "block", "compile_backend": "eager"})
+    with pytest.raises(ConfigError, match=r"train\.float8"):
+        traced({"precision": "bf16", "float8": "rowwise"})
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ What: `parallelize` applies the strategies of the configuration to a model and r
 forward and backward passes of a step's microbatches and computes the norm of the gradient.
 Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
 The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Context parallelism joins the
-bands of a picture within the blocks. Activation checkpointing
-follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
-so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each
-stage as if it were a whole model.
+bands of a picture within the blocks; float8 replaces the classes of layers. Activation checkpointing follows, because
+it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it, so that the
+checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it
+were a whole model.
 Price: the norm takes one reduction for each mesh dimension that parameters are sharded over.
 """
 
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.parallel import context_parallel, data_parallel, pipeline_parallel, tensor_parallel
+from pipeline.parallel import context_parallel, data_parallel, float8, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
@@ -241,6 +241,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
     blocks = blocks_of(model)
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     bands = context_parallel.apply(blocks, model.context_parallel_plan, mesh[SHARD], train.parallel)  # type: ignore[arg-type]
+    if train.float8 != "none":
+        float8.apply(blocks, train.float8, mesh.device_type)
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
         compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
