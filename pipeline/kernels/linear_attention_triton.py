@@ -108,9 +108,9 @@ def _query_forward(query, parts, state, out, query_pitch, pitch, count, tokens, 
         _store(out, x, token, tokens, pitch, lane, dim)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _query_backward(gradient, query, state, of_query, of_parts, pitch, query_pitch, of_query_pitch, tokens, dim, eps,
-                    SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _query_backward(gradient, query, state, of_query, of_parts, pitch, query_pitch, of_query_pitch, count, tokens, dim,
+                    eps, SPAN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradient of the queries, and one part of the state's."""
     gradient += _place(tokens, pitch, dim)
     query += _place(tokens, query_pitch, dim)
@@ -121,12 +121,14 @@ def _query_backward(gradient, query, state, of_query, of_parts, pitch, query_pit
         token = tl.program_id(2) * SPAN + tile + tl.arange(0, TILE)
         q = tl.maximum(_load(query, token, tokens, query_pitch, lane, dim), 0.0)
         g = _load(gradient, token, tokens, pitch, lane, dim)
-        # read for each tile: in registers throughout, its split parts would spill
-        matrix, vector = _read_state(state + _state_place(dim, 1), 1, lane, dim)
+        # read twice for each tile: in registers throughout, its split parts would spill; with a constant `count` the
+        # compiler would read it once
+        matrix, vector = _read_state(state + _state_place(dim, count), count, lane, dim)
         scale = tl.sum(q * vector[None, :], axis=1) + eps
         g = g / scale[:, None]
         product = tl.dot(q, matrix, input_precision="tf32x3")
         of_scale = -tl.sum(g * product, axis=1) / scale
+        matrix, vector = _read_state(state + _state_place(dim, count), count, lane, dim)
         x = tl.dot(g, tl.trans(matrix), input_precision="tf32x3") + of_scale[:, None] * vector[None, :]
         _store(of_query, tl.where(q > 0, x, 0.0), token, tokens, of_query_pitch, lane, dim)
         of_matrix += tl.dot(tl.trans(q), g, input_precision="tf32x3")
@@ -219,7 +221,7 @@ def _query_gradients(
     parts = _empty_state(query, head_dim, grid[2])
     (query, query_pitch), (gradient, pitch) = _rows(query), _rows(gradient)
     pitches, sizes = (pitch, query_pitch, of_query.stride(1)), (query.shape[1], head_dim)
-    _query_backward[grid](gradient, query, state, of_query, parts, *pitches, *sizes, eps, **small)
+    _query_backward[grid](gradient, query, state, of_query, parts, *pitches, 1, *sizes, eps, **small)
     return parts
 
 
