@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts terminal processes retrying launch cache",
         "pipeline.parallel": "config errors launch",
-        "pipeline.encoding": "config errors amounts launch cache sources images models snapshots work",
+        "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors amounts terminal processes retrying launch cache models loader parallel",
         "pipeline.planning": "config errors launch cache images models snapshots loader parallel encoding training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
