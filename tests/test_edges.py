@@ -24,6 +24,7 @@ from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import Part
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
+from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, _unchanged, _unique
 from pipeline.errors import UserError
@@ -699,11 +700,11 @@ def test_items_with_the_same_sample_id_are_refused(monkeypatch: pytest.MonkeyPat
     items = [f"{n}.jpg" for n in range(20)]
     table = pa.Table.from_pylist([{"item": item, "reject": "bad" if item == "3.jpg" else None} for item in items], SCAN)
     same = {"3.jpg": 5, "4.jpg": 5, "17.jpg": 5}
-    monkeypatch.setattr(
-        layout,
-        "sample_ids",
-        lambda source, some: b"".join(same.get(i, layout.sample_id(source, i)).to_bytes(8, "little") for i in some),
-    )
+
+    def ids(source: str, some: pa.Array) -> np.ndarray:
+        return np.array([same.get(item, layout.sample_id(source, item)) for item in some.to_pylist()], np.uint64)
+
+    monkeypatch.setattr(scanning, "sample_ids", ids)
     with pytest.raises(UserError) as caught:
         _unique("photos", table, Scratch())
     assert "4.jpg" in caught.value.what and "17.jpg" in caught.value.what and "'3.jpg'" not in caught.value.what

@@ -401,8 +401,8 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
         (folder / f"{n:03d}.png").write_bytes(picture(n + 1000))
     pieces: list[Any] = []
 
-    def recorded(*args: Any) -> Any:
-        pieces.append(piece(*args))
+    def recorded(*args: Any, **options: Any) -> Any:
+        pieces.append(piece(*args, **options))
         return pieces[-1]
 
     piece, gather, waiting = scanning._Piece, Fragments.gather, []
