@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts terminal processes retrying launch cache",
-        "pipeline.parallel": "config errors launch",
+        "pipeline.parallel": "config errors launch kernels",
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors amounts terminal processes retrying launch cache models loader parallel",
         "pipeline.planning": "config errors launch cache images models snapshots loader parallel encoding training",
