@@ -18,9 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 3000
+"""Characters of a failed row's output that are shown."""
 LEAST_S = 30.0
 """A row that takes longer is not begun with less time left."""
-"""Characters of a failed row's output that are shown."""
 
 
 @dataclass(frozen=True)
