@@ -78,13 +78,14 @@ def theirs(weights: dict[str, Tensor]) -> nvlabs.Weights:
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Folders of weights in which every parameter matters, by qk_norm. The tokens have no common direction: a query
-    channel that is negative for all of them has no gradient but rounding noise."""
+    channel that is negative for all of them has no gradient but rounding noise. Seed: with some (0 of 0 to 4), a value
+    comes so near to ReLU's corner that rounding decides on its gradient; CAME then differs by 1e-5."""
     result = {}
     for qk_norm in (False, True):
         arch = tiny_run.config(layers=LAYERS, arch={**ARCH, "qk_norm": QK_NORM if qk_norm else None}).model.arch
         assert arch is not None
-        model = SanaTransformer.from_scratch(SanaConfig.from_arch(arch, 8), 0)
-        generator = torch.Generator().manual_seed(0)
+        model = SanaTransformer.from_scratch(SanaConfig.from_arch(arch, 8), 1)
+        generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
