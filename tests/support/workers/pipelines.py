@@ -32,9 +32,9 @@ from tests.support.workers import strategies, tiny_run
 
 CPU = torch.device("cpu")
 STEPS, LAYERS = 20, 5  # a case may have fewer steps
-SEEDS = {False: 2, True: 0}
-"""Start values, without and with the norm, whose linear attention has no denominators close to zero: those turn a
-different order of summation into 1e-5 of the loss within twenty steps, in one process, too."""
+SEED = 2
+"""Of start values whose linear attention has no denominators close to zero: those turn a different order of summation
+into 1e-5 of the loss and more within twenty steps, in one process, too (with the norm, seeds 0 and 10 of 0 to 11)."""
 STALL = 6
 LATE = 1.5
 """Logit of the timesteps: between 750 and 990, where bf16 counts in steps of 4."""
@@ -90,8 +90,7 @@ def own(settings: Config, launch: Launch, step: int) -> list[Batch]:
 
 
 def start(settings: Config) -> SanaTransformer:
-    assert settings.model.arch is not None
-    return tiny_run.model(settings, SEEDS[settings.model.arch.qk_norm is not None])
+    return tiny_run.model(settings, SEED)
 
 
 def reference(folder: Path) -> None:
