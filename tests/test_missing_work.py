@@ -48,6 +48,7 @@ def cache(tmp_path: Path) -> Cache:
     return cache
 
 
+@pytest.mark.timeout(120)  # where a plan lists what an unfinished plan does, planning does not end
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_new_plan_lists_what_is_missing(

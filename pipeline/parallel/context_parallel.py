@@ -7,10 +7,10 @@ Gradients: the backward pass of a sum is a sum, that of an exchange of rows is t
 its part of the gradient times the size of the group, and FSDP2's mean over all processes is the gradient. Parameters
 are sharded over the group like over data-parallel processes.
 Why the row is sent before the convolution that widens it: it has a fifth of the bytes, and joining it copies a fifth
-of the memory. Price: each process widens up to two rows more than it has; with full checkpointing the recomputation
-sends everything again.
-Price, for B pictures of width W in tokens, D channels in heads of d, each block and pass: at most 2 B W D values to and
-from the neighbours, and a sum of B D (d + 1) fp32 values.
+of the memory.
+Price: each process widens up to two rows more than it has. For B pictures of width W in tokens, D channels in heads of
+d, each block and pass sends at most 2 B W D values to and from the neighbours, and sums B D (d + 1) fp32 values; with
+full checkpointing the recomputation does so again.
 
 Every linear attention is a sum over tokens: arXiv 2006.16236.
 """
@@ -111,7 +111,7 @@ def apply(
 
 
 def _group(shards: DeviceMesh, parallel: ParallelConfig) -> DeviceMesh:
-    """This process's group, with a communicator of its own beside FSDP2's."""
+    """This process's group, with a communicator apart from FSDP2's."""
     ranks, size = dist.get_process_group_ranks(shards.get_group()), parallel.cp_size
     first = shards.get_local_rank() // size * size
     members, timeout = ranks[first : first + size], timedelta(seconds=parallel.timeout_s)

@@ -1,7 +1,7 @@
 """Matrix products of the blocks in float8, by torchao: Linear layers and 1x1 convolutions of channels-last tokens.
 
 What: `apply` replaces the classes of these layers. Each product's factors are cast to e4m3 when they are used; each
-row of a factor, along the sum, has a scale of its own, a power of two: torchao's recipe `rowwise`. With
+row of a factor, along the sum, has its scale, a power of two: torchao's recipe `rowwise`. With
 `rowwise_with_gw_hp` the gradients of the weights stay products of the compute dtype.
 Why by replacing classes: parameters, their names and their fp32 values stay, and so do checkpoints, exports and FSDP2's
 shards. torchao's own converter knows Linear layers alone, and half of Sana's weights are 1x1 convolutions.
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 
 MULTIPLE = 16
@@ -77,20 +76,21 @@ def _settings(recipe: str, emulate: bool) -> tuple[Any, Any]:
     return template.linear_mm_config, template.config
 
 
-def check(train: TrainConfig, device: torch.device) -> None:
+def check(recipe: str, device: torch.device) -> None:
     """Refuse a device without float8 products, or a missing torchao.
+
+    Args:
+        recipe: `train.float8`, not none.
 
     Raises:
         UserError: names it.
     """
-    if train.float8 == "none":
-        return
     off = "--set train.float8=none"
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"train.float8: {train.float8} has no products on {device.type}", fix=off)
+        raise ConfigError(f"train.float8: {recipe} has no products on {device.type}", fix=off)
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ConfigError(
-            f"train.float8: {train.float8} has no products on this GPU",
+            f"train.float8: {recipe} has no products on this GPU",
             expected="compute capability {}.{} or newer".format(*CAPABILITY),
             found="{}, {}.{}".format(torch.cuda.get_device_name(device), *capability),
             fix=off,
@@ -99,7 +99,7 @@ def check(train: TrainConfig, device: torch.device) -> None:
         import torchao.float8  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"train.float8: {train.float8} needs torchao, which is not installed or does not fit this torch",
+            f"train.float8: {recipe} needs torchao, which is not installed or does not fit this torch",
             found=str(error),
             fix=f"pip install 'sana-pipe[torchao]', or {off}",
         ) from None
@@ -113,7 +113,7 @@ def check_sizes(block: nn.Module, recipe: str) -> None:
     """
     sizes = {name: (layer.weight.shape[1], layer.weight.shape[0]) for name, layer in layers(block)}
     wrong = {name: size for name, size in sizes.items() if any(n % MULTIPLE for n in size)}
-    if recipe != "none" and wrong:
+    if wrong:
         raise ConfigError(
             f"train.float8: {recipe} cannot multiply by all layers of this model",
             expected=f"inputs and results of a multiple of {MULTIPLE}",

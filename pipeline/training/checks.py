@@ -50,8 +50,8 @@ def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Contex
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
     _check_packed_attention(train, device)
-    float8.check(train, device)
     if train.float8 != "none":
+        float8.check(train.float8, device)
         one = SanaTransformer.on_meta(replace(architecture_of(config, task), num_layers=1))
         float8.check_sizes(one.blocks[0], train.float8)
     task.check(layout)
