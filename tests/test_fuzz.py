@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cache import codec, layout, shard
@@ -61,6 +62,15 @@ def test_columns_that_disagree_about_their_rows(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes((Path(__file__).parent / "data" / "rows-disagree.parquet").read_bytes())
     kinds = [type(one).__name__ for one in opened(tmp_path).items()]
     assert "Reject" in kinds
+
+
+def test_a_chunk_whose_own_name_is_not_utf8(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"file_name": ["a.png"], "text": ["one"]}), tmp_path / "a.parquet", store_schema=False)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    at = whole.rindex(b"file_name")  # the schema has it before
+    (tmp_path / "a.parquet").write_bytes(whole[:at] + b"file\x80name" + whole[at + 9 :])
+    items, rejects = listed(opened(tmp_path))
+    assert list(items) == ["a.parquet/000000000"] and not rejects
 
 
 NAME_NOT_UTF8 = (Path(__file__).parent / "data" / "name-not-utf8.parquet").read_bytes()

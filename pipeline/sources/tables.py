@@ -417,20 +417,22 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
 
 
-def _columns(table: ParquetFile, group: int, column: str) -> list[Any]:
-    chunks = (table.metadata.row_group(group).column(i) for i in range(table.metadata.num_columns))
-    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+def _columns(table: ParquetFile, group: int, column: str) -> list[tuple[str, Any]]:
+    """(path, metadata) of the chunks of a column. A chunk's own path may be damaged where the schema's is not."""
+    paths = [table.metadata.schema.column(i).path for i in range(table.metadata.num_columns)]
+    chunks = table.metadata.row_group(group)
+    return [(path, chunks.column(i)) for i, path in enumerate(paths) if path.split(".")[0] == column]
 
 
 def _size(table: ParquetFile, group: int, column: str) -> int:
-    return sum(chunk.total_uncompressed_size for chunk in _columns(table, group, column))
+    return sum(chunk.total_uncompressed_size for _, chunk in _columns(table, group, column))
 
 
 def _nulls(table: ParquetFile, column: str) -> bool:
     """Whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
-        for chunk in _columns(table, group, column):
-            if chunk.path_in_schema in (column, f"{column}.bytes"):
+        for path, chunk in _columns(table, group, column):
+            if path in (column, f"{column}.bytes"):
                 statistics = chunk.statistics
                 if statistics is None or not statistics.has_null_count or statistics.null_count:
                     return True
