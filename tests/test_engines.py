@@ -12,21 +12,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import stages.encode
-from pipeline.cache import index
-from pipeline.cache.root import Cache, Unit
+from pipeline import retrying
+from pipeline.cache import index, layout
+from pipeline.cache.layout import Paths
+from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, dump, load
-from pipeline.errors import UserError
+from pipeline.errors import NoSpaceError, UserError
 from pipeline.processes import command
 from pipeline.work import claims, engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop, Stopped
+from pipeline.work.stop import SIGNALS, Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.trees import files
 
@@ -141,6 +146,148 @@ def test_claims_of_committed_units_are_swept(cache: Cache, todo: engine.Work) ->
     assert [p.stem for p in claimed(cache)] == [todo[1][1].unit]
 
 
+def test_committed_units_are_swept_plan_by_plan(cache: Cache, todo: engine.Work) -> None:
+    plan = todo[0][0]
+    cache.add_plan(plan.recipe, 1, [Unit(layout.digest("other").hex(), 0, 1, 1)], pa.table({"n": [0]}))
+    second = cache.plan(plan.recipe, 1)
+    owner = other_machine(cache)
+    for of, unit in [*todo, (second, second.units[0])]:
+        owner.take(of.recipe, of.number, unit.unit)
+    folder = cache.root / Paths.claims(plan.recipe, plan.number)
+    (folder / f"{todo[0][1].unit}.txt").touch()
+    for of, unit in [*todo[:3], (second, second.units[0])]:
+        assert index.publish_commit(cache.files, of.recipe, of.number, empty(unit))
+    assert claims.sweep(cache, [plan]) == 3
+    assert claims.sweep(cache, [plan, second]) == 1
+    left = [f"{todo[0][1].unit}.txt", *(f"{unit.unit}.json" for _, unit in todo[3:])]
+    assert sorted(p.name for p in claimed(cache)) == sorted(left)
+
+
+def empty(unit: Unit) -> index.Commit:
+    return index.Commit(unit.unit, None, 0, 0, None, (), {})
+
+
+def test_missing_units_are_those_without_a_commit(cache: Cache, todo: engine.Work) -> None:
+    plan = todo[0][0]
+    segment = cache.root / Paths.segment(plan.recipe, plan.number)
+    for _, unit in todo[1:3]:
+        index.publish_commit(cache.files, plan.recipe, plan.number, empty(unit))
+    assert engine.missing_units(cache, [plan]) == [todo[0], *todo[3:]]
+    assert [engine.is_done(cache, plan, unit) for _, unit in todo] == [False, True, True, *[False] * 5]
+    assert not segment.exists()
+    for _, unit in [todo[0], *todo[3:]]:
+        index.publish_commit(cache.files, plan.recipe, plan.number, empty(unit))
+    assert engine.missing_units(cache, [plan]) == []
+    assert segment.exists(), "a finished plan gets its segment"
+    (cache.root / Paths.unit(plan.recipe, plan.number, todo[0][1].unit)).unlink(missing_ok=True)
+    assert engine.is_done(cache, plan, todo[0][1])
+
+
+class Letters(engine.Job[str]):
+    """Items of one kind: `others` are published after `collect` was asked so often."""
+
+    def __init__(self, others: dict[str, int] | None = None):
+        self.others, self.events = dict(others or {}), []  # type: ignore[var-annotated]
+        self.made: set[str] = set()
+
+    def claim(self, item: str) -> tuple[str | int, ...]:
+        return "letters", item
+
+    def collect(self, item: str) -> bool:
+        self.events.append(f"look {item[8:]}")
+        if item in self.others:
+            self.others[item] -= 1
+        return item in self.made or self.others.get(item) == 0
+
+    def make(self, item: str) -> None:
+        self.events.append(f"make {item[8:]}")
+        self.made.add(item)
+
+
+def slept(worker: engine.Worker) -> list[float]:
+    """What the worker sleeps; nothing waits."""
+    times: list[float] = []
+    worker.stop.sleep = times.append  # type: ignore[method-assign]
+    return times
+
+
+def test_each_item_is_looked_at_again_once_it_is_claimed(cache: Cache) -> None:
+    worker = engine.Worker(Claims(cache.files, 48), Stop(0))
+    job = Letters({"00000000b": 1, "00000000c": 2})
+    times = slept(worker)
+    worker.run(job, ["00000000a", "00000000b", "00000000c"], lambda item: item)
+    assert job.events == ["look a", "look a", "make a", "look b", "look c", "look c"]
+    assert times == []
+    assert claimed(cache) == []
+
+
+def test_shares_are_told_by_the_id_and_the_rest_has_an_order_of_its_own(cache: Cache) -> None:
+    items = [f"{number:08x}{number:x}" for number in range(16)]
+    assert [engine.in_share(item + "ff", 2, 5) for item in items] == [number % 5 == 2 for number in range(16)]
+    worker = engine.Worker(Claims(cache.files, 48), Stop(0), 2, 5)
+    job = Letters()
+    worker.run(job, items, lambda item: item)
+    rest = sorted((i for i in items if int(i, 16) // 16 % 5 != 2), key=lambda i: layout.digest(worker.claims.token, i))
+    assert [event[5:] for event in job.events if event.startswith("make")] == ["2", "7", "c", *(i[8:] for i in rest)]
+
+
+@pytest.mark.parametrize(("given", "sleeps"), [({}, 2.0), ({"poll_s": 0.5}, 0.5), ({"poll_s": 9.0}, 2.0)])
+def test_only_an_idle_worker_waits(cache: Cache, given: dict[str, float], sleeps: float) -> None:
+    other_machine(cache).take("letters", "00000000b")
+    worker = engine.Worker(Claims(cache.files, 48), Stop(0))
+    job = Letters({"00000000b": 4})
+    times = slept(worker)
+    worker.run(job, ["00000000b", "00000000a"], lambda item: item, **given)
+    assert times == [sleeps, sleeps], "not in the first round, in which it made something"
+    assert not engine.Job.leave(job, "00000000b"), "nothing is left to a living owner unless the job says so"
+    full = NoSpaceError("full")
+    with pytest.raises(NoSpaceError) as caught:
+        engine.Job.wait_for_space(job, "00000000b", full)
+    assert caught.value is full
+
+
+def test_the_bar_expects_what_this_worker_makes(cache: Cache, todo: engine.Work) -> None:
+    """Its share from the start, others as it takes them; nothing that another one made or makes."""
+    totals: list[int | None] = []
+    bar = Progress("units", 0)
+
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        progress(1, 2)
+        totals.append(bar.total)
+
+    plan = todo[0][0]
+    worker = engine.Worker(Claims(cache.files, 60), Stop(0), 1, 3)
+    mine = [unit for _, unit in todo if worker.owns(unit.unit)]
+    others = [unit for _, unit in todo if not worker.owns(unit.unit)]
+    for done in (mine[0], others[0]):
+        index.publish_commit(cache.files, plan.recipe, plan.number, empty(done))
+    maker = Maker(cache, hook)
+    assert engine.make_units(maker, todo, worker, bar) == (0, 0)
+    share = len(mine) - 1
+    assert totals == [*[share] * share, *range(share + 1, share + len(others))]
+    assert (bar.done, bar.rejected, bar.total) == (6, 12, 6)
+
+
+def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo: engine.Work) -> None:
+    class Counted(Maker):
+        def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+            return replace(super().make(plan, unit, progress), records=len(self.done))
+
+    owner = other_machine(cache)
+    plan, unit = todo[3]
+    owner.take(plan.recipe, plan.number, unit.unit)
+    worker = engine.Worker(Claims(cache.files, 60), Stop(0))
+    beats = iter(range(1, 100))
+
+    def sleep(seconds: float) -> None:
+        owner.files.replace(Paths.claim(plan.recipe, plan.number, unit.unit), owner._content(next(beats)))
+
+    worker.stop.sleep = sleep  # type: ignore[method-assign]
+    bar = Progress("units", 0)
+    assert engine.make_units(Counted(cache), todo, worker, bar) == (sum(range(1, 8)), 1)
+    assert bar.total == 7
+
+
 # ---------------------------------------------------------------- signals
 
 
@@ -184,6 +331,80 @@ def test_the_handlers_are_put_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # no unit in hand: at once
         time.sleep(5)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock of `Stop`'s, which only sleep moves on."""
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        assert 0 < seconds <= 0.1, "a signal is noticed soon"
+        clock[0] += seconds
+
+    monkeypatch.setattr("pipeline.work.stop.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    return clock
+
+
+def test_the_grace_runs_from_the_first_signal(now: list[float]) -> None:
+    stop = Stop(grace_s=5)
+    with stop.polite():
+        stop.check()
+        stop.check_batch()
+        stop._note(signal.SIGUSR1, None)
+        with pytest.raises(Stopped, match="SIGUSR1"):
+            stop.check()
+        now[0] += 4.9
+        stop.check_batch()
+        now[0] += 0.1
+        with pytest.raises(Stopped, match="SIGUSR1"):
+            stop.check_batch()
+    with pytest.raises(Stopped, match="SIGTERM"):
+        stop._note(signal.SIGTERM, None)  # no longer polite
+    stop = Stop(grace_s=5)
+    with stop.polite():
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            stop.check_batch()
+            stop._note(number, None)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            stop.check_batch()
+
+
+def test_a_sleep_takes_its_time_and_ends_at_a_signal(now: list[float]) -> None:
+    stop = Stop(grace_s=5)
+    stop.sleep(0)
+    stop.sleep(0.35)
+    assert now[0] == pytest.approx(100.35)
+    stop.name = "SIGTERM"
+    with pytest.raises(Stopped, match="SIGTERM"):
+        stop.sleep(1)
+    assert now[0] == pytest.approx(100.35)
+
+
+def test_signals_are_caught_inside_the_block_only() -> None:
+    stop, handlers = Stop(0), [signal.getsignal(number) for number in SIGNALS]
+    checks = list(retrying._checks)
+    with stop.signals():
+        assert retrying._checks == [*checks, stop.check_batch], "waiting for storage ends, too"
+        for number in SIGNALS:
+            assert signal.getsignal(number) == stop._note
+            signal.signal(number, signal.SIG_IGN)  # as a library may
+        stop.catch()
+        assert all(signal.getsignal(number) == stop._note for number in SIGNALS)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert retrying._checks == checks
+
+    def elsewhere() -> None:
+        with stop.signals():
+            stop.catch()
+            done.append(retrying._checks == checks)
+
+    done: list[bool] = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert done == [True], "a thread beside the main one catches nothing"
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
 # ---------------------------------------------------------------- what a user may get wrong

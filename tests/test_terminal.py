@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.launch import Launch
 from pipeline.terminal import LiveLine
 from pipeline.training import metrics, trainer
-from pipeline.work.progress import Progress
+from pipeline.work import progress
+from pipeline.work.progress import Meter, Progress
 from tests.support.workers import tiny_run
 
 
@@ -38,6 +40,14 @@ def width(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
 
     return set_width
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that a progress line reads."""
+    clock = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
 
 
 def test_a_text_takes_the_place_of_the_last_one(capsys: pytest.CaptureFixture[str], width: Callable[..., None]) -> None:
@@ -75,6 +85,88 @@ def test_encode_redraws_its_line(capsys: pytest.CaptureFixture[str], monkeypatch
     shown = screen(capsys.readouterr().err)
     assert (len(shown), shown[-1]) == (2, "")
     assert shown[0].startswith("pictures: 3/3")
+
+
+@pytest.mark.parametrize(("live", "every"), [(True, 0.25), (False, 30.0)])
+def test_a_line_is_shown_when_it_is_due(
+    live: bool,
+    every: float,
+    now: list[float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: live, raising=False)
+    monkeypatch.setattr(Progress, "line", lambda self: f"{self.done}+{self.rejected} of {self.total}")
+
+    def shown() -> list[str]:
+        return capsys.readouterr().err.replace("\r", "\n").split()[::3]
+
+    with Progress("pictures", 9) as bar:
+        for _ in range(2):
+            now[0] += every * 0.75
+            bar.add(1)
+            assert shown() == []
+            now[0] += every * 0.25
+            bar.add(1)
+            assert shown() == [f"{bar.done}+0"]
+        now[0] += every
+        bar.reach(6, 7)
+        assert (bar.done, bar.total, shown()) == (6, 7, ["6+0"])
+        bar.reach(7)
+        assert (bar.total, shown()) == (None, [])
+    assert shown() == ["7+0"], "the last line is shown whenever it comes"
+    with Progress("pictures", 9):
+        pass
+    assert shown() == [], "nothing was done"
+    with Progress("pictures", 9) as bar:
+        bar.add(0, 2)
+    assert shown() == ["0+2"]
+
+
+def test_figures_count_from_the_start_of_the_line(now: list[float]) -> None:
+    meter = Meter(tokens=7, busy_s=3.0)
+    bar = Progress("captions", 10, meter)
+    nothing = {"done": 0, "rejected": 0, "per_s": 0.0, "tokens": 0, "tokens_per_s": 0.0, "encoder_busy": 0.0}
+    assert bar.figures() == {**nothing, "seconds": 1e-9}
+    now[0] += 4
+    with pytest.raises(ValueError), meter.computing():
+        now[0] += 1
+        raise ValueError
+    meter.tokens += 40
+    bar.add(3, 1)
+    rates = {"per_s": 0.6, "tokens": 40, "tokens_per_s": 8.0, "encoder_busy": 0.2}
+    assert bar.figures() == {"done": 3, "rejected": 1, "seconds": 5.0, **rates}
+    assert bar.line() == "captions: 3/10, 0.8 captions/s, 8 tokens/s, encoder 20% busy, 7s left, 1 rejected"
+    bar.add(1, 1)
+    assert (bar.done, bar.rejected) == (4, 2)
+    bar.forget(2, 0)
+    assert (bar.done, bar.rejected) == (2, 0)
+    bar = Progress("parts", None)
+    assert bar.figures() == {**nothing, "seconds": 1e-9}
+    now[0] += 2
+    bar.add(5)
+    assert bar.line() == "parts: 5, 2.5/s"
+    bar.expect(8)
+    bar.expect(-2)
+    assert bar.total == 6
+
+
+def test_where_encoders_work_at_the_same_time_their_own_seconds_count(now: list[float]) -> None:
+    meter = Meter(busy_s=1.0, wall_s=2.0)
+    bar = Progress("captions", None, meter)
+    assert bar.busy == 0.0
+    meter.add(Meter(1, 2, 3, 1.0, 4.0))
+    meter.add(Meter(10, 20, 30))
+    assert meter == Meter(11, 22, 33, 2.0, 6.0)
+    assert bar.busy == 0.25
+    meter.add(Meter(busy_s=9.0, wall_s=1.0))
+    assert bar.busy == 1.0, "at most"
+    first = Meter()
+    first.add(Meter(wall_s=3.0))
+    assert first.wall_s == 3.0
+    bar = Progress("captions", None, Meter(wall_s=0.0))
+    now[0] += 5
+    assert bar.busy == 0.0
 
 
 @pytest.mark.parametrize("live", [True, False])

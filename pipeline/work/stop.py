@@ -86,6 +86,6 @@ class Stop:
     def _note(self, number: int, _frame: object) -> None:
         again = self.name is not None
         self.name = signal.Signals(number).name
-        self._deadline = time.monotonic() if again else min(self._deadline, time.monotonic() + self.grace_s)
+        self._deadline = time.monotonic() + (0.0 if again else self.grace_s)
         if not self._polite:
             raise Stopped(self.name)
