@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from pipeline.cache import process_identity as owner
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.errors import CacheError, IntegrityError
 from pipeline.work.claims import Claims
 
 UNIT = ("latent-0", 0, "ab" * 16)
@@ -186,3 +188,98 @@ def test_an_error_releases_the_claim(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), owner.heartbeat(*UNIT):
         raise KeyboardInterrupt
     assert not claim_file(tmp_path).exists()
+
+
+def test_a_claim_that_goes_while_it_is_put_is_another_ones(
+    two: tuple[Claims, Claims], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(name: str, data: bytes) -> bool:
+        raise IntegrityError("is not what was written")
+
+    first, second = two
+    monkeypatch.setattr(first.files, "put", removed)
+    assert first.take(*UNIT) == "claimed"
+    assert second.state(*UNIT) == "free"
+
+
+def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
+    two: tuple[Claims, Claims], clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    real = Files.put
+
+    def late(files: Files, name: str, data: bytes) -> bool:
+        real(second.files, name, second._content(0))
+        return real(files, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "put", late)
+        assert first.take(*UNIT) == "claimed", "put first by the other"
+    assert second.state(*UNIT) == "ours"
+    assert first.state(*UNIT) == "claimed"
+    clock.now += 60
+    with monkeypatch.context() as patch:
+        patch.setattr(first.files, "put", lambda name, data: beat(second, tmp_path, 1))
+        assert first.take(*UNIT) == "claimed", "it beat between the look and the taking"
+    assert second.state(*UNIT) == "ours"
+    assert first.state(*UNIT) == "alive"
+    clock.now += 60
+    third = Claims(Files(tmp_path), 60, clock)
+    replace = first.files.replace
+
+    def overtaken(name: str, data: bytes) -> None:
+        replace(name, data)
+        replace(name, third._content(0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.files, "replace", overtaken)
+        assert first.take(*UNIT) == "claimed"
+    assert third.state(*UNIT) == "ours"
+    assert first.state(*UNIT) == "claimed", "its time starts anew"
+
+
+def test_a_beat_that_fails_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Claims(Files(tmp_path), 0.06)
+    written: list[bytes] = []
+    real, read, enough = holder.files.replace, holder._read, threading.Event()
+    reads: Iterator[bytes | None] = iter([None, None])
+
+    def replace(name: str, data: bytes) -> None:
+        written.append(data)
+        if len(written) <= 2:
+            raise (OSError if len(written) == 1 else CacheError)("full")
+        real(name, data)
+        if len(written) == 5:
+            enough.set()
+
+    holder.take(*UNIT)
+    monkeypatch.setattr(holder.files, "replace", replace)
+    monkeypatch.setattr(holder, "_read", lambda name: next(reads, read(name)))
+    with holder.heartbeat(*UNIT):
+        assert enough.wait(30)
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "claim"]
+        assert thread.daemon, "it does not keep a process alive"
+    beats = [json.loads(data) for data in written]
+    assert [one["beat"] for one in beats[:5]] == [3, 4, 5, 6, 7], "two looks found nothing, each beat is another"
+    assert all(one == {"owner": holder.token, "beat": one["beat"], **holder._place} for one in beats)
+    assert all(data.endswith(b"}\n") for data in written)
+
+
+def test_a_claim_that_cannot_be_removed_is_no_error_of_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str) -> None:
+        raise CacheError("no permission")
+
+    holder = Claims(Files(tmp_path), 60)
+    holder.take(*UNIT)
+    monkeypatch.setattr(holder.files, "remove", refused)
+    with holder.heartbeat(*UNIT):
+        pass
+    assert claim_file(tmp_path).exists()
+    monkeypatch.undo()
+    claim_file(tmp_path).write_bytes(b"no JSON")
+    holder.release(*UNIT)
+    assert claim_file(tmp_path).exists(), "not known to be ours"
+    claim_file(tmp_path).unlink()
+    holder.release(*UNIT)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,54 @@ def test_after_the_wait_it_is_an_error_for_people(
     free[:] = [MUCH]
     run(maker, todo, space_of(cache))
     assert len(maker.done) == 8
+
+
+def test_a_pause_looks_again_until_its_time_is_up(
+    cache: Cache,
+    todo: engine.Work,
+    free: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The time runs from the first lack of space to a unit that was made, however often a unit is tried."""
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(disk_space, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(disk_space, "POLL_S", 5.0)
+    space = space_of(cache, sleep, low_disk_wait_s=12.0, min_free_gib=2 / 1024)
+    first, unit = NoSpaceError("first"), todo[0]
+    free[:] = [3 << 20, 0, 3 << 20]
+    space.wait(*unit, first)
+    assert slept == [5.0, 5.0]
+    now[0] += 1
+    free[:] = [0]
+    with pytest.raises(NoSpaceError, match="too little space"):
+        space.wait(*unit, first)
+    assert slept == [5.0, 5.0, 1.0]
+    with pytest.raises(NoSpaceError) as caught:
+        space.wait(*unit, first)
+    assert caught.value is first and len(slept) == 3, "no time is left"
+    err = capsys.readouterr().err
+    assert err.count("paused: first: waiting at most 12 s until 2.0 MiB can be written; 3.0 MiB are free") == 1
+    space.unit_made()
+    space.unit_made()
+    assert capsys.readouterr().err.count("goes on") == 1
+    with pytest.raises(NoSpaceError):
+        space.wait(*unit, first)
+    assert slept[3:] == [5.0, 5.0, 2.0], "the next pause gets its full time"
+
+
+def test_a_unit_of_no_known_size_still_tries_a_byte(
+    cache: Cache, todo: engine.Work, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: asked.append((start, size)))
+    DiskSpace(cache, settings(), lambda plan, unit: 0, lambda seconds: None).wait(*todo[0], NoSpaceError("full"))
+    assert asked == [(0, 1)]
 
 
 def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int]) -> None:
