@@ -32,12 +32,16 @@ APART = (
     "tests/test_process_end.py",
     "tests/test_model_checking.py",
 )
+# A mutant that is stopped for its time counts as killed. mutmut's limit knows the time of tests, not of their fixtures
+# and not of a busy machine, so it has a generous constant.
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["pipeline/", "stages/"]
 only_mutate = {files}
 also_copy = ["configs/", "benchmarks/", "docs/", "cache_layout.md", "README.md", "Makefile", ".ci/"]
 process_isolation = "forkserver"
+timeout_multiplier = 10.0
+timeout_constant = 18.0
 do_not_mutate_patterns = ['raise \\w*Error\\(', '^\\s*(expected|found|fix|what)=', 'click\\.echo\\(']
 pytest_add_cli_args = ["-p", "no:cacheprovider"]
 pytest_add_cli_args_test_selection = {tests}

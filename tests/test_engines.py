@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,23 +15,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import stages.encode
-from pipeline import retrying
+from pipeline import __version__, retrying
 from pipeline.cache import index, layout
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.config import Config, dump, load
+from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.processes import command
-from pipeline.work import claims, engine
+from pipeline.work import claims, engine, ray_engine
 from pipeline.work.claims import Claims
-from pipeline.work.progress import Progress
+from pipeline.work.disk_space import DiskSpace
+from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import SIGNALS, Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.trees import files
@@ -621,6 +623,252 @@ def test_a_signal_ends_it_cleanly_and_it_continues(
 
 
 # ---------------------------------------------------------------- Ray
+
+
+class FakeRay(ModuleType):
+    """As much of ray as the engine uses: tasks run when they are waited for, in the order of their start."""
+
+    class RayError(Exception):
+        pass
+
+    class RayTaskError(RayError):
+        cause: BaseException
+
+    def __init__(self, slots: list[float]):
+        super().__init__("ray")
+        self.exceptions, self.slots, self.started = self, slots, False
+        self.calls: list[Any] = []
+        self.waiting: list[Any] = []
+        self.most = 0
+        self.resources: dict[str, float] = {"CPU": 8}
+        self.fails: dict[int, Exception] = {}
+
+    def is_initialized(self) -> bool:
+        return self.started
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", options))
+        self.started = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def put(self, value: Any) -> Any:
+        self.calls.append(("put", value))
+        return value
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.resources
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": cpus > 0, "Resources": {"CPU": abs(cpus), "GPU": 1}} for cpus in self.slots]
+
+    def remote(self, function: Callable[..., Any]) -> Any:
+        def start(*arguments: Any) -> int:
+            self.waiting.append(lambda: function(*arguments))
+            return len(self.waiting) - 1
+
+        def options(**given: Any) -> Any:
+            self.calls.append(("options", given))
+            return SimpleNamespace(remote=start)
+
+        return SimpleNamespace(options=options)
+
+    def wait(self, refs: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+        self.most = max(self.most, len(refs))
+        self.calls.append(("wait", len(refs), num_returns, timeout))
+        return refs[:num_returns], refs[num_returns:]
+
+    def get(self, ref: int) -> Any:
+        if ref in self.fails:
+            raise self.fails[ref]
+        return self.waiting[ref]()
+
+    def cancel(self, ref: int, force: bool) -> None:
+        assert not force
+        self.calls.append(("cancel", ref))
+
+
+class MeteredMaker(Maker):
+    """A maker of tasks: each unit has three records, one reject and as many tokens as its number."""
+
+    meter: Meter
+
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        self.meter.tokens += unit.start
+        commit = super().make(plan, unit, progress)
+        return replace(commit, records=3, rejects=(index.Reject("0" * 32, "a.png", "bad"),))
+
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    fake, folder = FakeRay([2.0, -4.0]), Path.cwd()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_engine, "_makers", {})
+    handler = signal.getsignal(signal.SIGTERM)
+    yield fake
+    signal.signal(signal.SIGTERM, handler)
+    os.chdir(folder)
+
+
+def cluster_of(cache: Cache, stop: Stop | None = None, **settings: Any) -> ray_engine.Cluster:
+    return ray_engine.Cluster(EncodeConfig(**settings), "key", lambda: MeteredMaker(cache), stop or Stop(0))
+
+
+def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
+    cache: Cache, todo: engine.Work, ray: FakeRay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = Progress("units", 0, Meter())
+    stop = Stop(0)
+    with stop.signals(), cluster_of(cache, stop) as cluster:
+        assert cluster.run([], bar) == 0
+        assert ray.calls == [], "no cluster is started for nothing"
+        assert cluster.run(todo, bar) == 8 * 3
+        assert signal.getsignal(signal.SIGTERM) == stop._note, "ray replaces it"
+        assert cluster.run(todo, bar) == 0, "committed units are made once"
+    assert ray.most == 2 * 2 + 2, "dead nodes do not count"
+    assert (bar.done, bar.rejected, bar.total, bar.tokens) == (24, 8, 16, sum(range(8)))
+    names = [call if isinstance(call, str) else call[0] for call in ray.calls]
+    assert [name for name in names if name != "wait"] == ["init", "put", "options", "options", "shutdown"]
+    assert ray.calls[0][1]["runtime_env"]["env_vars"] == {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
+    order = ray.calls[1][1]
+    assert (order.key, order.folder, order.version) == ("key", str(Path.cwd()), __version__)
+    assert ray.calls[2][1] == {"max_retries": 10, "num_cpus": 1.0, "num_gpus": 0.0}
+    assert {call[2:] for call in ray.calls if call[0] == "wait"} == {(1, 0.5)}
+    [maker] = ray_engine._makers.values()
+    assert maker.done == [unit.unit for _, unit in todo], "in the order of the plan, by one maker"  # type: ignore
+    assert "waiting for one" not in capsys.readouterr().out
+    before = list(ray.calls)
+    with cluster_of(cache) as cluster:
+        cluster._connect()
+    assert ray.calls[len(before) :] == [("put", cluster._order)], "another's cluster is not ended"
+
+
+@pytest.mark.parametrize(
+    ("settings", "resources", "need"),
+    [
+        ({}, {"CPU": 8}, (1.0, 0.0)),
+        ({}, {"GPU": 0}, (1.0, 0.0)),
+        ({"device": "auto"}, {"GPU": 1}, (1.0, 1.0)),
+        ({"device": "cpu"}, {"GPU": 1}, (1.0, 0.0)),
+        ({"ray": {"gpus": 0.5, "cpus": 3}}, {"GPU": 1}, (3.0, 0.5)),
+    ],
+)
+def test_what_a_ray_task_needs(
+    cache: Cache, ray: FakeRay, settings: Any, resources: dict[str, float], need: tuple[float, float]
+) -> None:
+    ray.resources = resources
+    assert cluster_of(cache, **settings)._need() == {"num_cpus": need[0], "num_gpus": need[1]}
+
+
+def test_how_many_ray_tasks_run_at_once(cache: Cache, ray: FakeRay) -> None:
+    cluster = cluster_of(cache)
+    ray.slots = [4.0, 7.0, -9.0]
+    assert cluster._slots({"num_cpus": 1.5, "num_gpus": 0.0}) == 2 + 4
+    assert cluster._slots({"num_cpus": 1.0, "num_gpus": 0.25}) == 4 + 4
+    assert cluster._slots({"num_cpus": 0.0, "num_gpus": 0.0}) == 2, "one on each living node"
+    assert cluster._slots({"num_cpus": 100.0, "num_gpus": 0.0}) == 0
+
+
+def test_without_a_node_ray_waits_and_says_so_once(
+    cache: Cache, todo: engine.Work, ray: FakeRay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray.slots = []
+    assert cluster_of(cache, ray={"gpus": 2}).run(todo, Progress("units", 0)) == 24
+    assert ray.most == 2
+    assert capsys.readouterr().out.count("no node of the Ray cluster has 1 CPUS and 2 GPUS yet") == 1
+
+
+def test_errors_of_ray_tasks(cache: Cache, todo: engine.Work, ray: FakeRay) -> None:
+    def failed(error: Exception, **settings: Any) -> BaseException:
+        ray.calls.clear()
+        ray.waiting.clear()
+        ray.fails = {1: error}
+        with pytest.raises(BaseException) as caught:
+            cluster_of(cache, **settings).run(todo, Progress("units", 0))
+        cancelled = [call[1] for call in ray.calls if call[0] == "cancel"]
+        assert cancelled == [2, 3, 4, 5, 6], "those that were started and not done"
+        assert ray.calls[-1] == ("wait", len(cancelled), len(cancelled), 7.0), "they clean up after themselves"
+        return caught.value
+
+    by_user, other = ray.RayTaskError("remote"), ray.RayTaskError("remote")
+    by_user.cause, other.cause = NoSpaceError("full"), ValueError("odd")
+    assert failed(by_user, grace_s=7) is by_user.cause
+    assert failed(other, grace_s=7) is other
+    gone = failed(ray.RayError("  the node died\n more"), grace_s=7)
+    assert isinstance(gone, UserError) and gone.exit_code == UserError("").exit_code
+    assert gone.found == "RayError: the node died"
+
+
+def test_a_signal_ends_what_ray_runs(cache: Cache, todo: engine.Work, ray: FakeRay) -> None:
+    stop = Stop(60)
+
+    class Signalled(MeteredMaker):
+        def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+            stop._note(signal.SIGTERM, None)
+            return super().make(plan, unit, progress)
+
+    cluster = ray_engine.Cluster(EncodeConfig(), "key", lambda: Signalled(cache), stop)
+    bar = Progress("units", 0)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        cluster.run(todo, bar)
+    assert bar.done == 3, "the result that was there is counted"
+    assert [call[1] for call in ray.calls if call[0] == "cancel"] == [1, 2, 3, 4, 5]
+
+
+def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
+    cache: Cache, todo: engine.Work, ray: FakeRay, tmp_path: Path
+) -> None:
+    plan, built = todo[0][0], []
+
+    def build() -> MeteredMaker:
+        built.append(MeteredMaker(cache))
+        return built[-1]
+
+    def task(number: int, key: str = "a", version: str = __version__, folder: str = "") -> ray_engine.Done:
+        order = ray_engine.Order(key, folder or str(tmp_path), version, build)
+        return ray_engine.make_unit(order, plan.recipe, plan.number, todo[number][1].unit)
+
+    with pytest.raises(UserError) as caught:
+        task(0, version="0")
+    assert (caught.value.expected, caught.value.found, built) == ("0", __version__, [])
+    done = task(2)
+    assert Path.cwd() == tmp_path
+    assert (done.records, done.rejects, done.meter.tokens) == (3, 1, 2)
+    assert 0 < (done.meter.wall_s or 0) < 60
+    again = task(2)
+    assert again == ray_engine.Done(0, 0, Meter(wall_s=0.0))
+    assert len(built) == 1
+    assert task(3, folder=str(tmp_path / "absent")).records == 3, "relative paths may not matter"
+    assert task(4, key="b").records == 3
+    assert (len(built), list(ray_engine._makers)) == (2, ["b"]), "one encoder at a time"
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError])
+def test_a_ray_cluster_that_cannot_be_reached(
+    cache: Cache, ray: FakeRay, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: Any) -> None:
+        raise kind("  nobody there\nmore")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UserError) as caught, cluster_of(cache) as cluster:
+        cluster._connect()
+    assert caught.value.found == "nobody there"
+    assert "shutdown" not in ray.calls
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        ray_engine._reachable()
+    with pytest.raises(UserError) as caught:
+        ray_engine._reachable()
+    assert str(caught.value.found).startswith(f"RAY_ADDRESS=127.0.0.1:{port}: ")
+
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed (pip install 'sana-pipe[ray]')"
