@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import DataConfig
+from pipeline.config import BucketConfig, DataConfig
 from pipeline.errors import ConfigError
 from pipeline.images import buckets
 
@@ -153,3 +154,55 @@ def test_policies(setting: dict[str, float], passes: tuple[int, int], refused: t
 @given(st.integers(1, 20_000), st.integers(1, 20_000))
 def test_no_policy_refuses_nothing(height: int, width: int) -> None:
     assert buckets.refusal(height, width, buckets.nearest(TABLE, height, width), DataConfig()) is None
+
+
+def test_many_at_once_are_judged_as_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    heights, widths = rng.integers(1, 5000, (2, (1 << 17) + 3))
+    indexes = buckets.nearest_all(TABLE, heights, widths)
+    scales, losses = buckets.fits(heights, widths, np.array(TABLE)[indexes])
+    for n in (*range(50), *range((1 << 16) - 3, (1 << 16) + 3), *range((1 << 17) - 3, (1 << 17) + 3)):
+        height, width = int(heights[n]), int(widths[n])
+        bucket = buckets.nearest(TABLE, height, width)
+        assert TABLE[indexes[n]] == bucket
+        assert scales[n] == pytest.approx(buckets.upscale(height, width, bucket), rel=1e-12)
+        assert losses[n] == pytest.approx(buckets.crop_loss(height, width, bucket), abs=1e-12)
+    assert buckets.fits(np.array([7]), np.array([7]), np.array([[21, 21]])) == (3.0, 0.0)
+
+
+SHAPES = [(256, 256), (128, 512), (256, 512)]  # 64, 64 and 128 latent tokens
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"batch": 6, "batch_multiple": 3}, [6, 6, 6]),
+        ({"batch": 6, "batches": {"128x512": 2}}, [6, 2, 6]),
+        ({"tokens": 1000}, [15, 15, 7]),
+        ({"tokens": 1000, "batch_multiple": 4, "batches": {"256x256": 8}}, [8, 12, 4]),
+        ({"tokens": 512, "batch_multiple": 4}, [8, 8, 4]),
+        ({"tokens": 511, "batch_multiple": 4}, "at least 512: 128"),
+        ({"batch": 6, "batch_multiple": 4}, "bucket.batch = 6"),
+        ({"batch": 4, "batch_multiple": 4, "batches": {"128x512": 2}}, "bucket.batches of 128x512 = 2"),
+        ({"batches": {"128x512": 2, "512x128": 2}}, "512x128"),
+    ],
+)
+def test_the_batch_of_each_bucket(setting: dict[str, Any], expected: list[int] | str) -> None:
+    config = BucketConfig(**setting)
+    if isinstance(expected, list):
+        assert buckets.batches(config, SHAPES, 32) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        buckets.batches(config, SHAPES, 32)
+
+
+def test_a_table_for_each_resolution() -> None:
+    data = DataConfig(resolution=1024)
+    own = buckets.table(data, 32)
+    half = buckets.table(DataConfig(resolution=512), 32)
+    assert buckets.resolutions(BucketConfig(), data, 32) == [("", own)]
+    assert buckets.resolutions(BucketConfig(resolutions=[512, 1024]), data, 32) == [("512", half), ("", own)]
+    with pytest.raises(ConfigError, match="512 and 512 both have"):
+        buckets.resolutions(BucketConfig(resolutions=[512, 512]), data, 32)
+    with pytest.raises(ConfigError, match="is a list"):
+        buckets.resolutions(BucketConfig(resolutions=[512]), DataConfig(buckets=[(256, 256)]), 32)

@@ -179,6 +179,33 @@ def test_other_files_are_rejected_by_name(data: bytes, reason: str) -> None:
             attempt()
 
 
+@pytest.mark.parametrize(
+    ("name", "starts"),
+    [
+        ("EPS/PostScript", [b"%!PS"]),
+        ("EPS", [b"\xc5\xd0\xd3\xc6"]),
+        ("PDF", [b"%PDF", b"\xef\xbb\xbf%PDF", b" \t\r\n%PDF"]),
+        ("WMF", [b"\xd7\xcd\xc6\x9a"]),
+        ("PSD", [b"8BPS"]),
+        ("DDS", [b"DDS "]),
+        ("BLP", [b"BLP"]),
+        ("SVG", [b"<svg"]),
+        ("XML or SVG", [b"<?xml"]),
+        ("HTML", [b"<!DOCTYPE", b"<html"]),
+        ("JPEG XL", [b"\xff\x0a", b"\x00\x00\x00\x0cJXL "]),
+        ("ZIP", [b"PK\x03\x04"]),
+        ("gzip", [b"\x1f\x8b"]),
+        ("OpenEXR", [b"v/1\x01"]),
+        ("HEIC", [b"0000ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")]),
+    ],
+)
+def test_known_formats_are_named(name: str, starts: list[bytes]) -> None:
+    for start in starts:
+        assert pillow_decoder._unidentified(start + b"\0" * 60).startswith(f"{name} is not an allowed format (")
+    for other in (starts[0][:-1] + b"\x02", b"0000ftypqt  ", b"0000f00pheic"):
+        assert pillow_decoder._unidentified(other + b"\0" * 60).startswith("not a picture in an allowed format")
+
+
 def test_interpreters_are_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import EpsImagePlugin
 
@@ -361,6 +388,41 @@ def test_gray_of_any_depth_is_scaled(name: str, data: bytes) -> None:
     assert np.array_equal(out[..., 0], out[..., 1])
     assert np.array_equal(out[..., 0], out[..., 2])
     assert np.abs(out[..., 0].astype(int) - RAMP8).max() <= 1, name
+
+
+def test_every_16_bit_value_has_its_own_rounding() -> None:
+    values = np.arange(65536).reshape(256, 256)
+    sixteen = np.rint(values / 65535 * 255)
+    for data, expected in (
+        (encoded(Image.fromarray(values.astype("u2"))), sixteen),
+        (tiff16(values, 16, 1), sixteen),
+        (tiff16(values, 16, 0), 255 - sixteen),
+        (tiff16(values[:16], 12, 1), np.rint(values[:16] / 4095 * 255)),
+    ):
+        assert np.array_equal(load(data, expected.shape)[..., 1], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("f4", [0, 0.5, 1], [0, 128, 255]),
+        ("f4", [0, 0.5, 1.5], [0, 0, 2]),
+        ("f4", [0, 7, 255], [0, 7, 255]),
+        ("f4", [64, 128, 256], [0, 85, 255]),
+        ("f4", [-1, 127, 255], [0, 128, 255]),
+        ("f4", [-1, 0, 1], [0, 128, 255]),
+        ("f4", [300, 300, 300], [0, 0, 0]),
+        ("i4", [0, 1, 1], [0, 1, 1]),
+        ("i4", [0, 9, 255], [0, 9, 255]),
+        ("i4", [1000, 1000, 65535], [4, 4, 255]),
+        ("i4", [256, 512, 512], [1, 2, 2]),
+        ("i4", [-1, 127, 255], [0, 128, 255]),
+        ("i4", [1000, 1000, 65536], [0, 0, 255]),
+    ],
+)
+def test_which_value_is_white(kind: str, values: list[float], expected: list[int]) -> None:
+    data = encoded(Image.fromarray(np.array([values], kind)), "TIFF")
+    assert load(data, (1, 3))[0, :, 0].tolist() == expected
 
 
 def striped() -> list[bytes]:

@@ -298,7 +298,7 @@ def _levels(image: Image.Image) -> Levels:
     tags = getattr(image, "tag_v2", None)
     white_is_zero = tags is not None and tags.get(262) == 0  # PhotometricInterpretation; Pillow inverts 8 bits only
     if image.mode.startswith("I;16"):
-        bits = tags.get(258, (16,)) if tags is not None else (16,)
+        bits = tags[258] if tags is not None else 16
         white = 2 ** (bits[0] if isinstance(bits, tuple) else bits) - 1
         levels = np.rint(np.minimum(np.arange(65536) / white, 1) * 255).astype(np.uint8)
         table = 255 - levels if white_is_zero else levels
