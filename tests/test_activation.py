@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import activation_checkpoint
+from pipeline.parallel import activation_checkpoint, saved_tensors
 from pipeline.parallel.activation_checkpoint import (
     ManagedActivations,
     apply_activation_checkpointing,
@@ -233,6 +235,119 @@ def test_memory_that_is_used_again_is_another_tensor() -> None:
     x.backward()
     assert [float(tensor[0]) for tensor in back[::-1]] == list(range(50))
     assert offloader.stored == 50
+
+
+class LateCopies(saved_tensors.Transfers):
+    """A GPU whose copies run as late as they may: when the computation waits for one, with all that were begun before
+    it. Until then their results are not numbers. `log`: ("take" | "to host" | "to device" | "wait", number)."""
+
+    log: list[tuple[str, int]]
+    freed_early: list[int]
+
+    def __init__(self, device: torch.device):
+        self.device, self.begun, self.done = device, 0, 0
+        self.pending: list[tuple[int, list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]] = []
+
+    def to_host(self, parts: Any) -> Any:
+        self.log.append(("to host", self.begun + 1))
+        host, number = super().to_host(parts)
+        self._must_live(parts, number)
+        return host, number
+
+    def to_device(self, parts: Any) -> Any:
+        self.log.append(("to device", self.begun + 1))
+        there, number = super().to_device(parts)
+        self._must_live(there, number)
+        return there, number
+
+    def wait(self, event: int) -> None:
+        self.log.append(("wait", event))
+        while self.pending and self.pending[0][0] <= event:
+            self.done, sources, targets = self.pending.pop(0)
+            for source, target in zip(sources, targets, strict=True):
+                if (there := target()) is not None and (here := source()) is not None:
+                    there.copy_(here)
+
+    def _must_live(self, on_device: Any, number: int) -> None:
+        for part in on_device:
+            weakref.finalize(part, lambda: self.freed_early.append(number) if self.done < number else None)
+
+    def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+        return torch.full(like.shape, float("nan") if like.is_floating_point() else 1).to(like.dtype)
+
+    def _copy(self, sources: Any, targets: Any) -> int:
+        self.begun += 1
+        self.pending.append((self.begun, [weakref.ref(s) for s in sources], [weakref.ref(t) for t in targets]))
+        return self.begun
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "offload" in name])
+def test_copies_beside_the_computation_are_waited_for_and_begun_ahead(
+    name: str, plain: dict[str, tuple[int, int, dict[str, Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way, _, _, exact = WAYS[name]
+    _, _, expected = plain["fp32"] if exact else measure(model(torch.float32, *way), torch.float32)
+    LateCopies.log, LateCopies.freed_early = log, freed_early = [], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(saved_tensors, "transfers", LateCopies)
+    take = saved_tensors._OnDevice.take
+
+    def logged(self: saved_tensors._OnDevice, saved: Any) -> Tensor:
+        log.append(("take", 0))
+        tensor = take(self, saved)
+        assert len(self._copies) <= 2 * saved_tensors.AHEAD
+        return tensor
+
+    monkeypatch.setattr(saved_tensors._OnDevice, "take", logged)
+    module = model(torch.float32, *way)
+    for _ in range(2):  # the second time after all of the first is gone
+        module.zero_grad()
+        given = inputs(torch.float32)
+        out = module(*given)
+        (offloader,) = offloaders(module)
+        (on_device,) = [each for each in offloader._on_device.values() if each is not None]
+        assert 0 < len(on_device._copies) <= saved_tensors.AHEAD
+        out.float().square().mean().backward()
+        actual = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        assert all(torch.equal(actual[n], expected[n]) for n in expected)
+        assert not freed_early
+        del out
+        gc.collect()
+        assert offloader.host_bytes() == offloader.device_bytes() == 0
+    late = [a for a, b in itertools.pairwise(log) if a[0] == "to device" and b == ("wait", a[1])]
+    fetched = sum(kind == "to device" for kind, _ in log)
+    assert fetched > 0 and len(late) <= 0.1 * fetched, (len(late), fetched)
+
+
+def test_a_copy_waits_for_the_computation_and_the_computation_for_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: Any):
+            self.name = name if isinstance(name, str) else "copies"
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} wait for {other.name}")
+
+        def wait_event(self, event: str) -> None:
+            log.append(f"{self.name} wait for {event}")
+
+        def record_event(self) -> str:
+            return f"the event after {len(log)}"
+
+        def __enter__(self) -> None:
+            log.append("begin")
+
+        def __exit__(self, *_: Any) -> None:
+            log.append("end")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("the computation"))
+    monkeypatch.setattr(saved_tensors.Transfers, "_empty", lambda self, like, device: torch.empty_like(like))
+    through = saved_tensors.Transfers(torch.device("cpu"))
+    (there,), event = through.to_device([torch.arange(3)])
+    assert torch.equal(there, torch.arange(3))
+    through.wait(event)
+    assert log == ["copies wait for the computation", "begin", "end", "the computation wait for the event after 3"]
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -8,16 +8,19 @@ than 1,024 values, and for compression everything that is not floating point.
 Equal tensors are stored once (queries, keys and values share their input, all blocks share the captions). A tensor
 comes back with its size, strides and dtype: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
 block saves other tensors than before and the backward pass fails.
-Price: a copy to the host and back per tensor over PCIe (pinned memory, on the computing stream), or the two passes of
-`compression`.
+On a GPU the copies run beside the computation: on a stream of their own, to pinned memory, and back before the backward
+pass asks for them (`_OnDevice`). Why not torchtune's `OffloadActivations`, which does the same: it copies neither
+DTensors nor strided tensors as they were, and does not recognise equal ones.
+Price: a copy to the host and back per tensor over PCIe, and up to `AHEAD` tensors that stay on the device meanwhile; or
+the two passes of `compression`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,8 @@ from pipeline.parallel.compression import Format, quantise, restore
 
 SMALLEST = 1024
 """Tensors of fewer values stay as they are: norm statistics, tables, masks."""
+AHEAD = 4
+"""Tensors whose copies to or from the host may be under way: those of one recomputed block."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,12 +47,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class _StoredTensor:
-    """One saved tensor in its stored form. `parts`: its values in memory order, or codes and scales."""
+    """One saved tensor in its stored form. `parts`: its values in memory order, or codes and scales, on the device
+    until they are offloaded."""
 
     __slots__ = (
         "__weakref__",
         "alive",
-        "copied",
         "count",
         "device",
         "dtype",
@@ -58,7 +63,7 @@ class _StoredTensor:
         "stride",
     )
 
-    def __init__(self, tensor: Tensor, compress: Format | None, offload: bool):
+    def __init__(self, tensor: Tensor, compress: Format | None):
         plain = local(tensor)
         self.alive = StorageWeakRef(plain.untyped_storage())  # while it exists, its address is not reused
         self.shards: tuple[Any, ...] | None = None
@@ -68,18 +73,9 @@ class _StoredTensor:
         flat = _unexpanded(plain).permute(_order(plain)).reshape(-1)
         self.count, self.format = flat.numel(), compress
         self.parts: tuple[Tensor, ...] = quantise(flat, compress) if compress else (flat,)
-        self.copied: torch.Event | None = None
-        if offload:
-            pinned = self.device.type != "cpu"
-            self.parts = tuple(_to_host(part, pinned) for part in self.parts)
-            if pinned:
-                self.copied = torch.Event(self.device)
-                self.copied.record(torch.accelerator.current_stream(self.device))
 
-    def tensor(self) -> Tensor:
-        if self.copied is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.copied)
-        parts = [part.to(self.device, non_blocking=True) for part in self.parts]
+    def tensor(self, parts: Sequence[Tensor]) -> Tensor:
+        """The saved tensor. parts: `parts` on the device."""
         flat = restore(parts[0], parts[1], self.count, self.dtype) if self.format else parts[0]
         plain = self._shaped(flat)
         if self.shards is None:
@@ -100,6 +96,121 @@ class _StoredTensor:
         return memory.as_strided(self.size, self.stride)
 
 
+class Transfers:
+    """Copies between a device and pinned host memory, on a stream of their own.
+
+    A copy begins when everything that the computing stream has been given so far is done. Whoever uses a result, or
+    frees a tensor of a copy, lets the computing stream wait for its event before: memory of that stream is then reused
+    after the copy. (Host memory needs no care: torch's allocator knows the copies of pinned memory.)
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.Stream(device)
+
+    def to_host(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
+        """The parts in host memory, and the event after which they are valid."""
+        host = tuple(self._empty(part, None) for part in parts)
+        return host, self._copy(parts, host)
+
+    def to_device(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
+        """The parts on the device, and the event after which they are valid."""
+        there = tuple(self._empty(part, self.device) for part in parts)
+        return there, self._copy(parts, there)
+
+    def wait(self, event: Any) -> None:
+        """Let the computing stream wait for a copy."""
+        torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+        """device: None for pinned host memory."""
+        return torch.empty(like.shape, dtype=like.dtype, device=device or "cpu", pin_memory=device is None)
+
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.stream:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+
+def transfers(device: torch.device) -> Transfers | None:
+    """None where host and device are one memory."""
+    return None if device.type == "cpu" else Transfers(device)
+
+
+class _Saved:
+    """What autograd holds in a saved tensor's place. position: among all that are saved. taken: the backward pass has
+    asked for it."""
+
+    __slots__ = ("__weakref__", "position", "stored", "taken")
+
+    def __init__(self, stored: _StoredTensor, position: int = 0):
+        self.stored, self.position, self.taken = stored, position, False
+
+
+class _OnDevice:
+    """What is on the device of the stored tensors: the last `AHEAD` that were saved, then those that come next.
+
+    The backward pass asks in the opposite order of saving; a recomputed block asks for all of its inputs, in their
+    order. So with each tensor the `AHEAD` before it are fetched, and those after it stay that are still to be used.
+    """
+
+    def __init__(self, through: Transfers):
+        self.through = through
+        self._order: list[ref[_Saved]] = []
+        self._copies: dict[_StoredTensor, tuple[tuple[Tensor, ...], Any]] = {}
+
+    def saved(self, stored: _StoredTensor) -> _Saved:
+        """Enter a tensor into the order of saving."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        handle = _Saved(stored, len(self._order))
+        self._order.append(ref(handle))
+        return handle
+
+    def leave(self, stored: _StoredTensor) -> None:
+        """Begin to copy a new tensor to the host."""
+        here = stored.parts
+        stored.parts, event = self.through.to_host(here)
+        self._copies[stored] = here, event
+        self._keep(list(self._copies)[-AHEAD:])
+
+    def take(self, saved: _Saved) -> Tensor:
+        """The tensor, for work that the computing stream gets from now on."""
+        saved.taken = True
+        self._fetch(saved.stored)
+        parts, event = self._copies[saved.stored]
+        self.through.wait(event)
+        before = self._waiting(range(saved.position - 1, -1, -1))
+        after = self._waiting(range(saved.position + 1, min(len(self._order), saved.position + 1 + AHEAD)))
+        for stored in before:
+            self._fetch(stored)
+        self._keep([*before, *after])
+        return saved.stored.tensor(parts)
+
+    def bytes(self) -> int:
+        return sum(part.nbytes for parts, _ in self._copies.values() for part in parts)
+
+    def _fetch(self, stored: _StoredTensor) -> None:
+        if stored not in self._copies:
+            self._copies[stored] = self.through.to_device(stored.parts)
+
+    def _waiting(self, positions: range) -> list[_StoredTensor]:
+        """The first `AHEAD` different tensors at these positions that are still to be used."""
+        waiting: dict[_StoredTensor, None] = {}
+        for handle in (self._order[position]() for position in positions):
+            if handle is not None and not handle.taken:
+                waiting[handle.stored] = None
+            if len(waiting) == AHEAD:
+                break
+        return list(waiting)
+
+    def _keep(self, wanted: Sequence[_StoredTensor]) -> None:
+        for stored in self._copies.keys() - set(wanted):
+            self.through.wait(self._copies[stored][1])
+            del self._copies[stored]
+
+
 class Offloader:
     """Stores one model's saved tensors in another form.
 
@@ -114,10 +225,18 @@ class Offloader:
     def __init__(self, compress: Format | None = None, offload: bool = False):
         self.compress, self.offload, self.stored = compress, offload, 0
         self._live: WeakValueDictionary[tuple[Any, ...], _StoredTensor] = WeakValueDictionary()
+        self._on_device: dict[torch.device, _OnDevice | None] = {}
+
+    def __deepcopy__(self, memo: Any) -> Offloader:
+        return Offloader(self.compress, self.offload)  # streams and copies stay with this one
 
     def host_bytes(self) -> int:
         """Bytes that saved tensors occupy in host memory now."""
         return sum(part.nbytes for stored in self._live.values() for part in stored.parts) if self.offload else 0
+
+    def device_bytes(self) -> int:
+        """Bytes of offloaded tensors that are on a device now, because their copies may be under way."""
+        return sum(each.bytes() for each in self._on_device.values() if each is not None)
 
     @contextlib.contextmanager
     def hooks(self, module: nn.Module, only: Tensor | None = None, compress: bool = True) -> Iterator[None]:
@@ -131,16 +250,16 @@ class Offloader:
         excluded = module_storages(module)
         chosen = None if only is None else storage_of(only)
 
-        def pack(tensor: Tensor) -> Tensor | _StoredTensor:
+        def pack(tensor: Tensor) -> Tensor | _Saved:
             if not _storable(tensor) or (storage := storage_of(tensor)) in excluded:
                 return tensor
             squeeze = compress and tensor.is_floating_point() and tensor.itemsize > 1 and chosen in (None, storage)
             return self._store(tensor, self.compress if squeeze else None)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
-    def _store(self, tensor: Tensor, compress: Format | None) -> Tensor | _StoredTensor:
+    def _store(self, tensor: Tensor, compress: Format | None) -> Tensor | _Saved:
         if compress is None and not self.offload:
             return tensor
         plain = local(tensor)
@@ -154,24 +273,34 @@ class Offloader:
             compress,
             isinstance(tensor, DTensor),
         )
-        stored = self._live.get(key)
+        stored, on_device = self._live.get(key), self._on_device_of(plain.device)
         if stored is None:
             with torch.no_grad():
-                stored = self._live[key] = _StoredTensor(tensor, compress, self.offload)
+                stored = self._live[key] = _StoredTensor(tensor, compress)
+                if on_device is not None:
+                    on_device.leave(stored)
+                elif self.offload:
+                    stored.parts = tuple(part.clone() for part in stored.parts)
             self.stored += 1
-        return stored
+        return _Saved(stored) if on_device is None else on_device.saved(stored)
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        with torch.no_grad():
+            on_device = self._on_device_of(saved.stored.device)
+            return saved.stored.tensor(saved.stored.parts) if on_device is None else on_device.take(saved)
+
+    def _on_device_of(self, device: torch.device) -> _OnDevice | None:
+        if self.offload and device not in self._on_device:
+            through = transfers(device)
+            self._on_device[device] = None if through is None else _OnDevice(through)
+        return self._on_device.get(device)
 
 
 def module_storages(module: nn.Module) -> set[int]:
     """Storages of a module's parameters and buffers as they are now; under FSDP2 the gathered ones."""
     return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _unpack(saved: Tensor | _StoredTensor) -> Tensor:
-    if isinstance(saved, _StoredTensor):
-        with torch.no_grad():
-            return saved.tensor()
-    return saved
 
 
 def _storable(tensor: Tensor) -> bool:
@@ -202,8 +331,3 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 def _order(tensor: Tensor) -> list[int]:
     """Dimensions from the widest stride to the closest."""
     return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
-
-
-def _to_host(tensor: Tensor, pinned: bool) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return host.copy_(tensor, non_blocking=pinned)

@@ -4,8 +4,8 @@ What: `trace` builds a process of the run as `pipeline.training.build` does, on 
 one optimizer step, and returns its memory peak by kind, its operations and its communication. `Traced.of` repeats that
 for two small numbers of blocks and extrapolates, which is exact, since blocks are alike.
 Why the CPU's tensors: torch without CUDA ends the process as soon as autograd touches a fake CUDA tensor. Where a GPU
-behaves differently, the trace does too (`on_gpu`): AdamW is fused, 8-bit AdamW is compiled, and offloaded tensors are
-in another memory.
+behaves differently, the trace does too (`on_gpu`): 8-bit AdamW is compiled, and offloaded tensors are in another
+memory.
 Price: about one second for each number of blocks. The CUDA context, libraries' workspaces and the allocator's rounding
 are not in the trace.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -176,7 +176,6 @@ def trace(
     # Packed captions without padding have the shapes of padded ones that fill all rows.
     train = train.model_copy(update={"packed_attention": False})
     sizes = [shape.microbatch] * shape.count
-    fused = on_gpu and train.parallel.offload == "none"
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
         with tracker, _two_memories(tracker) if on_gpu else contextlib.nullcontext():
@@ -186,7 +185,8 @@ def trace(
             parameters = list(model.module.parameters())
             tracker.mark(kinds.PARAMETERS, parameters)
             optimizer = optimizers.build(model.module, train.optim, CPU, seed=train.seed, recipe=train.recipe)
-            _as_on_gpu(optimizer, fused)
+            if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "_update_one"):
+                optimizer._update_one = lambda *args: None  # the compiled update makes no copies
             ema = EMA(model.module, train.ema) if train.ema is not None else None
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
@@ -265,18 +265,6 @@ def _batch(architecture: SanaConfig, shape: Shape, samples: int) -> Batch:
     )
 
 
-def _as_on_gpu(optimizer: torch.optim.Optimizer, fused: bool) -> None:
-    """Let the update run as on a GPU, where it makes no copies."""
-    if not fused:
-        return
-    if type(optimizer) is torch.optim.AdamW:
-        for group in optimizer.param_groups:
-            group.update(fused=True, foreach=False)
-        optimizer._step_supports_amp_scaling = True  # the step clips in the optimizer's kernel
-    elif hasattr(optimizer, "_update_one"):  # 8-bit AdamW
-        optimizer._update_one = lambda *args: None
-
-
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for state in optimizer.state.values():
         for value in state.values():
@@ -306,30 +294,27 @@ def watch_updates(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Iterato
             hook.remove()
 
 
-@contextlib.contextmanager
-def _two_memories(tracker: Tracker) -> Iterator[None]:
+def _two_memories(tracker: Tracker) -> contextlib.AbstractContextManager[Any]:
     """Saved tensors that are offloaded go to another memory, and come back as copies."""
-    to_host, back = saved_tensors._to_host, saved_tensors._StoredTensor.tensor
 
-    def leave(tensor: Tensor, pinned: bool) -> Tensor:
-        host = to_host(tensor, pinned=False)
-        tracker.mark(kinds.HOST, [host])
-        return host
+    class Transfers(saved_tensors.Transfers):
+        def __init__(self, device: torch.device):
+            self.device = device
 
-    def come_back(stored: Any) -> Tensor:
-        parts = stored.parts
-        if all(tracker.kind_of(part) == kinds.HOST for part in parts):
-            stored.parts = tuple(part.clone() for part in parts)
-        try:
-            return back(stored)
-        finally:
-            stored.parts = parts
+        def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+            target = torch.empty_like(like)
+            if device is None:
+                tracker.mark(kinds.HOST, [target])
+            return target
 
-    with (
-        mock.patch.object(saved_tensors, "_to_host", leave),
-        mock.patch.object(saved_tensors._StoredTensor, "tensor", come_back),
-    ):
-        yield
+        def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+
+        def wait(self, event: Any) -> None:
+            """Nothing is pending."""
+
+    return mock.patch.object(saved_tensors, "transfers", Transfers)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,9 @@ class TrainStep:
         A fused optimizer multiplies in its kernel, which saves a pass over all gradients.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            self.optimizer.grad_scale = None if factor is None else 1 / factor  # type: ignore[attr-defined]
+            # torch would copy it to offloaded gradients without waiting for the copy
+            where = self.optimizer.param_groups[0]["params"][0].device
+            self.optimizer.grad_scale = None if factor is None else (1 / factor).to(where)  # type: ignore[attr-defined]
         elif factor is not None:
             self.model.scale_gradients(factor)
         self.optimizer.step()

@@ -116,8 +116,8 @@ def build(
 ) -> torch.optim.Optimizer:
     """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after `parallelize`.
 
-    AdamW is fused on a GPU (the default `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B), a
-    plain loop on the CPU.
+    AdamW of fp32 parameters is fused, on a GPU and on the CPU, where the parameters are under `offload: all`: one pass
+    over the memory (torch's `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B).
 
     Args:
         seed: of stochastic rounding, for bf16 parameters.
@@ -133,7 +133,6 @@ def build(
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": config.weight_decay if nvlabs else 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    on_gpu = device.type == "cuda" and all(p.device.type == "cuda" for _, p in named)  # else they are offloaded
     if config.name == "came":
         joint = joint_weights(named) if nvlabs else []
         return CAME(groups, config.lr, config.betas, seed=seed, factor_kernels=not nvlabs, joint=joint)  # type: ignore[arg-type]
@@ -145,7 +144,8 @@ def build(
         return AdamW8bit(groups, **options, compiled=all(p.device.type == "cuda" for _, p in named), seed=seed)
     if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
         return stochastic_rounding.AdamW(groups, **options, seed=seed)
-    return torch.optim.AdamW(groups, **options, foreach=None if on_gpu else False, fused=True if on_gpu else None)
+    fused = device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, **options, foreach=None if fused else False, fused=True if fused else None)
 
 
 def check(config: OptimConfig) -> None:
