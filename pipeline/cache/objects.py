@@ -277,10 +277,13 @@ class ObjectFiles(Files):
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         check_digest(temporary, digest)
         if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged one
-            self._write(name, lambda path: self.fs.put_file(str(temporary), path))
+            self.replace_by(temporary, name)
 
     def replace(self, name: str, data: bytes) -> None:
         self._write(name, lambda path: self.fs.pipe_file(path, data))
+
+    def replace_by(self, temporary: Path, name: str) -> None:
+        self._write(name, lambda path: self.fs.put_file(str(temporary), path))
 
     def _move(self, name: str, to: str) -> None:
         self.replace(to, self.read(name))

@@ -17,9 +17,11 @@ for files are slow.
 
 from __future__ import annotations
 
+import heapq
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +39,8 @@ RUN = 1 << 17
 """Rows that are sorted at a time."""
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
+READ = 256
+"""Rows of each run that are read at a time when runs of text are merged."""
 
 _KEY = "key"
 
@@ -124,6 +128,23 @@ class Scratch:
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]
             yield _sorted(pa.concat_tables(parts))[0]
 
+    def sorted_rows(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+        """Rows of text (valid UTF-8) in ascending order by code point, as `sorted` gives them."""
+        source = iter(rows)
+        run = sorted(islice(source, RUN))
+        if len(run) < RUN:
+            yield from run
+            return
+        schema = pa.schema([(f"{column}", pa.large_string()) for column in range(len(run[0]))])
+        writer = self.table_writer(schema)
+        lengths = []
+        while run:
+            columns = [pa.array(column, pa.large_string()) for column in zip(*run, strict=True)]
+            lengths.append(writer.add(pa.table(columns, schema=schema)))
+            run = sorted(islice(source, RUN))
+        whole = writer.finish()
+        yield from heapq.merge(*(_rows(whole.slice(*length)) for length in lengths))
+
 
 class ArrayWriter:
     """Appends to an array of one dimension, which is in a file from `LIMIT` bytes on."""
@@ -208,6 +229,11 @@ class TableWriter:
             self._writer.close()
             file.flush()
             return ipc_table(local_files.mapped(file.fileno()))
+
+
+def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
+    for start in range(0, len(table), READ):
+        yield from zip(*(column.to_pylist() for column in table.slice(start, READ).columns), strict=True)
 
 
 def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
