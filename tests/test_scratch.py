@@ -71,7 +71,7 @@ def test_rows_are_sorted_by_key_and_stay_in_order_within_it(
 @pytest.mark.parametrize("run", [1, 3, 50, 200, 1000])
 def test_rows_of_text_are_sorted_by_code_point(folder: Path, monkeypatch: pytest.MonkeyPatch, run: int) -> None:
     monkeypatch.setattr(scratch, "RUN", run)
-    monkeypatch.setattr(scratch, "READ", 2)
+    monkeypatch.setattr(scratch, "TEXTS", 2)
     rng = np.random.default_rng(2)
     letters = list('ab./-0\n,"é\U0001f600\uffee')
     rows = [("".join(rng.choice(letters, rng.integers(0, 5))), f"{rng.integers(0, 3)}") for _ in range(200)]

@@ -39,8 +39,8 @@ RUN = 1 << 17
 """Rows that are sorted at a time."""
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
-READ = 256
-"""Rows of each run that are read at a time when runs of text are merged."""
+TEXTS = 256
+"""Rows of text that are Python objects at a time, for each run that is merged and each writer."""
 
 _KEY = "key"
 
@@ -91,6 +91,17 @@ class Scratch:
     def table_writer(self, schema: pa.Schema) -> TableWriter:
         """A table that is written piece by piece."""
         return TableWriter(self._temporary, schema)
+
+    def rows(self, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> pa.Table:
+        """A table of rows of Python values."""
+        writer = self.row_writer(schema)
+        for row in rows:
+            writer.add(*row)
+        return writer.finish()
+
+    def row_writer(self, schema: pa.Schema) -> RowWriter:
+        """A table that is written row by row."""
+        return RowWriter(self.table_writer(schema), schema)
 
     def writer(self, dtype: Any) -> ArrayWriter:
         """An array of unknown length."""
@@ -231,9 +242,38 @@ class TableWriter:
             return ipc_table(local_files.mapped(file.fileno()))
 
 
+class RowWriter:
+    """Appends rows of Python values to a table; see `TableWriter`."""
+
+    def __init__(self, writer: TableWriter, schema: pa.Schema):
+        self._writer, self._schema = writer, schema
+        self._waiting: list[tuple[Any, ...]] = []
+
+    def add(self, *row: Any) -> None:
+        """Append a row, a value for each column.
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        self._waiting.append(row)
+        if len(self._waiting) == TEXTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        columns = zip(*self._waiting, strict=True) if self._waiting else [[] for _ in self._schema]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.add(pa.table(arrays, schema=self._schema))
+        self._waiting = []
+
+    def finish(self) -> pa.Table:
+        """The whole table; nothing can be added any more."""
+        self._flush()
+        return self._writer.finish()
+
+
 def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
-    for start in range(0, len(table), READ):
-        yield from zip(*(column.to_pylist() for column in table.slice(start, READ).columns), strict=True)
+    for start in range(0, len(table), TEXTS):
+        yield from zip(*(column.to_pylist() for column in table.slice(start, TEXTS).columns), strict=True)
 
 
 def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
