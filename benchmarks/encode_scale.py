@@ -8,7 +8,8 @@ units.
 
 Memory: an unchanged source of tars whose items are all encoded (`benchmarks.large_cache`), at 10^6 and 10^7 items (with
 `--quick` at 10^6). Each command runs in a process of its own; its private memory counts, mapped files do not.
-`scan_join_mib_N`: the larger of an unchanged scan and of `bucket`; `noop_mib_N`: `encode` with nothing to do;
+`scan_join_mib_N`: the largest of an unchanged scan of tars, of the listing of a folder and of `bucket`, also with
+`bucket.grow` and with `bucket.filter` over metadata; `noop_mib_N`: `encode` with nothing to do;
 `bytes_per_item_exponent`: the largest slope, over these commands, of log(bytes beyond those before the command) over
 log(items), between 10^6 and 10^7 items.
 
@@ -48,7 +49,7 @@ from pipeline.work import engine
 RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
 ROUNDS = 3
-GROWING = ("scan", "noop", "bucket")
+GROWING = ("scan", "noop", "bucket", "folder", "grow", "filter")
 """Commands whose memory must not grow with the items."""
 QUICK_DIVISOR = 16
 PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", "run with nothing to do")
@@ -147,7 +148,7 @@ def memory_figures(quick: bool) -> dict[str, float]:
 
     tag, whole = f"1e{round(math.log10(largest))}", costs[largest, 1]
     return {
-        f"scan_join_mib_{tag}": max(whole[name].own for name in ("scan", "bucket")) / 2**20,
+        f"scan_join_mib_{tag}": max(whole[name].own for name in GROWING if name != "noop") / 2**20,
         f"noop_mib_{tag}": whole["noop"].own / 2**20,
         f"status_mib_{tag}": whole["status"].own / 2**20,
         **{f"{name}_cpu_s_{tag}": whole[name].cpu for name in GROWING},

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from pipeline.snapshots import join
 from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem
+from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Part
 from pipeline.sources.tars import TarSource
 from pipeline.work import claims
 from pipeline.work.engine import Worker
@@ -48,7 +51,9 @@ from stages import bucket, encode
 
 PER_TAR = 10_000
 SOURCE = "synthetic"
-COMMANDS = ("scan", "noop", "bucket", "status", "index")
+COMMANDS = ("scan", "noop", "bucket", "status", "index", "folder", "grow", "filter")
+"""`grow` and `filter` are `bucket` with options; `grow` needs the snapshot that `bucket` made."""
+PER_FOLDER = 1000
 READ_S = 0.005
 BUFFERS = (
     *((module, "ROWS") for module in (arrow, scanning, join, sources)),
@@ -56,6 +61,7 @@ BUFFERS = (
     (key_columns, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
+    (scratch, "TEXTS"),
     (scratch, "RUN"),
 )
 
@@ -77,8 +83,22 @@ class Tars(LocalFilesystem):
         return PER_TAR << 17, 1
 
 
-def configuration(folder: Path) -> Config:
-    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0"])
+class Folder(FolderSource):
+    """A folder that does not exist, of `count` pictures with a .txt file each, in folders of `PER_FOLDER`."""
+
+    def __init__(self, root: Path, rule: CaptionRule, count: int):
+        super().__init__(root, rule)
+        self.count = count
+
+    def _walk(self, disk: Any, found: Any) -> Iterator[tuple[str, str | None]]:
+        for number in range(self.count):
+            name = f"{number // PER_FOLDER:06d}/{number:09d}"
+            yield f"{name}.txt", None
+            yield f"{name}.jpg", None
+
+
+def configuration(folder: Path, *options: str) -> Config:
+    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *options])
 
 
 def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
@@ -143,7 +163,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "width": sides[:, 1].astype(np.int32),
         "height": sides[:, 0].astype(np.int32),
         "captions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), captions),
-        "meta": pa.repeat("{}", count),
+        "meta": pa.repeat('{"score": 5}', count),
         "reject": pa.nulls(count, pa.string()),
         "part": pa.repeat(tar, count),
         "stamp": pa.repeat(stamp, count),
@@ -203,6 +223,16 @@ def scan_alone(folder: Path, count: int) -> None:
         raise RuntimeError("the source has changed")
 
 
+def list_folder(folder: Path, count: int) -> None:
+    """The listing of a folder, as every process of a scan makes it."""
+    config = configuration(folder)
+    pictures = Folder(folder, CaptionRule(config.data), count)
+    pictures.scratch = Cache.of(config).files.scratch
+    runs = list(pictures.runs(Part(""), scanning.RUN))
+    if sum(run.count or 0 for run in runs) != count or pictures.ignored:
+        raise RuntimeError("pictures or captions are missing")
+
+
 def divide_buffers(divisor: int) -> None:
     """Lower every limit on the rows and bytes that a command has in memory."""
     for module, name in BUFFERS:
@@ -217,6 +247,12 @@ def command(name: str, folder: Path, count: int) -> None:
         scan_and_encode(folder, count)
     elif name == "bucket":
         bucket.run(config)
+    elif name == "grow":
+        bucket.run(configuration(folder, "bucket.grow=latest", "bucket.dedup=image"))
+    elif name == "filter":
+        bucket.run(configuration(folder, "bucket.filter=score > 4 and contains(item, '1')"))
+    elif name == "folder":
+        list_folder(folder, count)
     elif name == "status":
         told = status(Cache.of(config))["sources"][SOURCE]
         if told["items"] != count:

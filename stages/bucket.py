@@ -40,6 +40,7 @@ from pipeline.snapshots.join import (
     Resolution,
     assemble,
     join,
+    pieces,
     unjudged,
     usable,
 )
@@ -118,18 +119,18 @@ def run(
     earlier = _earlier(config, cache)
     if settings.dedup == "image":
         frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
-    held_out = selection.heldout(frame, settings.heldout)
+    held_out = selection.heldout(frame, settings.heldout, joined.scratch)
 
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     heldout_made = None
     if held_out.any():
         heldout_joined = Joined(joined.sources, scratch=joined.scratch)
-        heldout_joined.leave("not in the held-out part", int((~held_out).sum()))
+        heldout_joined.leave("not in the held-out part", len(frame) - int(held_out.sum()))
         heldout_made = _make(
             config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True
         )
         joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
-        frame = frame.take(~held_out, joined.scratch)
+        frame = frame.take(np.logical_not(held_out, out=held_out), joined.scratch)
     if settings.subset is not None:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
@@ -232,17 +233,17 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
     return joined
 
 
-def _earlier(config: Config, cache: Cache) -> np.ndarray:
-    """Sample ids of the snapshot that this one grows from, by row: (n,) uint64."""
+def _earlier(config: Config, cache: Cache) -> selection.Earlier:
+    """The snapshot that this one grows from."""
     ids = cache.open_snapshot(config.bucket.grow).sample_ids() if config.bucket.grow else ()
-    return np.concatenate([np.empty(0, np.uint64), *ids])
+    return selection.Earlier(cache.files.scratch, ids)
 
 
 # ---------------------------------------------------------------- outputs
 
 
 def _make(
-    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: np.ndarray, *, heldout: bool = False
+    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier, *, heldout: bool = False
 ) -> _Made:
     """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
     settings, records = config.bucket, inputs.records
@@ -268,7 +269,7 @@ def _make(
         policies,
         {source: scan.table for source, scan in _used(inputs)},
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
-        places=selection.places(frame, earlier),
+        places=selection.places(joined, frame, earlier),
     )
     return _Made(assembled, joined, frame, moves)
 
@@ -284,14 +285,16 @@ def _publish(
         chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
         snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
     sources, rows = made.joined.sources, made.assembled.report
-    counts = np.bincount(made.frame.source, minlength=len(sources)).tolist()
+    counts = np.zeros(len(sources), np.int64)
+    for piece in pieces(len(made.frame)):  # numpy counts in a copy
+        counts += np.bincount(made.frame.source[piece], minlength=len(sources))
     return {
         "snapshot": snapshot_id,
         "name": name,
         "samples": head.samples,
         "steps_per_epoch": sum(float(row.steps) for row in rows),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
-        "sources": dict(zip(sources, counts, strict=True)),
+        "sources": dict(zip(sources, counts.tolist(), strict=True)),
         "left_out": [
             {
                 "reason": reason,

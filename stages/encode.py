@@ -8,10 +8,10 @@ publishes the set.
 from __future__ import annotations
 
 import csv
-import io
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,9 @@ from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
+from pipeline.cache.arrow import batches
 from pipeline.cache.index import Reject
+from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
@@ -179,8 +181,24 @@ class _Scanned:
 
     table: pa.Table
     gone: int
-    rejects: list[Reject]
     faults: int
+
+
+@dataclass(frozen=True)
+class _Rejects:
+    """Items of a source that are left out, as (item, reason): by the scan's table, and by units (failed)."""
+
+    table: pa.Table
+    failed: Sequence[Reject] = ()
+
+    def __len__(self) -> int:
+        return len(self.table) - self.table.column("reject").null_count + len(self.failed)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        for batch in batches(self.table.select(["item", "reject"])):
+            rejected = batch.filter(pc.is_valid(batch.column("reject")))
+            yield from zip(*(column.to_pylist() for column in rejected.columns), strict=True)
+        yield from ((reject.item, reject.reason) for reject in self.failed)
 
 
 Lines = list[tuple[int, str]]
@@ -292,7 +310,7 @@ def encode_source(
     fragments.finish()
 
     failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
-    rejects = scanned.rejects + failed
+    rejects = _Rejects(scanned.table, failed)
     _report_rejects(cache, source.name, rejects)
     for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
         size = amount(sum(index.bytes))
@@ -319,10 +337,11 @@ def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
         table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
-    left_out = table.filter(pc.is_valid(table.column("reject"))).select(["item", "width", "reject"])
-    rejects = [Reject("", row["item"], row["reject"]) for row in left_out.to_pylist()]
-    faults = left_out.column("width").null_count  # a row that has a width was left out by a setting
-    _check_rejects(config, cache, source.name, table.num_rows, rejects, faults)
+    left_out = (
+        batch.filter(pc.is_valid(batch.column("reject"))) for batch in batches(table.select(["width", "reject"]))
+    )
+    faults = sum(part.column("width").null_count for part in left_out)  # a row with a width was left out by a setting
+    _check_rejects(config, cache, source.name, table.num_rows, _Rejects(table), faults)
     cache.add_scan(
         source.name,
         {
@@ -335,14 +354,15 @@ def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
             **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )
-    return _Scanned(table, gone, rejects, faults)
+    return _Scanned(table, gone, faults)
 
 
 def _summary(run: Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
     """What the source has, for people. counts: new and reused records of each kind."""
     (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
+    left_out = len(_Rejects(scanned.table))
     return [
-        f"source {run.source.name!r}: {scanned.table.num_rows} items, {len(scanned.rejects)} rejected by the scan",
+        f"source {run.source.name!r}: {scanned.table.num_rows} items, {left_out} rejected by the scan",
         f"pictures: {new_images} new, {old_images} reused, {scanned.gone} gone",
         f"captions: {new_texts} new, {old_texts} reused",
     ]
@@ -495,20 +515,23 @@ def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[R
     return [latest[key.hex()] for key in wanted.to_pylist()]
 
 
-def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
-    path = reasons.report(name)
-    sheet = io.StringIO()
-    rows = csv.writer(sheet, lineterminator="\n")
-    rows.writerow(["item", "reason"])
-    rows.writerows((reasons.cell(item), reasons.cell(why)) for item, why in sorted((r.item, r.reason) for r in rejects))
-    cache.files.replace(path, sheet.getvalue().encode())
+def _report_rejects(cache: Cache, name: str, rejects: _Rejects) -> None:
+    path, files = reasons.report(name), cache.files
+    with files.temporary() as temporary:
+        with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
+            rows = csv.writer(sheet, lineterminator="\n")
+            rows.writerow(["item", "reason"])
+            rows.writerows(map(reasons.cell, row) for row in files.scratch.sorted_rows(rejects))
+            sheet.flush()
+            os.fsync(sheet.fileno())
+        files.replace_by(temporary, path)
     if rejects:
         click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
-        for line in Kinds.of((r.item, r.reason) for r in rejects).lines():
+        for line in Kinds.of(rejects).lines():
             click.echo(line)
 
 
-def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: list[Reject], faults: int) -> None:
+def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: _Rejects, faults: int) -> None:
     """RejectRateError if there are too many rejects, or nothing but rejects.
 
     Args:
@@ -518,7 +541,7 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
     if not items or (faults / items <= most and len(rejects) < items):
         return
     _report_rejects(cache, name, rejects)
-    kinds = Kinds.of((r.item, r.reason) for r in rejects)
+    kinds = Kinds.of(rejects)
     if len(rejects) < items:
         expected = f"at most {most:.1%} (encode.max_reject_rate)"
         fix = f"look at {where}, or raise encode.max_reject_rate"

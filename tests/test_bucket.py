@@ -1008,7 +1008,7 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     plain = items(made(config(root)))
     away = items(made(config(root, "bucket.heldout=0.3")))
     assert away < plain
-    monkeypatch.setattr(selection, "heldout", lambda frame, share: np.zeros(len(frame), bool))
+    monkeypatch.setattr(selection, "heldout", lambda frame, *_: np.zeros(len(frame), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()
     monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order, earlier: frame)

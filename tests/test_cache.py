@@ -23,6 +23,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
+from tests.support.lowered import lower_limits
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
 TEXT = layout.TextRecipe(weights="w", width=6)
@@ -342,6 +343,33 @@ def test_segments_replace_unit_documents(tmp_path: Path) -> None:
         assert np.array_equal(column, merged.columns[name]), name
     assert loose.shards == merged.shards and len(merged.rejects) == 2
     assert index.committed(cache.files, LATENT.name, 0) == {"aa", "bb"}
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_merged_table_is_that_of_the_units_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowered: bool
+) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    done = [commit_unit(cache, 0, unit, first, count) for unit, first, count in (("aa", 0, 3), ("bb", 3, 1))]
+    done = [*done, index.Commit("cc", None, 0, 0, None, (), {}), commit_unit(cache, 0, "dd", 4, 5)]
+    tables = [
+        cache.files.content(layout.Paths.table(one.table, "arrow"), one.table) for one in done if one.table is not None
+    ]
+    shards = [[one.shard] * one.records for one in done if one.shard is not None]
+    parts = [
+        shard.from_ipc(data, "").append_column("shard", pa.array(names, pa.string()).dictionary_encode())
+        for data, names in zip(tables, shards, strict=True)
+    ]
+    expected = shard.to_ipc(pa.concat_tables(parts))
+    if lowered:
+        lower_limits(monkeypatch)
+    whole = index.whole_table(cache.files, LATENT.name, done)
+    before = pa.total_allocated_bytes()
+    assert arrow.combined(whole).equals(whole) and pa.total_allocated_bytes() == before, "no copy is made to write it"
+    assert (str(tmp_path) in Path("/proc/self/maps").read_text()) == lowered
+    digest, rows = index.merged(cache.files, LATENT.name, done)
+    assert (cache.files.content(layout.Paths.table(digest, "arrow"), digest), rows) == (expected, 9)
+    assert not list((tmp_path / "c" / "tmp").iterdir())
 
 
 def test_keys_are_found_where_they_are_and_only_there() -> None:

@@ -35,7 +35,7 @@ from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, 
 from pipeline.sources import sidecars
 from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.reasons import EXAMPLES
+from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.work import engine
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
@@ -169,13 +169,17 @@ def test_fields_of_metadata() -> None:
     largest = int(sys.float_info.max)
     rows = [{"n": largest, "a": {"b": 1}, "a.b": 2, "none": None}, {"n": 1, "a": {"b": 3}}]
     meta = pa.chunked_array([[json.dumps(row) for row in rows]])
-    result, valid, too_large = filters.fields(meta, {"n", "a.b", "none", "absent"})
+    fields = filters.Fields({"n", "a.b", "none", "absent"})
+    for part in (meta.slice(0, 1), meta.slice(1)):
+        fields.look(part)
+    fields.finish()
+    result, too_large = fields.columns(meta)
     assert {name: column.to_pylist() for name, column in result.items()} == {
         "n": [float(largest), 1.0],
         "a.b": [2.0, 3.0],
-        "none": [None, None],
     }
-    assert valid == ["a", "a.b", "n", "none"] and not too_large.any()
+    assert [fields.has(name) for name in ("n", "a.b", "none", "absent")] == [True, True, True, False]
+    assert fields.valid == ["a", "a.b", "n", "none"] and not too_large.any()
 
 
 # ---------------------------------------------------------------- numbers
@@ -503,11 +507,31 @@ def test_a_column_of_other_sources_is_none_for_the_filter_of_a_source() -> None:
     assert {source: len(scan) for source, scan in selected.items()} == {"one": 1, "two": 0, "three": 0}
 
 
+@pytest.mark.parametrize("lowered", [False, True])
+def test_columns_have_one_type_in_all_of_a_source(monkeypatch: pytest.MonkeyPatch, lowered: bool) -> None:
+    """Numbers of some items are text in others; the first item decides nothing, and no item gets another reason."""
+    if lowered:
+        lower_limits(monkeypatch)
+    scan = with_meta({"c": 1}, {"c": 2, "n": 10**400}, {}, {"c": "3"}, {"n": 4.5}, {"c": None, "n": 5}, {"c": "x"})
+    joined = Joined()
+    selected = selection.filtered(joined, {"one": scan, "none": scan.slice(0, 0)}, Filter("c < 'w' or n > 4", "f"), {})
+    assert selected["one"].column("item").to_pylist() == ["0", "1", "3", "4", "5"] and not len(selected["none"])
+    assert joined.left_out == {"f cannot be decided, a value is missing: c < 'w' or n > 4": 2}
+    joined = Joined()
+    selection.filtered(joined, {"one": scan}, Filter("n > 1", "f"), {})
+    assert joined.left_out["f cannot be decided, a number is too large: n > 1"] == 1
+    for text, meta in (("n > 1", {"n": [1]}), ("n > 1", {"n": True}), ("n > 1", {"n": 10**400})):
+        with pytest.raises(UserError):
+            selection.filtered(
+                joined, {"one": with_meta({"n": 1}, {}, {}, meta), "b": with_meta(meta)}, Filter(text, "f"), {}
+            )
+
+
 def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> None:
     joined = Joined()
     for prefix in "ab":
         rejects = [(f"{prefix}{n}", "broken") for n in range(EXAMPLES - 1)]
-        joined.leave_kinds("rejected", rejects, lambda kind: "mend it")
+        joined.leave_kinds("rejected", Kinds.of(rejects), lambda kind: "mend it")
     assert joined.examples == {"rejected: broken": [*(f"a{n}" for n in range(EXAMPLES - 1)), "b0"]}
     assert joined.left_out == {"rejected: broken": 2 * (EXAMPLES - 1)}
 

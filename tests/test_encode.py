@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+import io
 import json
 import random
 import shutil
@@ -32,6 +33,7 @@ from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
 from tests.support.loading import loader_settings
+from tests.support.lowered import lower_limits
 
 MakeConfig = Callable[..., Config]
 
@@ -489,6 +491,28 @@ def test_records_of_a_lost_shard_are_new_to_a_run(start: Config, source: Path) -
     shard.unlink()
     done = stages.encode.run(start, data=str(source))
     assert (done["images"], done["new"]["images"], done["reused"]["images"]) == (records, records, 12 - records)
+
+
+def test_no_limit_of_memory_changes_a_list_of_rejects(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.png", "a/b.png", "a.png", "a-b.png", "z.png", "c.jpg", "d.jpg"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"no picture")
+    before = stages.encode.run(start, data=str(source))["rejects"]
+    report = Path(start.cache) / "reports" / f"rejects-{source.name}.csv"
+    whole, snapshot = report.read_bytes(), stages.bucket.run(start)
+    rows = list(csv.reader(io.StringIO(whole.decode())))[1:]
+    assert len(rows) == before == 7 and rows == sorted(rows)
+    lower_limits(monkeypatch)
+    report.unlink()
+    assert stages.encode.run(start, data=str(source))["rejects"] == before
+    assert report.read_bytes() == whole and stages.bucket.run(start) == snapshot
+    strict = start.model_copy(update={"encode": start.encode.model_copy(update={"max_reject_rate": 0.1})})
+    report.unlink()
+    with pytest.raises(RejectRateError, match="7 of 19"):
+        stages.encode.run(strict, data=str(source))
+    assert report.read_bytes() == whole
 
 
 def test_a_list_of_rejects_holds_no_formula(start: Config, source: Path) -> None:

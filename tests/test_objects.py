@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
+import pyarrow as pa
 import pytest
 
 import stages.bucket
@@ -23,7 +24,7 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline import retrying
-from pipeline.cache import copies, layout
+from pipeline.cache import copies, layout, scratch
 from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
@@ -119,6 +120,28 @@ def test_both_stores_answer_alike(kind: str, tmp_path: Path, place: str, mirror:
     files.remove("r")
     files.remove("r")
     assert not files.exists("r")
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_a_table_is_checked_and_a_large_one_is_in_a_file_without_a_name(
+    objects: ObjectFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(scratch, "LIMIT", limit)
+    data = b"some bytes" * 10
+    digest = objects.put_content(data, "tables", "arrow")
+    name = layout.Paths.table(digest, "arrow")
+    before = pa.total_allocated_bytes()
+    table = objects.mapped(name, digest)
+    assert table.to_pybytes() == data and pa.total_allocated_bytes() == before
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert [line.endswith("(deleted)") for line in mapped] == ([True] if limit == 1 else [])
+    assert not [path for path in (tmp_path / "mirror" / "tmp").rglob("*") if path.is_file()]
+    put_raw(objects, name, data[1:])
+    with pytest.raises(IntegrityError, match="do not match"):
+        objects.mapped(name, digest)
+    objects.remove(name)
+    with pytest.raises(IntegrityError, match="is missing"):
+        objects.mapped(name, digest)
 
 
 def test_a_damaged_namesake_is_replaced(objects: ObjectFiles) -> None:

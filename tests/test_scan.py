@@ -409,7 +409,7 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
 
     def watched(self: Fragments, *args: Any) -> None:
         waiting.extend(one for one in pieces if not one.is_there)
-        assert not any(one.before for one in waiting)
+        assert not any(one.before or one.stats for one in waiting)
         gather(self, *args)
 
     monkeypatch.setattr(scanning, "_Piece", recorded)
@@ -421,7 +421,7 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
     source = Counted(folder)
     scanned(source, cache)
     assert len(source.reads) == 4
-    assert all(one.rows and not (one.run or one.looked or one.stats or one.before) for one in pieces)
+    assert all(one.rows and not (one.run or one.stats or one.before) for one in pieces)
 
 
 def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, truth: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import tempfile
@@ -65,6 +66,18 @@ def test_rows_are_sorted_by_key_and_stay_in_order_within_it(
     assert all(before[1] < after[0] for before, after in pairwise(ends)), "a key is in two parts"
     assert (len(parts) > 1) == (kind == "random" and run < 200)
     assert list(scratch_in(folder).sorted_by_key(iter([]))) == []
+
+
+@pytest.mark.parametrize("run", [1, 3, 50, 200, 1000])
+def test_rows_of_text_are_sorted_by_code_point(folder: Path, monkeypatch: pytest.MonkeyPatch, run: int) -> None:
+    monkeypatch.setattr(scratch, "RUN", run)
+    monkeypatch.setattr(scratch, "TEXTS", 2)
+    rng = np.random.default_rng(2)
+    letters = list('ab./-0\n,"é\U0001f600\uffee')
+    rows = [("".join(rng.choice(letters, rng.integers(0, 5))), f"{rng.integers(0, 3)}") for _ in range(200)]
+    assert list(scratch_in(folder).sorted_rows(iter(rows))) == sorted(rows)
+    assert list(scratch_in(folder).sorted_rows([])) == []
+    assert not folder.exists() or not os.listdir(folder)
 
 
 def test_what_is_in_files_is_what_is_in_memory_and_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +238,23 @@ def test_a_folder_for_temporary_files_is_asked_for_when_it_is_needed(
         assert "TMPDIR" in (error.value.fix or "")
 
 
+def test_samples_of_an_earlier_snapshot_are_found_and_their_pictures_stay(folder: Path) -> None:
+    """Against sets; pictures have one or two records, and ids are as small and as large as they can be."""
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(np.append(rng.integers(0, 1 << 64, 60, np.uint64), np.array([0, (1 << 64) - 1], np.uint64)))
+    earlier = ids[rng.permutation(len(ids))[:20]]
+    joined = Joined(scratch=scratch_in(folder))
+    known = selection.Earlier(joined.scratch, np.split(earlier, [0, 1, 7]))
+    row = {sample: number for number, sample in enumerate(earlier.tolist())}
+    assert len(known) == 20 and known.find(ids).tolist() == [row.get(sample, 20) for sample in ids.tolist()]
+    frame = dataclasses.replace(joined.frame(), sample_id=ids, picture_id=ids % np.uint64(40))
+    assert selection.places(joined, frame, known).tolist() == [row.get(sample, 20) for sample in ids.tolist()]
+    stay = {sample % 40 for sample in earlier.tolist()}
+    assert selection._stays(joined, frame, known).tolist() == [sample % 40 in stay for sample in ids.tolist()]
+    none = selection.Earlier(joined.scratch)
+    assert not selection.places(joined, frame, none).any() and not selection._stays(joined, frame, none).any()
+
+
 def test_samples_that_are_selected_are_beside_the_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +276,7 @@ def test_samples_that_are_selected_are_beside_the_cache(
         weight=np.ones(3, np.float32),
         **columns,
     )
-    earlier = np.empty(0, np.uint64)
+    earlier = selection.Earlier(joined.scratch)
     assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
     assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]
     records = Records(LATENT, layout.TextRecipe(), none, none)

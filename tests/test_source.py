@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.cache import local_files
+from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
+from pipeline.sources import folder as folder_source
+from pipeline.sources.filenames import stem
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import Item, Reject, Source, Unreadable
+from tests.support.lowered import lower_limits
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
 
@@ -468,3 +476,63 @@ def test_photographs() -> None:
         width, height = probe(data)
         assert min(width, height) > 256
         assert load(data, (64, 64)).std() > 5
+
+
+# ---------------------------------------------------------------- listings of any size
+
+
+def files_of(pictures: list[str], captions: list[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """The caption files of each picture, and those without a picture by kind, in memory."""
+    stems, files, left = {stem(name) for name in pictures}, {name: list[str]() for name in sorted(pictures)}, {}
+    for kind in ("txt", "json"):
+        of_kind = sorted(name for name in captions if name.lower().endswith(kind))
+        for name in (name for name in of_kind if stem(name) in stems):
+            for picture in files:
+                if stem(picture) == stem(name):
+                    files[picture].append(name)
+        left[kind] = [name for name in of_kind if stem(name) not in stems]
+    for name in list(left["json"]):
+        own, longest = stem(name), ""
+        for begin in (own[:n] for n in range(own.rfind("/") + 2, len(own))):
+            longest = begin if begin in stems else longest
+        for picture in files if longest else ():
+            if stem(picture) == longest:
+                files[picture].append(name)
+        if longest:
+            left["json"].remove(name)
+    return files, {kind: len(names) for kind, names in left.items()}
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowered: bool
+) -> None:
+    if lowered:
+        lower_limits(monkeypatch)
+        monkeypatch.setattr(folder_source, "_SIDECAR_BATCH", 3)
+    there = Scratch(partial(local_files.temporary_in, tmp_path))
+    rng = np.random.default_rng(3)
+    kinds = {".jpg": None, ".png": None, ".txt": 0, ".TXT": 0, ".json": 1, ".JSON": 1}
+    for count in (0, 1, 40, 400):
+        names = {
+            f"{rng.choice(['', 'f/', 'f-/', 'f/a/'])}{''.join(rng.choice(list('ab.'), rng.integers(1, 6)))}é"
+            f"{rng.choice(list(kinds))}"
+            for _ in range(count)
+        }
+        by_kind = [(kinds[posixpath.splitext(name)[1]], name) for name in rng.permutation(sorted(names)).tolist()]
+        pictures, captions = [n for kind, n in by_kind if kind is None], [n for kind, n in by_kind if kind is not None]
+        table = there.rows(folder_source._FILES, [row for row in by_kind if row[0] is not None])
+        listing = folder_source.Listing(there, pictures, lambda table=table: table)
+        expected, left = files_of(pictures, captions)
+        assert listing.keys(0, len(listing)) == list(expected)
+        for start in range(0, len(listing), 7):
+            stop = min(start + 7, len(listing))
+            assert dict(zip(listing.keys(start, stop), listing.sidecars(start, stop), strict=True)) == {
+                name: expected[name] for name in listing.keys(start, stop)
+            }
+        assert {"txt": listing.orphans[0], "json": listing.orphans[1]} == left
+        rejects = [(f"{rng.integers(0, 9)}", f"{n}") for n in range(count)]
+        listing.reject(rejects)
+        assert [(r.key, r.reason) for r in listing.rejected(0, count)] == sorted(rejects, key=lambda r: r[0])
+        assert list(listing.rejected(1, 3)) == list(listing.rejected(0, count))[1:3]
+    assert not list(tmp_path.iterdir())

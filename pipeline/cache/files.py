@@ -320,10 +320,14 @@ class Files:
         """Write a file that may change (reports, claims); readers see the old bytes or the new ones."""
         with self.temporary() as path:
             write_synced(path, data)
-            target = self.path(name)
-            with cache_errors(target):
-                make_folder(target.parent)
-                os.replace(path, target)
+            self.replace_by(path, name)
+
+    def replace_by(self, temporary: Path, name: str) -> None:
+        """`replace` by a written temporary file, which need not fit into memory."""
+        target = self.path(name)
+        with cache_errors(target):
+            make_folder(target.parent)
+            os.replace(temporary, target)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists, and its copy. Only for files that readers ignore (claims) or that are unused."""

@@ -22,7 +22,8 @@ from pipeline.cache import arrow, layout
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
-from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc
+from pipeline.cache.local_files import cache_errors
+from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc, write_ipc
 from pipeline.errors import IntegrityError
 
 ADOPTED = "adopted"
@@ -127,13 +128,26 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
 def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
     whole = whole_table(files, recipe, done)
-    return files.put_content(to_ipc(whole), "tables", "arrow"), whole.num_rows
+    with files.temporary() as path:
+        with cache_errors(path):
+            write_ipc(whole, path)
+        return files.put_content_file(path, "arrow"), whole.num_rows
 
 
 def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
-    """The merged record table of commits."""
-    tables = [_unit_table(files, recipe, commit) for commit in done if commit.table]
-    return pa.concat_tables(tables) if tables else _with_shard(RECORDS[recipe.partition("-")[0]].empty_table(), "")
+    """The merged record table of commits, in one piece; a large one is in temporary files."""
+    schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
+
+    def parts() -> Iterator[dict[str, np.ndarray]]:
+        for commit in done:
+            if commit.table and len(table := _unit_table(files, recipe, commit)):
+                assert commit.shard is not None
+                columns = {name: _numpy(table.column(name)) for name in schema.names}
+                yield {**columns, "shard": np.full(len(table), shards.setdefault(commit.shard, len(shards)))}
+
+    columns = files.scratch.arrays(parts(), {**{field.name: _dtype(field.type) for field in schema}, "shard": np.int32})
+    shard = pa.DictionaryArray.from_arrays(columns.pop("shard"), pa.array(list(shards), pa.string()))
+    return pa.table([_column(values) for values in columns.values()], schema=schema).append_column("shard", shard)
 
 
 def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) -> pa.Table:
@@ -201,18 +215,17 @@ class RecordIndex:
         self.rejects: list[Reject] = []
         self.shards: list[str] = []
         self.bytes: list[int] = []
-        tables: list[pa.Table] = []
-        for plan, done in self._by_precedence(plans):
-            for commit in done:
-                self.rejects.extend(commit.rejects)
-                if commit.shard is not None:
-                    self.shards.append(commit.shard)
-                    self.bytes.append(commit.bytes)
-            tables += self._tables(plan, done)
+        every = self._by_precedence(plans)
+        for commit in (commit for _, done in every for commit in done):
+            self.rejects.extend(commit.rejects)
+            if commit.shard is not None:
+                self.shards.append(commit.shard)
+                self.bytes.append(commit.bytes)
         self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         names = [*RECORDS[self.kind].names, "shard"]
-        self._fill(part for table in tables for part in _numbered(table.select(names), number))
+        tables = (table.select(names) for plan, done in every for table in self._tables(plan, done))
+        self._fill(part for table in tables for part in _numbered(table, number))
 
     def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
         """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
@@ -224,11 +237,12 @@ class RecordIndex:
             (adopted if is_adopted else encoded).append((plan, done))
         return adopted[::-1] + encoded
 
-    def _tables(self, plan: int, done: list[Commit]) -> list[pa.Table]:
+    def _tables(self, plan: int, done: list[Commit]) -> Iterator[pa.Table]:
         """The record tables of a plan: the merged one if it has a segment."""
         files, segment = self._files, Paths.segment(self.recipe, plan)
         if not files.exists(segment):
-            return [_unit_table(files, self.recipe, commit) for commit in done if commit.table]
+            yield from (_unit_table(files, self.recipe, commit) for commit in done if commit.table)
+            return
         digest = files.document(segment)["table"]
         table = _record_table(files, digest, partial(whole_table, files, self.recipe, done))
         if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
@@ -238,7 +252,7 @@ class RecordIndex:
                 found=", ".join(table.column_names),
                 fix=layout.REPAIR,
             )
-        return [table]
+        yield table
 
     @cached_property
     def lost(self) -> np.ndarray:

@@ -65,6 +65,13 @@ def halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return both[::2].astype(np.uint64), both[1::2].astype(np.uint64)
 
 
+def of_halves(high: np.ndarray, low: np.ndarray | int = 0) -> np.ndarray:
+    """S16 keys of uint64 arrays (n,); the inverse of `halves`."""
+    both = np.empty((len(high), 2), ">u8")
+    both[:, 0], both[:, 1] = high, low
+    return both.view("S16")[:, 0]
+
+
 def as_keys(keys: list[bytes]) -> np.ndarray:
     """16-byte keys as an array that numpy can sort and compare."""
     return np.frombuffer(b"".join(keys), dtype="S16") if keys else np.empty(0, "S16")

@@ -15,6 +15,7 @@ Shards are transferred whole, so the server need not support ranges. Nothing can
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +32,11 @@ import xxhash
 
 from pipeline import retrying
 from pipeline.cache import layout
+from pipeline.cache import scratch as scratches
 from pipeline.cache.drivers import Connection, RequestFailed, has_own
 from pipeline.cache.files import Entry, Files, check_digest
-from pipeline.cache.local_files import Handle, file_digest, free_at
+from pipeline.cache.local_files import Handle, cache_errors, digest_of, file_digest, free_at
 from pipeline.cache.mirror import Mirror
-from pipeline.cache.scratch import Scratch
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError
 
@@ -147,7 +148,10 @@ class ObjectFiles(Files):
         try:
             return self._read(name, lambda path: self.fs.cat_file(path))
         except FileNotFoundError:
-            raise IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR) from None
+            raise self._missing(name) from None
+
+    def _missing(self, name: str) -> IntegrityError:
+        return IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR)
 
     def documents(self, names: list[str]) -> Iterator[dict]:
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
@@ -183,11 +187,22 @@ class ObjectFiles(Files):
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
 
     def mapped(self, name: str, digest: str) -> pa.Buffer:
-        return pa.py_buffer(self.content(name, digest))
+        with self.temporary() as path, cache_errors(path):
+            try:
+                self._fetch(name, path)
+            except FileNotFoundError:
+                raise self._missing(name) from None
+            handle, size = Handle(os.open(path, os.O_RDONLY)), path.stat().st_size
+        if (actual := digest_of(handle)) != digest:
+            raise self._altered(name, digest, actual)
+        if size > scratches.LIMIT:
+            return handle.map()
+        with handle.file() as file:
+            return pa.py_buffer(file.read())
 
     @property
-    def scratch(self) -> Scratch:
-        return Scratch(self.temporary)
+    def scratch(self) -> scratches.Scratch:
+        return scratches.Scratch(self.temporary)
 
     def ranged(self, name: str) -> Handle:
         if self.connection.is_web:
@@ -262,10 +277,13 @@ class ObjectFiles(Files):
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         check_digest(temporary, digest)
         if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged one
-            self._write(name, lambda path: self.fs.put_file(str(temporary), path))
+            self.replace_by(temporary, name)
 
     def replace(self, name: str, data: bytes) -> None:
         self._write(name, lambda path: self.fs.pipe_file(path, data))
+
+    def replace_by(self, temporary: Path, name: str) -> None:
+        self._write(name, lambda path: self.fs.put_file(str(temporary), path))
 
     def _move(self, name: str, to: str) -> None:
         self.replace(to, self.read(name))

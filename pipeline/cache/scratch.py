@@ -17,9 +17,11 @@ for files are slow.
 
 from __future__ import annotations
 
+import heapq
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +39,8 @@ RUN = 1 << 17
 """Rows that are sorted at a time."""
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
+TEXTS = 256
+"""Rows of text that are Python objects at a time, for each run that is merged and each writer."""
 
 _KEY = "key"
 
@@ -88,6 +92,17 @@ class Scratch:
         """A table that is written piece by piece."""
         return TableWriter(self._temporary, schema)
 
+    def rows(self, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> pa.Table:
+        """A table of rows of Python values."""
+        writer = self.row_writer(schema)
+        for row in rows:
+            writer.add(*row)
+        return writer.finish()
+
+    def row_writer(self, schema: pa.Schema) -> RowWriter:
+        """A table that is written row by row."""
+        return RowWriter(self.table_writer(schema), schema)
+
     def writer(self, dtype: Any) -> ArrayWriter:
         """An array of unknown length."""
         return ArrayWriter(self._temporary, np.dtype(dtype))
@@ -123,6 +138,23 @@ class Scratch:
         for low, high in _ranges(np.sum(bounds, axis=0)):
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]
             yield _sorted(pa.concat_tables(parts))[0]
+
+    def sorted_rows(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+        """Rows of text (valid UTF-8) in ascending order by code point, as `sorted` gives them."""
+        source = iter(rows)
+        run = sorted(islice(source, RUN))
+        if len(run) < RUN:
+            yield from run
+            return
+        schema = pa.schema([(f"{column}", pa.large_string()) for column in range(len(run[0]))])
+        writer = self.table_writer(schema)
+        lengths = []
+        while run:
+            columns = [pa.array(column, pa.large_string()) for column in zip(*run, strict=True)]
+            lengths.append(writer.add(pa.table(columns, schema=schema)))
+            run = sorted(islice(source, RUN))
+        whole = writer.finish()
+        yield from heapq.merge(*(_rows(whole.slice(*length)) for length in lengths))
 
 
 class ArrayWriter:
@@ -208,6 +240,40 @@ class TableWriter:
             self._writer.close()
             file.flush()
             return ipc_table(local_files.mapped(file.fileno()))
+
+
+class RowWriter:
+    """Appends rows of Python values to a table; see `TableWriter`."""
+
+    def __init__(self, writer: TableWriter, schema: pa.Schema):
+        self._writer, self._schema = writer, schema
+        self._waiting: list[tuple[Any, ...]] = []
+
+    def add(self, *row: Any) -> None:
+        """Append a row, a value for each column.
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        self._waiting.append(row)
+        if len(self._waiting) == TEXTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        columns = zip(*self._waiting, strict=True) if self._waiting else [[] for _ in self._schema]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.add(pa.table(arrays, schema=self._schema))
+        self._waiting = []
+
+    def finish(self) -> pa.Table:
+        """The whole table; nothing can be added any more."""
+        self._flush()
+        return self._writer.finish()
+
+
+def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
+    for start in range(0, len(table), TEXTS):
+        yield from zip(*(column.to_pylist() for column in table.slice(start, TEXTS).columns), strict=True)
 
 
 def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:

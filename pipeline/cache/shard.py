@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -88,6 +89,12 @@ def to_ipc(table: pa.Table) -> bytes:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(combined(table))
     return sink.getvalue().to_pybytes()
+
+
+def write_ipc(table: pa.Table, path: Path) -> None:
+    """Write the bytes of `to_ipc` to a new file, without a copy in memory of a table in one piece."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(combined(table))
 
 
 def from_ipc(data: bytes | pa.Buffer, where: str) -> pa.Table:

@@ -50,6 +50,7 @@ from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Reject, Run, Seen, Source
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SCAN = pa.schema(
     [
@@ -72,6 +73,9 @@ SCAN = pa.schema(
 
 AHEAD = 1024
 """Limit on listed items that wait for a reader, so that the listing stays close to the reading."""
+
+RUNS_AHEAD = 16
+"""Limit on fragments whose files have been looked at before their turn."""
 
 RUN = 2048
 """Items of a fragment in a part without a stamp."""
@@ -152,6 +156,7 @@ def scan(
         Stopped: a signal asked for the end.
     """
     settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
+    source.scratch = scratch = cache.files.scratch if cache is not None else Scratch()
     while True:
         pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
         try:
@@ -162,14 +167,12 @@ def scan(
             continue
         finally:
             pool.shutdown(cancel_futures=True)
-    scratch = cache.files.scratch if cache is not None else Scratch()
     refuse = lru_cache(1 << 16)(refuse)
     table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
     if this.last is None or not this.last.equals(table):  # the last scan made this check
         _unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
-    source.scratch = scratch
     source.recall(places(table))
     return table
 
@@ -185,8 +188,7 @@ class _Piece:
         table: rows of the last scan.
         count: number of rows, None if only listing can tell.
         rows: first row and number of rows of what was made, in `_Scan.made`; None until then.
-        looked: the pending result of `Run.look`.
-        stats: item -> (size, mtime), once `looked` is done.
+        stats: item -> (size, mtime), as far as asked for.
         before: item -> its row in the last scan, as far as looked up.
     """
 
@@ -194,7 +196,6 @@ class _Piece:
     part: str = ""
     stamp: str | None = None
     run: Run | None = None
-    looked: Future[Seen] | None = None
     stats: Seen = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None
@@ -206,8 +207,7 @@ class _Piece:
 
     def forget(self) -> None:
         """Let go of all that making the rows needs."""
-        self.run = self.looked = None
-        self.stats, self.before = {}, {}
+        self.run, self.stats, self.before = None, {}, {}
 
 
 @dataclass(frozen=True)
@@ -260,23 +260,33 @@ class _Scan:
 
     def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
         """Make the pieces without new pictures. Returns the others, by fragment id."""
-        identities: list[tuple[_Piece, Future[bytes]]] = []
-        for piece in pieces:
-            if piece.run is not None and piece.looked is not None:
+        settings, shared = self.settings, dict[str, _Piece]()
+
+        def looked(piece: _Piece) -> tuple[_Piece, Seen]:
+            return piece, piece.run.look() if piece.run is not None else {}
+
+        def identified(piece: _Piece) -> tuple[_Piece, bytes]:
+            assert piece.run is not None
+            return piece, piece.run.identity(piece.stats)
+
+        def new() -> Iterator[_Piece]:
+            for piece, stats in _mapped(self.pool, looked, pieces, RUNS_AHEAD):
                 self._check()
-                piece.stats = piece.looked.result()
+                if piece.table is not None:
+                    self._reach(len(piece.table))
+                    continue
+                piece.stats = stats
                 if self.fragments is not None and self._new(piece):
-                    identities.append((piece, self.pool.submit(piece.run.identity, piece.stats)))
+                    yield piece
                 else:
                     piece.rows = self.made.add(self._made(piece))
                     self._list(piece)
-            elif piece.table is not None:
-                self._reach(len(piece.table))
-        settings, shared = self.settings, dict[str, _Piece]()
-        for piece, identity in identities:
+
+        for piece, identity in _mapped(self.pool, identified, new(), RUNS_AHEAD):
             self._check()
             decisive = (str(settings.max_pixels), str(settings.max_bytes), str(settings.rehash))
-            shared[layout.digest(RULE, self.name, *decisive, piece.part, identity.result()).hex()] = piece
+            shared[layout.digest(RULE, self.name, *decisive, piece.part, identity).hex()] = piece
+            piece.stats = {}  # of all pieces they would be in memory; they are asked for again when a piece is made
         return shared
 
     def _gather(self, fragments: Fragments, shared: dict[str, _Piece]) -> None:
@@ -317,9 +327,8 @@ class _Scan:
                 continue
             if self._known is None and self.last is not None:
                 self._known = _known(self.last, self._scratch)
-            for source_run in self.source.runs(part, RUN):
-                looked = self.pool.submit(source_run.look)
-                pieces.append(_Piece(None, part.name, part.stamp, source_run, looked, count=source_run.count))
+            runs_of_part = self.source.runs(part, RUN)
+            pieces += [_Piece(None, part.name, part.stamp, each, count=each.count) for each in runs_of_part]
         return pieces
 
     def _new(self, piece: _Piece) -> bool:
@@ -441,14 +450,12 @@ def _inside(table: pa.Table) -> Iterator[pa.Table]:
             yield batch.filter(pc.is_valid(batch.column("where")))
 
 
-def _mapped(
-    pool: ThreadPoolExecutor, work: Callable[[T], dict[str, Any]], listing: Iterable[T]
-) -> Iterator[dict[str, Any]]:
-    """`pool.map` in order that takes at most `AHEAD` items of the listing in advance."""
-    waiting: deque[Any] = deque()
+def _mapped(pool: ThreadPoolExecutor, work: Callable[[T], R], listing: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:
+    """`pool.map` in order that takes at most `ahead` items of the listing in advance."""
+    waiting: deque[Future[R]] = deque()
     for item in listing:
         waiting.append(pool.submit(work, item))
-        if len(waiting) >= AHEAD:
+        if len(waiting) >= ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

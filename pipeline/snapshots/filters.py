@@ -19,7 +19,7 @@ import ast
 import difflib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -304,40 +304,74 @@ def _kind(value: Any) -> str:
     return short_repr(value)
 
 
-def fields(meta: pa.ChunkedArray, names: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
-    """Fields of items' metadata.
+class Fields:
+    """Fields of items' metadata: first `look` at all of it, piece by piece, then ask for `columns` of each piece.
 
     Args:
-        meta: JSON objects, from the scan.
         names: of the wanted fields; a dot leads into an object, unless a field has the whole name.
 
-    Returns:
-        A column for each name that some item has; all top-level names; and (n,) bool: items with a number that is too
-        large for float64 and therefore null.
-
-    Raises:
-        UserError: a field has values of different kinds, or lists.
+    Attributes:
+        types: name -> type of its column, for each name that some item has a value of; once `finish` was called.
     """
-    by_name: dict[str, list[Any]] = {name: [] for name in names}
-    valid: set[str] = set()
-    for text in (text for chunk in meta.chunks for text in chunk.to_pylist()):
-        row = json.loads(text) if text else {}
-        valid.update(row)
-        for name, values in by_name.items():
-            values.append(_field(row, name))
-    columns = {}
-    too_large = np.zeros(len(meta), bool)
-    for name, values in by_name.items():
-        rows = [row for row, value in enumerate(values) if isinstance(value, int) and abs(value) > sys.float_info.max]
-        if rows and len(rows) == sum(value is not None for value in values):
-            raise UserError(f"every number of the metadata field {name!r} is too large for a filter")
-        for row in rows:
-            too_large[row], values[row] = True, None
-        if any(value is not None for value in values):
-            columns[name] = _typed(name, values)
-        elif name in valid:
-            columns[name] = pa.nulls(len(values), pa.float64())
-    return columns, sorted(valid), too_large
+
+    def __init__(self, names: set[str]):
+        self.types: dict[str, pa.DataType] = {}
+        self._names = sorted(names)
+        self._examples: dict[str, dict[type, Any]] = {name: {} for name in names}  # the first value of each kind
+        self._too_large: set[str] = set()
+        self._valid: set[str] = set()
+
+    def look(self, meta: pa.ChunkedArray) -> None:
+        """Note the kinds of values in JSON objects of the scan."""
+        for row in _objects(meta) if self._names else ():
+            self._valid.update(row)
+            for name in self._names:
+                value = _field(row, name)
+                if _beyond(value):
+                    self._too_large.add(name)
+                elif value is not None:
+                    self._examples[name].setdefault(type(value), value)
+
+    def finish(self) -> None:
+        """Decide the types.
+
+        Raises:
+            UserError: a field has values of different kinds, or lists; or all its numbers are too large for float64.
+        """
+        for name, examples in self._examples.items():
+            if examples:
+                self.types[name] = _type(name, examples)
+            elif name in self._too_large:
+                raise UserError(f"every number of the metadata field {name!r} is too large for a filter")
+
+    @property
+    def valid(self) -> list[str]:
+        """All top-level names."""
+        return sorted(self._valid)
+
+    def has(self, name: str) -> bool:
+        """Whether some item has the field, be it null."""
+        return name in self.types or name in self._valid
+
+    def columns(self, meta: pa.ChunkedArray) -> tuple[dict[str, pa.Array], np.ndarray]:
+        """A column for each name with a type, and (n,) bool: items with a number too large for float64, which is null.
+        meta: as in `look`, of n items."""
+        values: dict[str, list[Any]] = {name: [] for name in self._names}
+        too_large = np.zeros(len(meta), bool)
+        for number, row in enumerate(_objects(meta) if self._names else ()):
+            for name, column in values.items():
+                value = _field(row, name)
+                too_large[number] |= _beyond(value)
+                column.append(None if _beyond(value) else value)
+        return {name: _typed(kind, values[name]) for name, kind in self.types.items()}, too_large
+
+
+def _objects(meta: pa.ChunkedArray) -> Iterator[dict[str, Any]]:
+    return (json.loads(text) if text else {} for chunk in meta.chunks for text in chunk.to_pylist())
+
+
+def _beyond(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _field(row: dict[str, Any], name: str) -> Any:
@@ -348,19 +382,22 @@ def _field(row: dict[str, Any], name: str) -> Any:
     return _field(value, inner) if isinstance(value, dict) else None
 
 
-def _typed(name: str, values: list[Any]) -> pa.Array:
-    kinds = {type(value) for value in values if value is not None}
+def _type(name: str, examples: dict[type, Any]) -> pa.DataType:
+    """The type of a field's column. examples: the first value of each kind, in the order of their items."""
+    kinds = set(examples)
     if kinds <= {bool}:
-        return pa.array(values, pa.bool_())
+        return pa.bool_()
     if kinds <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    if kinds <= {str}:
-        return pa.array(values, pa.large_string())
+        return pa.float64()
     if kinds <= {int, float, str}:  # tables of several origins: some have numbers as text
-        return pa.array([None if value is None else str(value) for value in values], pa.large_string())
-    valid = str if str in kinds else float
-    invalid = next(v for v in values if v is not None and (isinstance(v, bool) or not isinstance(v, valid | int)))
+        return pa.large_string()
+    valid = {str if str in kinds else float, int}
     raise UserError(
         f"the metadata field {name!r} cannot be used in a filter: not all of its values are numbers or text",
-        found=short_repr(invalid),
+        found=short_repr(next(value for kind, value in examples.items() if kind not in valid)),
     )
+
+
+def _typed(kind: pa.DataType, values: list[Any]) -> pa.Array:
+    convert = {pa.bool_(): bool, pa.float64(): float, pa.large_string(): str}[kind]
+    return pa.array([None if value is None else convert(value) for value in values], kind)

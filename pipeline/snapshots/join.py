@@ -8,7 +8,7 @@ thousands at a time; columns of samples are in temporary files (`pipeline.cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -22,7 +22,7 @@ from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes
+from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes, of_halves
 from pipeline.cache.many_keys import latent_keys, sample_ids, text_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
@@ -198,9 +198,8 @@ class Joined:
             if keep is not None:
                 self.keep[reason] = keep
 
-    def leave_kinds(self, what: str, rejects: Iterable[tuple[str, str]], keep: Callable[[str], str]) -> None:
-        """Leave out (item, reason) pairs, counted by kind of reason. keep: kind -> the change that would keep them."""
-        kinds = Kinds.of(rejects)
+    def leave_kinds(self, what: str, kinds: Kinds, keep: Callable[[str], str]) -> None:
+        """Leave out items, counted by kind of reason. keep: kind -> the change that would keep them."""
         for kind, count in kinds.counts.items():
             self.leave(f"{what}: {kind}", count, keep(kind))
             examples = self.examples.setdefault(f"{what}: {kind}", [])
@@ -228,7 +227,7 @@ def usable(joined: Joined, scan: pa.Table) -> pa.Table:
             rejected = batch.filter(pc.is_valid(batch.column("reject")))
             yield from zip(*(column.to_pylist() for column in rejected.columns), strict=True)
 
-    joined.leave_kinds("rejected by the scan", rejects(), keep)
+    joined.leave_kinds("rejected by the scan", Kinds.of(rejects()), keep)
     if not scan.num_rows - scan.column("reject").null_count:
         return scan
     left = (batch.filter(pc.is_null(batch.column("reject"))) for batch in batches(scan))
@@ -255,8 +254,8 @@ def join(joined: Joined, source: str, scan: pa.Table, records: Records, resoluti
     for batch in batches(scan):
         columns.add(_joined(joined, source, batch, records, resolution, missing))
     joined.frames.append(columns.frame())
-    for what, rejects in missing.rejects.items():
-        joined.leave_kinds(what, rejects, lambda _: f"mend the files and {ENCODE}")
+    for what, kinds in missing.rejects.items():
+        joined.leave_kinds(what, kinds.ranked(), lambda _: f"mend the files and {ENCODE}")
 
 
 @dataclass(frozen=True)
@@ -265,11 +264,11 @@ class _Missing:
 
     Attributes:
         failed: key (hex) -> reason.
-        rejects: what is missing -> (item, reason) of each item that lacks it.
+        rejects: what is missing -> the items that lack it.
     """
 
     failed: Mapping[str, str]
-    rejects: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    rejects: dict[str, Kinds] = field(default_factory=dict)
 
     def leave(
         self, joined: Joined, scan: pa.Table, rows: np.ndarray, reasons: list[str | None], what: str, pending: str
@@ -277,8 +276,8 @@ class _Missing:
         """Leave out items without a record. reasons: of each; None (its work is not done yet) is counted as
         `pending`."""
         items = scan.column("item").take(pa.array(rows)).to_pylist()
-        pairs = [(item, reason) for item, reason in zip(items, reasons, strict=True) if reason]
-        self.rejects.setdefault(what, []).extend(pairs)
+        pairs = ((item, reason) for item, reason in zip(items, reasons, strict=True) if reason)
+        self.rejects.setdefault(what, Kinds()).add(pairs)
         joined.leave(pending, reasons.count(None))
 
 
@@ -462,10 +461,12 @@ def assemble(
     scratch = joined.scratch
     part_of_source, part_weights = _parts(joined.sources, weights or {})
     entries, report, left_out = _grouped(joined, frame, table, part_of_source, part_weights, policies.small)
-    places = np.zeros(len(frame), np.int64) if places is None else places
+    places = scratch.array(len(frame), np.int64) if places is None else places
     if left_out.any():
-        stays = ~left_out[frame.bucket]
-        frame, places = frame.take(stays, scratch), places[stays]
+        some = ({"row": piece.start + np.flatnonzero(~left_out[frame.bucket[piece]])} for piece in pieces(len(frame)))
+        stays = scratch.arrays(some, {"row": np.int64})["row"]
+        left = ({"place": places[stays[piece]]} for piece in pieces(len(stays)))
+        frame, places = frame.take(stays, scratch), scratch.arrays(left, {"place": np.int64})["place"]
     _check_samples(joined, frame)
     null_row = _null_row(records)
     latent_numbers, latent_shards = _numbered_shards(records.latents, frame.latent)
@@ -519,8 +520,7 @@ def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch
             group = frame.bucket[piece] * groups + part_of_source[frame.source[piece]] * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
             high = group.astype(np.uint64) * group_size + within // np.uint64(count + 1)
-            keys = np.stack([high, within], axis=1).astype(">u8").view("S16")[:, 0]
-            yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
+            yield pa.table({"key": binary(of_halves(high, within)), "row": np.arange(piece.start, piece.stop)})
 
     rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
     return scratch.arrays(rows, {"row": np.int64})["row"]
@@ -589,9 +589,7 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 def _check_samples(joined: Joined, frame: Frame) -> None:
     def ids() -> Iterator[pa.Table]:
         for piece in pieces(len(frame)):
-            halves = np.zeros((piece.stop - piece.start, 2), "<u8")
-            halves[:, 0] = frame.sample_id[piece]
-            yield pa.table({"key": binary(halves.view("S16"))})
+            yield pa.table({"key": binary(of_halves(frame.sample_id[piece]))})
 
     if doubled := sum(int((~is_first(fixed(p.column("key")))).sum()) for p in joined.scratch.sorted_by_key(ids())):
         raise UserError(f"{doubled} samples share a 64-bit sample id with another", fix="rename their files")

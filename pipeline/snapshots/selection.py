@@ -10,7 +10,7 @@ has exactly the size that was asked for, and the held-out part has it on average
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.arrow import text
-from pipeline.cache.key_columns import binary, fixed, is_first
+from pipeline.cache.arrow import batches, text
+from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
 from pipeline.cache.many_keys import latent_keys
+from pipeline.cache.scratch import Scratch
 from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
@@ -41,40 +42,42 @@ def filtered(
     Raises:
         UserError: a filter names a column that no item has (of the source, for its own filter), or misuses one.
     """
-    columns, names, too_large = {}, {}, {}
-    for source, scan in scans.items():
-        rules = [rule for rule in (common, by_source.get(source)) if rule is not None]
-        wanted = {name for rule in rules for name in rule.names}
-        columns[source], names[source], too_large[source] = _columns(source, scan, wanted)
-    everywhere = sorted({name for source_names in names.values() for name in source_names})
-    types: dict[str, pa.DataType] = {}  # of columns that have values in some source
-    for by_name in columns.values():
-        types.update({name: column.type for name, column in by_name.items() if column.null_count < len(column)})
+    rules = {
+        source: [
+            (rule, strict) for rule, strict in ((common, False), (by_source.get(source), True)) if rule is not None
+        ]
+        for source in scans
+    }
+    columns = {
+        source: _Columns(source, scan, {name for rule, _ in rules[source] for name in rule.names})
+        for source, scan in scans.items()
+    }
+    everywhere = sorted({name for here in columns.values() for name in here.valid})
+    types: dict[str, pa.DataType] = {}  # of fields that have values in some source
+    for here in columns.values():
+        types.update(here.types)
 
-    def column(source: str, strict: bool, name: str) -> pa.Array:
-        values = columns[source].get(name)
-        if values is None and (strict or name not in {n for other in columns.values() for n in other}):
+    def column(here: _Columns, values: dict[str, pa.Array], rows: int, strict: bool, name: str) -> pa.Array:
+        if name in values:
+            return values[name]
+        if not any(some.has(name) for some in ([here] if strict else columns.values())):
             raise KeyError(name)
-        if values is None or values.null_count == len(values):  # no values here: the type that it has elsewhere
-            return pa.nulls(scans[source].num_rows, types.get(name, pa.float64()))
-        return values
+        return pa.nulls(rows, types.get(name, pa.float64()))  # no values here: the type that it has elsewhere
 
-    selected = {}
-    for source, scan in scans.items():
-        keep = np.ones(scan.num_rows, bool)
-        for rule, strict in ((common, False), (by_source.get(source), True)):
-            if rule is not None:
-                valid = names[source] if strict else everywhere
-                masks = rule.select(partial(column, source, strict), scan.num_rows, valid)
-                chosen, unknown = (mask.to_numpy(zero_copy_only=False) for mask in masks)
-                _count_rejected(joined, rule, keep & ~chosen, unknown, too_large[source])
-                keep &= chosen
-        chosen_rows = (
-            scan.slice(piece.start, piece.stop - piece.start).filter(pa.array(keep[piece]))
-            for piece in pieces(len(keep))
-        )
-        selected[source] = joined.scratch.table(scan.schema, chosen_rows)
-    return selected
+    def chosen(source: str, scan: pa.Table) -> Iterator[pa.Table]:
+        here = columns[source]
+        for batch in batches(scan) if len(scan) else [scan]:
+            values, too_large = here.of(batch)
+            keep = np.ones(len(batch), bool)
+            for rule, strict in rules[source]:
+                read = partial(column, here, values, len(batch), strict)
+                masks = rule.select(read, len(batch), here.valid if strict else everywhere)
+                true, unknown = (mask.to_numpy(zero_copy_only=False) for mask in masks)
+                _count_rejected(joined, rule, keep & ~true, unknown, too_large)
+                keep &= true
+            yield batch.filter(pa.array(keep))
+
+    return {source: joined.scratch.table(scan.schema, chosen(source, scan)) for source, scan in scans.items()}
 
 
 def _count_rejected(
@@ -92,42 +95,122 @@ def _count_rejected(
     )
 
 
-def _columns(source: str, scan: pa.Table, wanted: set[str]) -> tuple[dict[str, pa.Array], list[str], np.ndarray]:
-    """The wanted columns that a source has, the names of all its columns, and the rows with a number too large."""
+class _Columns:
+    """Columns of a source's items that filters read.
 
-    def whole(column: pa.ChunkedArray) -> pa.Array:
-        combined = column.combine_chunks()
-        return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+    Args:
+        scan: all of its items.
+        wanted: names of columns.
 
-    width, height = (pc.cast(whole(scan.column(name)), pa.float64()) for name in ("width", "height"))
-    builtin = {
-        "source": lambda: pa.array([source] * scan.num_rows, pa.large_string()),
-        "item": lambda: text(scan.column("item")),
-        "width": lambda: width,
-        "height": lambda: height,
-        "aspect": lambda: pc.divide(width, height),
-        "pixels": lambda: pc.multiply(width, height),
-        "bytes": lambda: whole(scan.column("size")),
-        "captions": lambda: whole(pc.list_value_length(scan.column("captions"))),
-    }
-    assert set(builtin) == set(filters.BUILTIN)
-    columns = {name: make() for name, make in builtin.items() if name in wanted}
-    rest = wanted - set(builtin)
-    valid = list(builtin)
-    too_large = np.zeros(scan.num_rows, bool)
-    if rest:
-        fields = {name: name.removeprefix(_META) for name in rest}
-        metadata, names, too_large = filters.fields(scan.column("meta"), set(fields.values()))
-        columns |= {name: metadata[field] for name, field in fields.items() if field in metadata}
-        valid += [name for name in names if name not in builtin]
-    return columns, valid, too_large
+    Attributes:
+        valid: names of all columns that the source has.
+        types: of the wanted fields of metadata that have values.
+    """
+
+    def __init__(self, source: str, scan: pa.Table, wanted: set[str]):
+        self._source, self._builtin = source, wanted & set(filters.BUILTIN)
+        self._fields = {name: name.removeprefix(_META) for name in wanted - self._builtin}
+        self._metadata = filters.Fields(set(self._fields.values()))
+        for batch in batches(scan.select(["meta"])) if self._fields else ():
+            self._metadata.look(batch.column("meta"))
+        self._metadata.finish()
+        self.valid = [*filters.BUILTIN, *(name for name in self._metadata.valid if name not in filters.BUILTIN)]
+        types = self._metadata.types
+        self.types = {name: types[field] for name, field in self._fields.items() if field in types}
+
+    def has(self, name: str) -> bool:
+        """Whether some item has the column, be it null."""
+        return name in self._builtin or (name in self._fields and self._metadata.has(self._fields[name]))
+
+    def of(self, scan: pa.Table) -> tuple[dict[str, pa.Array], np.ndarray]:
+        """The wanted columns that have values, of n items; and which of these have a number too large, (n,) bool."""
+
+        def whole(column: pa.ChunkedArray) -> pa.Array:
+            combined = column.combine_chunks()
+            return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+
+        width, height = (pc.cast(whole(scan.column(name)), pa.float64()) for name in ("width", "height"))
+        builtin = {
+            "source": lambda: pa.array([self._source] * len(scan), pa.large_string()),
+            "item": lambda: text(scan.column("item")),
+            "width": lambda: width,
+            "height": lambda: height,
+            "aspect": lambda: pc.divide(width, height),
+            "pixels": lambda: pc.multiply(width, height),
+            "bytes": lambda: whole(scan.column("size")),
+            "captions": lambda: whole(pc.list_value_length(scan.column("captions"))),
+        }
+        assert set(builtin) == set(filters.BUILTIN)
+        fields, too_large = self._metadata.columns(scan.column("meta"))
+        columns = {name: builtin[name]() for name in self._builtin}
+        return columns | {name: fields[self._fields[name]] for name in self.types}, too_large
 
 
-def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np.ndarray) -> Frame:
-    """Keep one picture of each digest: the one in an earlier snapshot (its sample ids), else the one of the source that
-    comes first in `order`, else of the first (source, item)."""
+class Earlier:
+    """The samples of an earlier snapshot, found by id: 16 bytes a sample in temporary files.
+
+    Args:
+        ids: sample ids (uint64) in the order of rows, in pieces of any length; none: there is no earlier snapshot.
+    """
+
+    def __init__(self, scratch: Scratch, ids: Iterable[np.ndarray] = ()):
+        def keyed() -> Iterator[pa.Table]:
+            first = 0
+            for some in ids:
+                for piece in pieces(len(some)):
+                    rows = np.arange(first + piece.start, first + piece.stop)
+                    yield pa.table({"key": binary(of_halves(some[piece])), "row": rows})
+                first += len(some)
+
+        ordered = (
+            {"id": halves(fixed(part.column("key")))[0], "row": part.column("row").to_numpy()}
+            for part in scratch.sorted_by_key(keyed())
+        )
+        columns = scratch.arrays(ordered, {"id": np.uint64, "row": np.int64})
+        self._ids = SortedKeys(columns["id"], np.broadcast_to(np.uint64(0), len(columns["id"])))
+        self._rows = columns["row"]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Rows (n,) int64 of sample ids; `len(self)` for those that it has not."""
+        at = self._ids.find(of_halves(ids))
+        rows = np.full(len(ids), len(self), np.int64)
+        rows[at >= 0] = self._rows[at[at >= 0]]
+        return rows
+
+
+def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
+    """(n,) int64 row of each sample in an earlier snapshot; `len(earlier)` for new samples."""
+    rows = joined.scratch.array(len(frame), np.int64)
+    for piece in pieces(len(frame)) if len(earlier) else ():
+        rows[piece] = earlier.find(frame.sample_id[piece])
+    return rows
+
+
+def _stays(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
+    """(n,) bool: samples whose picture has a record in an earlier snapshot."""
+    stays = joined.scratch.array(len(frame), bool)
+
+    def keyed() -> Iterator[pa.Table]:
+        for piece in pieces(len(frame)):
+            known = earlier.find(frame.sample_id[piece]) < len(earlier)
+            rows = np.arange(piece.start, piece.stop)
+            yield pa.table({"key": binary(of_halves(frame.picture_id[piece])), "row": rows, "known": known})
+
+    for part in joined.scratch.sorted_by_key(keyed()) if len(earlier) else ():
+        starts = np.flatnonzero(is_first(fixed(part.column("key"))))
+        known = np.logical_or.reduceat(part.column("known").to_numpy(), starts)
+        stays[part.column("row").to_numpy()] = np.repeat(known, np.diff([*starts, len(part)]))
+    return stays
+
+
+def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Earlier) -> Frame:
+    """Keep one picture of each digest: the one in an earlier snapshot, else the one of the source that comes first in
+    `order`, else of the first (source, item)."""
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
-    stays = frame.picture_id[places(frame, earlier) < len(earlier)] if len(earlier) else earlier
+    stays = _stays(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:
@@ -141,7 +224,7 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np
         group = np.repeat(np.arange(len(starts)), times)
         suspects = np.flatnonzero(times[group] > 1)
         groups, rows = group[suspects].tolist(), rows[suspects]
-        pictures, known = frame.picture_id[rows].tolist(), np.isin(frame.picture_id[rows], stays).tolist()
+        pictures, known = frame.picture_id[rows].tolist(), stays[rows].tolist()
         items = frame.item.take(pa.array(rows)).to_pylist()
         best: dict[int, tuple[bool, int, str, str, int]] = {}
         for at, source in enumerate(frame.source[rows].tolist()):
@@ -154,39 +237,29 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: np
     return frame.take(keep, joined.scratch)
 
 
-def heldout(frame: Frame, share: float) -> np.ndarray:
+def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
     """(n,) bool: which samples are held out. It depends on the picture's digest alone: equal pictures are on one side,
-    more data move nothing, and a larger share contains a smaller one."""
+    more data move nothing, and a larger share contains a smaller one. scratch: temporary storage."""
     limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
-    held_out = np.empty(len(frame.digest), bool)
+    held_out = (scratch or Scratch()).array(len(frame.digest), bool)
     for piece in pieces(len(frame.digest)):
         held_out[piece] = np.ascontiguousarray(frame.digest[piece]).view("<u8")[::2] < limit
     return held_out
 
 
-def places(frame: Frame, earlier: np.ndarray) -> np.ndarray:
-    """(n,) int64 row of each sample in an earlier snapshot (its sample ids by row); `len(earlier)` for new samples."""
-    if not len(earlier):
-        return np.zeros(len(frame), np.int64)
-    order = np.argsort(earlier)
-    at = np.minimum(np.searchsorted(earlier, frame.sample_id, sorter=order), len(earlier) - 1)
-    return np.where(earlier[order[at]] == frame.sample_id, order[at], len(earlier))
-
-
-def subset(joined: Joined, frame: Frame, count: int, earlier: np.ndarray) -> tuple[Frame, int]:
+def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[Frame, int]:
     """`count` pictures with all their records: pictures of an earlier snapshot first, then the smallest ids.
 
     Returns:
         Their samples, and how many pictures there were before.
     """
-    known = np.unique(frame.picture_id[places(frame, earlier) < len(earlier)]) if len(earlier) else earlier
+    stays = _stays(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:
         for piece in pieces(len(frame)):
-            ids = frame.picture_id[piece]
-            new = (~np.isin(ids, known)).astype(np.uint64)
-            keys = np.stack([new << np.uint64(63) | ids >> np.uint64(1), ids], axis=1).astype(">u8").view("S16")[:, 0]
+            ids, new = frame.picture_id[piece], (~stays[piece]).astype(np.uint64)
+            keys = of_halves(new << np.uint64(63) | ids >> np.uint64(1), ids)
             yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
 
     pictures = 0

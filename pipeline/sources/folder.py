@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache.arrow import batches
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
 from pipeline.cache.layout import digest
+from pipeline.cache.many_keys import item_keys
+from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import Candidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
@@ -26,36 +34,136 @@ _SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
 
 
-@dataclass
+_TEXT, _OBJECT, _PREFIXED = range(3)
+"""Kinds of caption files, in the order in which they count: .txt, .json, and .json whose name goes on."""
+
+_PICTURES = pa.schema([("item", pa.string())])
+_REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
+_FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
+_SIDECARS = pa.schema([("row", pa.int64()), *_FILES])
+
+
+class _Found:
+    """Files of a folder while it is listed. refused: pictures among the rejects."""
+
+    def __init__(self, scratch: Scratch):
+        self.captions, self.rejects = scratch.row_writer(_FILES), scratch.row_writer(_REJECTS)
+        self.metadata: list[str] = []
+        self.refused = 0
+
+
 class Listing:
-    """The files of a source by kind. All names are keys."""
+    """The pictures of a source with their caption files, in temporary files. Rows of metadata files are in memory.
 
-    pictures: set[str] = field(default_factory=set)
-    texts: dict[str, list[str]] = field(default_factory=dict)
-    """Stem -> its .txt files (x.txt and x.TXT may both exist)."""
-    objects: dict[str, list[str]] = field(default_factory=dict)
-    """Stem -> its .json files."""
-    prefixed: dict[str, list[str]] = field(default_factory=dict)
-    """Stem of a picture -> .json files whose name begins with it and goes on."""
-    metadata: list[str] = field(default_factory=list)
-    rows: dict[str, PictureRows] = field(default_factory=dict)
-    """Picture -> what the metadata files say about it."""
-    rejects: list[Reject] = field(default_factory=list)
-    refused_pictures: int = 0
+    Args:
+        pictures: names in any order, each once.
+        captions: caption files, columns `kind` and `name`.
+        rejects: columns `item` and `reason`.
+        rows: picture -> what the metadata files say about it; filled before items are asked for.
 
-    def sidecars(self, key: str) -> list[str]:
-        """The caption files of a picture."""
-        tables = (self.texts, self.objects, self.prefixed)
-        return [name for files in tables for name in sorted(files.get(stem(key), ()))]
+    Attributes:
+        rejects: ascending by item. orphans: caption files without a picture, by kind.
+    """
 
-    def assign_prefixed(self) -> None:
-        """Give each .json file without a picture of its name to the picture with the longest name it begins with."""
-        stems = {stem(key) for key in self.pictures}
-        for name in [name for name in self.objects if name not in stems]:
-            prefixes = (name[:n] for n in range(len(name) - 1, name.rfind("/") + 1, -1))
-            picture = next((prefix for prefix in prefixes if prefix in stems), None)
-            if picture is not None:
-                self.prefixed.setdefault(picture, []).extend(self.objects.pop(name))
+    def __init__(
+        self,
+        scratch: Scratch,
+        pictures: Iterable[str],
+        captions: Callable[[], pa.Table] = _FILES.empty_table,
+        rows: dict[str, PictureRows] | None = None,
+    ):
+        self.rows = {} if rows is None else rows
+        self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
+        self.rejects = _REJECTS.empty_table()
+        self.orphans: Counter[int] = Counter()
+        self._scratch = scratch
+        self._assign(captions())
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def reject(self, rejects: Iterable[tuple[str, str]]) -> None:
+        """Take over all rejects: (item, reason)."""
+        numbered = ((item, f"{number:020d}", reason) for number, (item, reason) in enumerate(rejects))
+        ordered = ((item, reason) for item, _, reason in self._scratch.sorted_rows(numbered))
+        self.rejects = self._scratch.rows(_REJECTS, ordered)
+
+    def keys(self, start: int, stop: int) -> list[str]:
+        """Some pictures, by their position."""
+        return self.pictures.column("item").slice(start, stop - start).to_pylist()
+
+    def sidecars(self, start: int, stop: int) -> list[list[str]]:
+        """The caption files of some pictures."""
+        low, high = np.searchsorted(self._rows, [start, stop]).tolist()
+        files: list[list[tuple[int, str]]] = [[] for _ in range(start, stop)]
+        for row, kind, name in zip(
+            *(c.to_pylist() for c in self._sidecars.slice(low, high - low).columns), strict=True
+        ):
+            files[row - start].append((kind, name))
+        return [[name for _, name in sorted(some)] for some in files]
+
+    def rejected(self, start: int, stop: int) -> Iterator[Reject]:
+        """Some rejects, by their position."""
+        columns = self.rejects.slice(start, stop - start).columns
+        yield from map(Reject, *(column.to_pylist() for column in columns))
+
+    def _assign(self, captions: pa.Table) -> None:
+        """Give each caption file to the pictures of its name, or to those with the longest name it begins with."""
+        scratch, sidecars = self._scratch, self._scratch.row_writer(_SIDECARS)
+        stems = {name: scratch.writer(dtype) for name, dtype in (("high", "u8"), ("low", "u8"), ("row", "i8"))}
+        others = scratch.row_writer(_PICTURES)
+        for part in scratch.sorted_by_key(self._by_stem(captions)):
+            keys, row = fixed(part.column("key")), part.column("row").to_numpy()
+            rows, kinds, names = (part.column(name).to_pylist() for name in _SIDECARS.names)
+            for first, after in pairwise([*np.flatnonzero(is_first(keys)).tolist(), len(rows)]):
+                pictures = [rows[at] for at in range(first, after) if rows[at] >= 0]
+                for at in range(first, after):
+                    if rows[at] >= 0:
+                        continue
+                    for picture in pictures:
+                        sidecars.add(picture, kinds[at], names[at])
+                    if not pictures and kinds[at] == _OBJECT:
+                        others.add(names[at])
+                    self.orphans[kinds[at]] += not pictures
+            for name, values in zip(stems, (*halves(keys[row >= 0]), row[row >= 0]), strict=True):
+                stems[name].add(values)
+        columns = {name: writer.finish() for name, writer in stems.items()}
+        self._assign_prefixed(others.finish(), SortedKeys(columns["high"], columns["low"]), columns["row"], sidecars)
+        stretch = np.uint64((1 << 64) // max(2, len(self)))  # over all ranges of keys
+
+        def by_row() -> Iterator[pa.Table]:
+            for batch in batches(sidecars.finish()):
+                yield batch.append_column("key", binary(of_halves(batch["row"].to_numpy().astype(np.uint64) * stretch)))
+
+        self._sidecars = scratch.table(_SIDECARS, (part.drop(["key"]) for part in scratch.sorted_by_key(by_row())))
+        rows = ({"row": batch["row"].to_numpy()} for batch in batches(self._sidecars))
+        self._rows = scratch.arrays(rows, {"row": np.int64})["row"]
+
+    def _by_stem(self, captions: pa.Table) -> Iterator[pa.Table]:
+        first = 0
+        for batch in batches(self.pictures):
+            names = batch["item"]
+            rows, none = np.arange(first, first + len(batch)), pa.nulls(len(batch), pa.int8())
+            columns = [binary(item_keys(map(stem, names.to_pylist()))), rows, none, names]
+            yield pa.table(columns, ["key", *_SIDECARS.names])
+            first += len(batch)
+        for batch in batches(captions):
+            keys, rows = item_keys(map(stem, batch["name"].to_pylist())), np.full(len(batch), -1)
+            yield pa.table([binary(keys), rows, *batch.columns], ["key", *_SIDECARS.names])
+
+    def _assign_prefixed(self, others: pa.Table, stems: SortedKeys, rows: np.ndarray, sidecars: RowWriter) -> None:
+        """Assign .json files without a picture of their name. stems, rows: of the pictures, by key."""
+        for start in range(0, len(others), _SIDECAR_BATCH):
+            for name in others.column("item").slice(start, _SIDECAR_BATCH).to_pylist():
+                own = stem(name)
+                prefixes = [own[:n] for n in range(len(own) - 1, own.rfind("/") + 1, -1)]
+                found = stems.find(item_keys(prefixes))
+                at = int(found[found >= 0][0]) if (found >= 0).any() else len(rows)
+                self.orphans[_OBJECT] -= at < len(rows)
+                high, low = stems.high[at : at + 1], stems.low[at : at + 1]
+                while at < len(rows) and stems.high[at] == high and stems.low[at] == low:
+                    sidecars.add(int(rows[at]), _PREFIXED, name)
+                    at += 1
 
 
 @dataclass
@@ -115,27 +223,30 @@ class FolderSource(PrefetchedSource):
 
     def items(self) -> Iterator[Item | Reject]:
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
-        rejects = sorted(listing.rejects, key=lambda reject: reject.key)
-        return chain(rejects, self._items(sorted(listing.pictures), listing))
+        return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
 
     def runs(self, part: Part, size: int) -> Iterator[Run]:
         """Runs of pictures by name, so that the process that lists need not read every caption."""
         listing = self._list()
-        if listing.rejects:
-            rejects: list[Item | Reject] = sorted(listing.rejects, key=lambda reject: reject.key)
-            yield self._run(rejects)
-        keys = sorted(listing.pictures)
-        for start in range(0, len(keys), size):
-            part_keys = keys[start : start + size]
+        for first in range(0, len(listing.rejects), size):
+            after = min(first + size, len(listing.rejects))
+            rejects = partial(listing.rejected, first, after)
+            yield Run(dict, partial(_identity_of, rejects), rejects, after - first)
+        for first in range(0, len(listing), size):
+            after = min(first + size, len(listing))
             yield Run(
-                partial(self.filesystem.stat_many, part_keys),
-                partial(self._identity, part_keys, listing),
-                partial(self._items, part_keys, listing),
-                len(part_keys),
+                partial(self._stats, first, after, listing),
+                partial(self._identity, first, after, listing),
+                partial(self._items, first, after, listing),
+                after - first,
             )
 
-    def _identity(self, keys: list[str], listing: Listing, stats: Seen) -> bytes:
-        sidecars = {key: listing.sidecars(key) for key in keys}
+    def _stats(self, start: int, stop: int, listing: Listing) -> Seen:
+        return self.filesystem.stat_many(listing.keys(start, stop))
+
+    def _identity(self, start: int, stop: int, listing: Listing, stats: Seen) -> bytes:
+        keys = listing.keys(start, stop)
+        sidecars = dict(zip(keys, listing.sidecars(start, stop), strict=True))
         files = self.filesystem.stat_many(sorted({name for names in sidecars.values() for name in names}))
 
         def described(key: str) -> str:
@@ -171,14 +282,15 @@ class FolderSource(PrefetchedSource):
         """All names by kind, with the contents of the metadata files."""
         self.filesystem.refresh()
         self._reset_ignored()
-        listing = Listing()
-        if isinstance(self.filesystem, LocalFilesystem):
-            self._walk(self.filesystem, listing)
+        found, disk = _Found(self.scratch), self.filesystem
+        if isinstance(disk, LocalFilesystem):
+            files = self._walk(disk, found)
         else:
-            for key in self.filesystem.find():
-                self._classify(key, unsafe_reason(key), listing)
+            files = ((key, unsafe_reason(key)) for key in disk.find())
+        pictures = (key for key, problem in files if self._is_picture(key, problem, found))
+        listing = Listing(self.scratch, pictures, found.captions.finish)
         metadata = MetadataReader(self.filesystem, self.rule)
-        if not listing.pictures and not listing.refused_pictures:
+        if not len(listing) and not found.refused:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.ignored_kinds.items()))
             raise UserError(
                 f"the data folder {metadata.root!r} holds no picture",
@@ -186,59 +298,54 @@ class FolderSource(PrefetchedSource):
                 found=kinds or "an empty folder",
                 fix="sana-pipe encode --data DIR with the folder that holds the pictures",
             )
-        for file in sorted(listing.metadata):
-            self._read_metadata(metadata, file, listing.pictures)
+        rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
+        for file in sorted(found.metadata):
+            assert rows is not None
+            self._read_metadata(metadata, file, rows)
         listing.rows = metadata.pictures
-        listing.rejects += metadata.rejects
-        listing.assign_prefixed()
-        stems = {stem(key) for key in listing.pictures}
-        for kind, files in (("txt", listing.texts), ("json", listing.objects)):
-            orphans = sum(len(keys) for name, keys in files.items() if name not in stems)
-            if orphans:
-                self._ignore(f".{kind} file without a picture", orphans)
+        listing.reject(chain(_pairs(found.rejects.finish()), ((r.key, r.reason) for r in metadata.rejects)))
+        for kind, name in ((_TEXT, "txt"), (_OBJECT, "json")):
+            if listing.orphans[kind]:
+                self._ignore(f".{name} file without a picture", listing.orphans[kind])
         return listing
 
-    def _walk(self, disk: LocalFilesystem, listing: Listing) -> None:
+    def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
+        """The files that are not hidden, and why each must not be used, or None."""
         folders = [""]
         while folders:
             folder = folders.pop()
-            try:
-                with os.scandir(os.path.join(disk.root, folder)) as scan:
-                    entries = list(scan)
-            except OSError as error:
-                disk.raise_unlisted(error)
-            for entry in entries:
+            for entry in _entries(disk, folder):
                 key = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):
                     self._ignore("hidden")
                 elif not _is_folder(entry):
-                    self._classify(key, _problem(entry, key, disk) if _is_data(entry.name) else None, listing)
+                    yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
                 elif entry.is_symlink():
                     reason = "is a linked folder; move or mount its pictures under the root"
-                    listing.rejects.append(Reject(escaped(key), reason))
+                    found.rejects.add(escaped(key), reason)
                 else:
                     folders.append(key)
 
-    def _classify(self, key: str, problem: str | None, listing: Listing) -> None:
-        """Add a file to the listing by its name. problem: why it must not be used."""
+    def _is_picture(self, key: str, problem: str | None, found: _Found) -> bool:
+        """Whether a file is a usable picture by its name; another one is added to `found` or ignored. problem: why it
+        must not be used."""
         kind, name = extension(key), posixpath.basename(key)
         if not _is_data(name):
             self._ignore(f".{escaped(kind)} file" if kind else "file without an extension")
         elif kind == "txt" and self.rule.text_weight is None:
             self._ignore(".txt file (data.caption_weights does not list txt)")
         elif problem is not None:
-            listing.rejects.append(Reject(escaped(key), problem))
-            listing.refused_pictures += kind in EXTENSIONS
+            found.rejects.add(escaped(key), problem)
+            found.refused += kind in EXTENSIONS
         elif name.lower() in METADATA_NAMES:
-            listing.metadata.append(key)
-        elif kind == "txt":
-            listing.texts.setdefault(stem(key), []).append(key)
-        elif kind == "json":
-            listing.objects.setdefault(stem(key), []).append(key)
+            found.metadata.append(key)
+        elif kind in ("txt", "json"):
+            found.captions.add(_TEXT if kind == "txt" else _OBJECT, key)
         else:
-            listing.pictures.add(key)
+            return True
+        return False
 
-    def _read_metadata(self, metadata: MetadataReader, file: str, pictures: set[str]) -> None:
+    def _read_metadata(self, metadata: MetadataReader, file: str, pictures: ItemRows) -> None:
         """Read the rows of one metadata file."""
         rows, columns = metadata.read(file)
         path = metadata.path(file)
@@ -251,14 +358,14 @@ class FolderSource(PrefetchedSource):
             )
         alternative = f", or remove {path} if the captions are in .txt files"
         metadata.check_columns(file, columns, FILE_COLUMN, alternative)
-        folder = posixpath.dirname(file)
+        folder, named = posixpath.dirname(file), []
         for line, row in rows:
-            where = f"{file}:{line}"
-            name = metadata.file_name(where, row, FILE_COLUMN)
-            if name is None:
-                continue
-            key = posixpath.normpath(posixpath.join(folder, name))
-            if key in pictures:
+            name = metadata.file_name(f"{file}:{line}", row, FILE_COLUMN)
+            if name is not None:
+                named.append((f"{file}:{line}", row, name, posixpath.normpath(posixpath.join(folder, name))))
+        known = pictures.find([key for *_, key in named]) >= 0
+        for (where, row, name, key), usable in zip(named, known.tolist(), strict=True):
+            if usable:
                 metadata.add(where, row, FILE_COLUMN, key)
                 continue
             disk = self.filesystem if isinstance(self.filesystem, LocalFilesystem) else None
@@ -269,10 +376,11 @@ class FolderSource(PrefetchedSource):
 
     # ------------------------------------------------------------ items
 
-    def _items(self, keys: list[str], listing: Listing) -> Iterator[Item | Reject]:
-        for start in range(0, len(keys), _SIDECAR_BATCH):
-            batch = keys[start : start + _SIDECAR_BATCH]
-            sidecars = {key: listing.sidecars(key) for key in batch}
+    def _items(self, first: int, after: int, listing: Listing) -> Iterator[Item | Reject]:
+        for start in range(first, after, _SIDECAR_BATCH):
+            stop = min(start + _SIDECAR_BATCH, after)
+            batch = listing.keys(start, stop)
+            sidecars = dict(zip(batch, listing.sidecars(start, stop), strict=True))
             names = sorted({name for files in sidecars.values() for name in files})
             data = dict(zip(names, self.filesystem.read_many(names, MAX_CAPTION_BYTES), strict=True))
             for key in batch:
@@ -345,6 +453,31 @@ class FolderSource(PrefetchedSource):
                 picture.problems.append(Reject(file, reason))
             elif reason:
                 picture.without.append(f"{file} {reason}")
+
+
+def _pairs(rejects: pa.Table) -> Iterator[tuple[str, str]]:
+    for batch in batches(rejects):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Seen) -> bytes:
+    return digest("items", *map(repr, rejects()))
+
+
+def _entries(disk: LocalFilesystem, folder: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        scan = os.scandir(os.path.join(disk.root, folder))
+    except OSError as error:
+        disk.raise_unlisted(error)
+    with scan:
+        while True:
+            try:
+                entry = next(scan, None)
+            except OSError as error:
+                disk.raise_unlisted(error)
+            if entry is None:
+                return
+            yield entry
 
 
 def _is_data(name: str) -> bool:

@@ -55,12 +55,20 @@ class Kinds:
     def of(cls, rejects: Iterable[tuple[str, str]]) -> Kinds:
         """The kinds of (item, reason) pairs, the most frequent first."""
         every = cls()
+        every.add(rejects)
+        return every.ranked()
+
+    def add(self, rejects: Iterable[tuple[str, str]]) -> None:
+        """Count (item, reason) pairs."""
         for item, reason in rejects:
-            every._add(kind(item, reason), 1, [item])
-        order = sorted(every.counts, key=lambda name: (-every.counts[name], name))
-        kinds = cls()
+            self._add(kind(item, reason), 1, [item])
+
+    def ranked(self) -> Kinds:
+        """The same kinds, the most frequent first, and at most `KINDS` of them."""
+        order = sorted(self.counts, key=lambda name: (-self.counts[name], name))
+        kinds = Kinds()
         for rank, name in enumerate(order):
-            kinds._add(name if rank < KINDS else OTHERS, every.counts[name], every.examples[name])
+            kinds._add(name if rank < KINDS else OTHERS, self.counts[name], self.examples[name])
         return kinds
 
     def _add(self, name: str, count: int, items: list[str]) -> None:

@@ -74,8 +74,9 @@ class ListingSource(FolderSource):
         metadata = MetadataReader(self.filesystem, self.rule)
         for file in self.files:
             self._read_listing(metadata, file)
-        listing = Listing(set(metadata.pictures), rows=metadata.pictures, rejects=metadata.rejects)
-        if not listing.pictures and not listing.rejects:
+        listing = Listing(self.scratch, metadata.pictures, rows=metadata.pictures)
+        listing.reject((reject.key, reject.reason) for reject in metadata.rejects)
+        if not len(listing) and not len(listing.rejects):
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
         return listing
 

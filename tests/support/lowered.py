@@ -17,3 +17,4 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_columns, "BATCH", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)
+    monkeypatch.setattr(scratch, "TEXTS", 2)
