@@ -15,7 +15,7 @@ import stages.bucket
 from pipeline.cache import arrow
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
-from pipeline.cache.chunk_blocks import Places, blocks_of
+from pipeline.cache.chunk_blocks import Places, Read, blocks_of
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.root import Cache
@@ -44,9 +44,9 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     checked: list[object] = []
     real = Places.digest
 
-    def block(self: Places, *where: object) -> bytes:
-        checked.append(where)
-        return real(self, *where)  # type: ignore[arg-type]
+    def block(self: Places, read: Read, number: int, rows: int) -> bytes:
+        checked.append(number)
+        return real(self, read, number, rows)
 
     def counted(handle: object) -> str:
         checked.append(handle)
@@ -64,10 +64,8 @@ def mapped(snapshot: Snapshot) -> int:
         pytest.skip("this system has no /proc to ask about mapped files")
     chunks = {digest for chunk in snapshot.head.chunks for digest in (chunk.samples, chunk.names)}
     folder = str(snapshot.files.path("tables").resolve())
-    files = [
-        line.rstrip() for line in maps.read_text().splitlines() if folder in line and line.rstrip().endswith(".arrow")
-    ]
-    return sum(Path(file.split()[-1]).stem in chunks for file in files)
+    files = [Path(line.split()[-1]) for line in maps.read_text().splitlines() if folder in line]
+    return sum(file.suffix == ".arrow" and file.stem in chunks for file in files)
 
 
 READS: dict[str, Callable[[Snapshot, int], object]] = {
@@ -121,15 +119,14 @@ def test_only_the_blocks_of_the_rows_are_read(snapshot: Snapshot, digests: list[
     good, key = path.read_bytes(), snapshot.sample(ROWS + BLOCK).key
     assert good.count(key) == 1
     path.write_bytes(good.replace(key, bytes(16)))
+    rows = [ROWS, ROWS + 1, ROWS + 2 * BLOCK]
+    truth = [snapshot.sample(row) for row in rows]
+    ids = [snapshot.sample_id(row) for row in (ROWS, 0)]
     opened = Snapshot(snapshot.files, snapshot.id)
     digests.clear()
-    for row in (ROWS, ROWS + 1, ROWS + 2 * BLOCK):
-        assert opened.sample(row) == snapshot.sample(row)
-    assert opened.columns(np.array([ROWS, 0])).samples["sample_id"].tolist() == [
-        snapshot.sample_id(ROWS),
-        snapshot.sample_id(0),
-    ]
-    assert len(digests) == 3, "two blocks of this chunk, and one of the first"
+    assert [opened.sample(row) for row in rows] == truth
+    assert opened.columns(np.array([ROWS, 0])).samples["sample_id"].tolist() == ids
+    assert digests == [0, 2, 0], "two blocks of this chunk, and one of the first"
     for read in (
         lambda: opened.sample(ROWS + BLOCK),
         lambda: opened.columns(np.array([0, ROWS + BLOCK])),

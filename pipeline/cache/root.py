@@ -349,8 +349,10 @@ class Cache:
         self._restore_heads(head)
         parent = self.snapshot_of(name or "latest")
         new, tables = head.with_tables()
-        before = [] if head.parent is not None else self._readable([parent])
-        if before and before[0].packed:
+        before = self._readable([parent])
+        if head.parent is not None:  # a packed one, which another version may have published
+            before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
+        elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
         same = [
             snapshot.head
