@@ -74,7 +74,7 @@ def run(
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
-        report["bytes"] = sum(head.shard_files().values())
+        report["bytes"] = int(head.shard_sizes().sum())
     report |= {"snapshot": packed, "name": name}
     if as_json:
         click.echo(json.dumps(report))

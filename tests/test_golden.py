@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ SETTINGS = {
     "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
     "windows": ["bucket.batch=2"],
 }
+
+VERSION_2 = {
+    "plain": "",
+    "chosen": "",
+    "windows": "",
+    "packed": "",
+}
+"""Ids of the same snapshots made anew, with heads of version 2."""
 
 
 @pytest.fixture
@@ -94,6 +103,18 @@ def test_an_earlier_versions_cache_gives_the_same_snapshots(golden: Path, figure
     for name, overrides in SETTINGS.items():
         assert stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
     assert stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
+
+
+def test_new_snapshots_of_an_earlier_versions_cache(golden: Path, figures: dict[str, Any]) -> None:
+    """The same everywhere, and the same batches as of the earlier version."""
+    for folder in ("snapshots", "names", "copies/snapshots", "copies/names"):
+        shutil.rmtree(golden / "cache" / folder)
+    made = {name: stages.bucket.run(config(golden, *overrides), name=name) for name, overrides in SETTINGS.items()}
+    made["packed"] = str(stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed"))
+    assert made == VERSION_2
+    for name in VERSION_2:
+        assert Cache(golden / "cache").open_snapshot(name).head.version == 2
+        assert batch_digests(golden / "cache", name) == figures["orders"][name]
 
 
 def test_an_earlier_versions_cache_is_encoded_further(golden: Path) -> None:

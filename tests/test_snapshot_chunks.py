@@ -1,4 +1,4 @@
-"""Chunks of a snapshot: few are mapped at a time, a file is checked once, a changed file again."""
+"""Chunks of a snapshot: few are mapped at a time, a block is checked once, those of a changed file again."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import stages.bucket
+from pipeline.cache import arrow
 from pipeline.cache import snapshot as snapshots
+from pipeline.cache.arrow import ipc_table
+from pipeline.cache.chunk_blocks import Places, Read, blocks_of
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import IntegrityError
 from pipeline.snapshots import join
+from tests.support import tiny_cache
 from tests.support.synthetic import add, config, pictures
 
-ROWS, OPEN = 5, 2
+ROWS, OPEN, BLOCK = 5, 2, 2
 
 
 @pytest.fixture
@@ -28,30 +33,39 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
     for module in (snapshots, join):
         monkeypatch.setattr(module, "CHUNK_ROWS", ROWS)
     monkeypatch.setattr(snapshots, "OPEN_CHUNKS", OPEN)
+    monkeypatch.setattr(snapshots, "BLOCK_ROWS", BLOCK)
     add(config(tmp_path / "cache"), "one", pictures(40))
     return Cache(tmp_path / "cache").open_snapshot(stages.bucket.run(config(tmp_path / "cache")))
 
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A list that grows with each file that is checked."""
+    """A list that grows with each file or block that is checked."""
     checked: list[object] = []
+    real = Places.digest
+
+    def block(self: Places, read: Read, number: int, rows: int) -> bytes:
+        checked.append(number)
+        return real(self, read, number, rows)
 
     def counted(handle: object) -> str:
         checked.append(handle)
         return digest_of(handle)  # type: ignore[arg-type]
 
     monkeypatch.setattr(snapshots, "digest_of", counted)
+    monkeypatch.setattr(Places, "digest", block)
     return checked
 
 
 def mapped(snapshot: Snapshot) -> int:
-    """How many tables of the snapshot's cache this process has mapped."""
+    """How many chunks of the snapshot this process has mapped."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("this system has no /proc to ask about mapped files")
+    chunks = {digest for chunk in snapshot.head.chunks for digest in (chunk.samples, chunk.names)}
     folder = str(snapshot.files.path("tables").resolve())
-    return sum(folder in line and line.rstrip().endswith(".arrow") for line in maps.read_text().splitlines())
+    files = [Path(line.split()[-1]) for line in maps.read_text().splitlines() if folder in line]
+    return sum(file.suffix == ".arrow" and file.stem in chunks for file in files)
 
 
 READS: dict[str, Callable[[Snapshot, int], object]] = {
@@ -66,11 +80,12 @@ def test_few_chunks_are_open_and_each_is_checked_once(snapshot: Snapshot, digest
     assert chunks == 8
     in_order = [READS[which](snapshot, row) for row in range(len(snapshot))]
     descriptors, before = len(os.listdir("/dev/fd")), mapped(snapshot)
-    assert len(digests) == chunks and 0 < before <= OPEN
+    checks = chunks if which == "names" else sum(-(-chunk.rows // BLOCK) for chunk in snapshot.head.chunks)
+    assert len(digests) == checks and 0 < before <= OPEN
     for row in np.random.default_rng(0).permutation(np.repeat(np.arange(len(snapshot)), 3)).tolist():
         assert READS[which](snapshot, row) == in_order[row]
         assert mapped(snapshot) <= before
-    assert len(digests) == chunks and len(os.listdir("/dev/fd")) == descriptors
+    assert len(digests) == checks and len(os.listdir("/dev/fd")) == descriptors
 
 
 def test_a_chunk_that_has_changed_since_is_checked_again(snapshot: Snapshot, digests: list[object]) -> None:
@@ -88,10 +103,77 @@ def test_a_chunk_that_has_changed_since_is_checked_again(snapshot: Snapshot, dig
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match="does not match its name"):
-        snapshot.sample(0)
+        for row in range(ROWS):
+            snapshot.sample(row)
 
 
 def test_a_check_reads_what_was_checked_before(snapshot: Snapshot, digests: list[object]) -> None:
     for _ in range(2):
         snapshot.check_chunk(0)
     assert len(digests) == 4
+
+
+def test_only_the_blocks_of_the_rows_are_read(snapshot: Snapshot, digests: list[object]) -> None:
+    chunk = snapshot.head.chunks[1]
+    path = snapshot.files.path(Paths.table(chunk.samples, "arrow"))
+    good, key = path.read_bytes(), snapshot.sample(ROWS + BLOCK).key
+    assert good.count(key) == 1
+    path.write_bytes(good.replace(key, bytes(16)))
+    rows = [ROWS, ROWS + 1, ROWS + 2 * BLOCK]
+    truth = [snapshot.sample(row) for row in rows]
+    ids = [snapshot.sample_id(row) for row in (ROWS, 0)]
+    opened = Snapshot(snapshot.files, snapshot.id)
+    digests.clear()
+    assert [opened.sample(row) for row in rows] == truth
+    assert opened.columns(np.array([ROWS, 0])).samples["sample_id"].tolist() == ids
+    assert digests == [0, 2, 0], "two blocks of this chunk, and one of the first"
+    for read in (
+        lambda: opened.sample(ROWS + BLOCK),
+        lambda: opened.columns(np.array([0, ROWS + BLOCK])),
+        lambda: opened.columns(np.array([ROWS + BLOCK])),
+        lambda: opened.caption_rows(ROWS + BLOCK),
+        lambda: opened.sample_id(ROWS + BLOCK),
+        lambda: next(t for i, t in enumerate(opened.tables()) if i == 1),
+    ):
+        for _ in range(2):
+            with pytest.raises(IntegrityError, match=path.name):
+                read()
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+@pytest.mark.parametrize("rows", [1, 7, 1 << 10])
+def test_every_byte_of_a_chunk_is_in_a_block_or_in_the_frame(tmp_path: Path, storage: str, rows: int) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", storage=storage)
+    path = cache.files.path(Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow"))
+    data = path.read_bytes()
+    blocks = blocks_of(data, rows)
+    assert len(blocks.digests) == -(-63 // rows)
+    file = pa.py_buffer(data)
+    places = Places(ipc_table(file), file)
+    seen = np.zeros(len(data), bool)
+
+    def read(offset: int, size: int) -> bytes:
+        seen[offset : offset + size] = True
+        return data[offset : offset + size]
+
+    assert blocks.frame_of(read) == blocks.frame
+    assert 0 < seen.sum() < len(data)
+    for number in range(len(blocks.digests)):
+        assert places.digest(read, number, rows) == bytes(blocks.digests[number]).ljust(16, b"\0")
+    assert seen.all()
+
+
+def test_a_chunk_of_several_batches_is_checked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow, "LIMIT", 2000)
+    cache = tiny_cache.build(tmp_path / "cache")
+    opened = cache.open_snapshot()
+    [chunk] = opened.head.chunks
+    assert chunk.blocks is not None and not len(chunk.blocks.digests)
+    path = cache.files.path(Paths.table(chunk.samples, "arrow"))
+    truth = [opened.sample(row) for row in range(len(opened))]
+    assert truth[0] == Snapshot(cache.files, opened.id).sample(0)
+    data = bytearray(path.read_bytes())
+    data[data.index(truth[-1].key)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=path.name):
+        Snapshot(cache.files, opened.id).sample(0)

@@ -77,6 +77,6 @@ def test_a_recipe_with_unknown_fields_is_refused(tmp_path: Path) -> None:
 def test_a_snapshot_with_keys_of_a_later_version_is_read_under_its_id(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     first = cache.open_snapshot()
-    later = Head.parse({**first.head.values(), "new": 1, "parent": first.id})
+    later = Head.parse({**first.head.values(), "new": 1, "parent": first.id}).bound(cache.files)
     opened = cache.open_snapshot(cache.add_snapshot(later, None))
     assert opened.id == later.id and opened.head.other == {"new": 1} and len(opened) == len(first)

@@ -115,17 +115,19 @@ def _referring_documents(cache: Cache) -> dict[str, str]:
             continue
         with suppress(CacheError):
             into = secondary if name.startswith(("snapshots/", "scales/")) else referring
-            into.update(dict.fromkeys(_tables_of(name, cache.files.document(name)), name))
+            into.update(dict.fromkeys(_tables_of(cache, name), name))
     return {**secondary, **referring}
 
 
-def _tables_of(name: str, body: dict[str, Any]) -> Iterator[str]:
-    """Paths of the tables that a document refers to."""
-    folder = name.partition("/")[0]
+def _tables_of(cache: Cache, name: str) -> Iterator[str]:
+    """Paths of the tables that a document refers to; without the chunks of a head whose list of them is damaged."""
+    body, folder = cache.files.document(name), name.partition("/")[0]
     if folder == "snapshots":
-        head = Head.parse(body)
-        yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
+        head = Head.parse(body).bound(cache.files)
         yield from (Paths.table(table, "parquet") for table in head.sources.values())
+        yield from (Paths.table(table, "arrow") for table in sorted(head.lists()))
+        with suppress(IntegrityError):
+            yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
     elif folder == "scales":
         yield Paths.table(body["table"], "npy")
     elif folder in ("sources", "plans"):
@@ -378,8 +380,8 @@ def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -
 
 
 def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Container[str]) -> Iterator[Finding]:
-    """What is wrong with a snapshot besides its head: damaged records that it refers to, chunks, shards that are
-    missing or have another size.
+    """What is wrong with a snapshot besides its head: damaged records that it refers to, lists, chunks, shards that
+    are missing or have another size.
 
     Args:
         name: path of the head.
@@ -387,10 +389,11 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
         named: ids of the snapshots that names point to.
     """
     try:
-        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+        Head.read(cache.files, PurePosixPath(name).stem)
     except CacheError:
         return  # `verify_documents` reports the damaged head
     try:
+        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)

@@ -62,7 +62,7 @@ def listed(cache: Cache) -> list[dict[str, Any]]:
             "samples": head.samples,
             "buckets": len(head.buckets),
             "left_out": sum(head.left_out.values()),
-            "bytes": sum(head.shard_files().values()),
+            "bytes": int(head.shard_sizes().sum()),
             "packed": head.folder is not None,
         }
         entries.append(entry)

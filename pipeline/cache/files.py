@@ -443,7 +443,7 @@ class Files:
 
     def parse(self, name: str, data: bytes) -> dict:
         """The body of a document from its bytes; checks its digest and that it belongs to this name."""
-        body = layout.unseal(data, self.where(name))
+        body = layout.unseal(data, self.where(name), layout.newest_version(name))
         if other := layout.misplaced(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body

@@ -140,6 +140,8 @@ class _Needed:
             counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy exists
             try:
                 head = Head.read(files, snapshot_id)
+                tables = head.tables()
+                shards = {name for kind in head.shards for name in head.shard_names(kind)}
             except CacheError:
                 if snapshot_id in named:
                     raise
@@ -148,8 +150,8 @@ class _Needed:
                 packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
             if counts:
                 self.heads.add(name)
-                self.tables |= head.tables() | set(head.sources.values())
-                self.shards |= {shard.name for shards in head.shards.values() for shard in shards}
+                self.tables |= tables | set(head.sources.values())
+                self.shards |= shards
         return packs_in_use
 
     def _add_recipe(self, recipe: str) -> None:

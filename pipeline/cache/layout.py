@@ -28,6 +28,8 @@ from pipeline.errors import CacheError, IntegrityError
 
 FORMAT = "sana-pipe-cache"
 VERSION = 1
+HEAD_VERSION = 2
+"""Newest version of heads of snapshots: their lists are tables. Those of version 1 are read, too."""
 META = "__sana_pipe__"
 """Folder of the members that describe a shard; webdataset skips names of this form."""
 PACKED = "packed-"
@@ -222,9 +224,9 @@ def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> b
 # ---------------------------------------------------------------- documents
 
 
-def seal(body: dict[str, Any]) -> bytes:
+def seal(body: dict[str, Any], version: int = VERSION) -> bytes:
     """A document: the body and the digest over its canonical JSON, as readable JSON."""
-    sealed = {"format": FORMAT, "version": VERSION, **body}
+    sealed = {"format": FORMAT, "version": version, **body}
     sealed["digest"] = content_digest(canonical(sealed))
     return _json(sealed)
 
@@ -259,8 +261,13 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in actual.items() if value != wanted[key])
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """Parse and check a document.
+def newest_version(name: str) -> int:
+    """The newest version of a document that this sana-pipe reads."""
+    return HEAD_VERSION if name.startswith("snapshots/") else VERSION
+
+
+def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
+    """Parse and check a document of version 1 to `newest`.
 
     Raises:
         IntegrityError: not JSON, or the digest does not match.
@@ -285,9 +292,9 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
     version = body.pop("version", None)
-    if version != VERSION:
+    if version not in range(VERSION, newest + 1):
         raise CacheError(
-            f"{where}: is of format version {version}; this sana-pipe reads version {VERSION}",
+            f"{where}: is of format version {version}; this sana-pipe reads up to version {newest}",
             fix="use the version of sana-pipe that wrote it, or a newer one",
         )
     return body

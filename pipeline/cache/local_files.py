@@ -48,6 +48,11 @@ class Handle:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return os.fstat(self.descriptor).st_size
+
     def file(self) -> BinaryIO:
         """The file as a seekable object with a descriptor of its own."""
         return os.fdopen(os.dup(self.descriptor), "rb")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -331,7 +332,8 @@ class Cache:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
         Its parent is the snapshot to which the name pointed, unless the head has a parent (a packed snapshot). If the
-        head equals that of the parent, or of the snapshot from which the parent was packed, that snapshot is used.
+        head equals that of the parent, or of the snapshot from which the parent was packed, that snapshot is used,
+        whichever version its head has. A new head has tables for its lists.
 
         Args:
             latest: False for a snapshot that is not trained on by default (a held-out part); it needs a name.
@@ -346,16 +348,29 @@ class Cache:
         check_files(self.files, head)
         self._restore_heads(head)
         parent = self.snapshot_of(name or "latest")
-        before = [] if head.parent is not None else self._readable([parent])
-        if before and before[0].packed:
+        new, tables = head.with_tables()
+        before = self._readable([parent])
+        if head.parent is not None:  # a packed one, which another version may have published
+            before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
+        elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
-        same = [snapshot.head for snapshot in before if snapshot.head.content == head.content]
-        head = same[0] if same else replace(head, parent=head.parent or parent)
+        same = [
+            snapshot.head
+            for snapshot in before
+            if snapshot.head.content == (new if snapshot.head.version == new.version else head).content
+        ]
+        head = same[0] if same else replace(new, parent=head.parent or parent)
+        if head.version == new.version:
+            self._put_tables(tables)
         snapshot_id = head.id
-        self.files.ensure(Paths.snapshot(snapshot_id), layout.seal(head.values()))
+        self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
         for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
             self.point(pointer, snapshot_id, move=move)
         return snapshot_id
+
+    def _put_tables(self, tables: Iterable[bytes]) -> None:
+        for data in tables:
+            self.files.put_content(data, "tables", "arrow")
 
     def _readable(self, ids: Iterable[str | None]) -> list[Snapshot]:
         snapshots = []
@@ -375,10 +390,12 @@ class Cache:
         folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in names]
         pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
         parents = {body["snapshot"] for body in self.files.documents(pointers)}
-        for parent in {None, *parents}:
-            again = replace(head, parent=head.parent or parent)
+        new, tables = head.with_tables()
+        for parent, form in product({None, *parents}, (new, head)):
+            again = replace(form, parent=head.parent or parent)
             if again.id in lost:
-                self.files.ensure(Paths.snapshot(again.id), layout.seal(again.values()))
+                self._put_tables(tables)
+                self.files.ensure(Paths.snapshot(again.id), again.sealed())
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
         """Let a name point to a snapshot.

@@ -1,10 +1,13 @@
 """Snapshots: immutable, content-addressed lists of samples grouped by bucket. Training reads these first.
 
-A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out, shards,
-chunks) and uncompressed Arrow IPC chunks. The last chunks that were touched are mapped into memory; the digest of a
-chunk is checked at the first touch, and again if its file has changed since. Two runs that name the same snapshot train
-on the same samples in the same order, wherever the cache was copied. A sample costs about 150 bytes of disk; its row is
-in memory only once it is used.
+A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out), tables
+that list its shards and chunks (`pipeline.cache.snapshot_lists`), and uncompressed Arrow IPC chunks. The last chunks
+that were touched are mapped into memory; a block of 2^10 rows is checked at the first touch, and again if its file has
+changed since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
+copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
+
+Heads of version 1 hold both lists as JSON and no digests of blocks, so a chunk is checked whole. They keep their ids: a
+snapshot that equals one of them is that one.
 
 The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
@@ -18,7 +21,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from threading import Lock
@@ -29,13 +32,27 @@ import pyarrow as pa
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
+from pipeline.cache.chunk_blocks import BLOCK_ROWS, CheckedBlocks, Places, blocks_of, reader
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import digest_of
+from pipeline.cache.local_files import Handle, digest_of
 from pipeline.cache.shard import Reader, to_ipc
+from pipeline.cache.snapshot_lists import (
+    HEX,
+    Chunk,
+    ChunkTable,
+    Entry,
+    Form,
+    ShardFile,
+    ShardNames,
+    ShardTable,
+    one,
+    several,
+    table_or_several,
+)
 from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -90,51 +107,6 @@ NAMES = pa.schema(
 # ---------------------------------------------------------------- the head
 
 
-Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""How a field is written: JSON to value, value to JSON."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One JSON object of a head. A field that is None is not written.
-
-    other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
-    """
-
-    other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
-    forms: ClassVar[Mapping[str, Form]] = {}
-    """Of fields whose JSON differs from their value."""
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
-        if not cls.forms and values.keys() == set(names):
-            return cls(**values)  # the usual case of shards and chunks, of which there are many
-        known = {name: value for name, value in values.items() if name in names}
-        for name in cls.forms.keys() & known.keys():
-            known[name] = cls.forms[name][0](known[name])
-        return cls(**known, other={name: value for name, value in values.items() if name not in names})
-
-    def values(self) -> dict[str, Any]:
-        """The JSON object."""
-        names: tuple[str, ...] = self.__match_args__
-        values = {name: value for name in names if (value := getattr(self, name)) is not None}
-        for name in self.forms.keys() & values.keys():
-            values[name] = self.forms[name][1](values[name])
-        return {**values, **self.other}
-
-
-def _one(entry: type[Entry]) -> Form:
-    return entry.parse, lambda value: value.values()
-
-
-def _several(entry: type[Entry]) -> Form:
-    return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
-
-
-_HEX = (bytes.fromhex, bytes.hex)
-
-
 @dataclass(frozen=True)
 class Part(Entry):
     """Samples of a bucket that are visited `weight` times per epoch."""
@@ -164,7 +136,7 @@ class Bucket(Entry):
     batch: int
     parts: tuple[Part, ...] | None = None
     block: int | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"parts": _several(Part)}
+    forms: ClassVar[Mapping[str, Form]] = {"parts": several(Part)}
 
 
 @dataclass(frozen=True)
@@ -197,15 +169,7 @@ class Policies(Entry):
     order: str | None = None
     heldout: HeldOut | None = None
     packed: Packed | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"heldout": _one(HeldOut), "packed": _one(Packed)}
-
-
-@dataclass(frozen=True)
-class ShardFile(Entry):
-    """A shard by its digest (hex), and its size."""
-
-    name: str
-    bytes: int
+    forms: ClassVar[Mapping[str, Form]] = {"heldout": one(HeldOut), "packed": one(Packed)}
 
 
 @dataclass(frozen=True)
@@ -223,7 +187,7 @@ class NullRecord(Entry):
     key: bytes
     checksum: bytes
     length: int | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"key": _HEX, "checksum": _HEX}
+    forms: ClassVar[Mapping[str, Form]] = {"key": HEX, "checksum": HEX}
 
     @classmethod
     def of(cls, index: RecordIndex, row: int, storage: str) -> Self:
@@ -240,13 +204,7 @@ class NullRecord(Entry):
         )
 
 
-@dataclass(frozen=True)
-class Chunk(Entry):
-    """Digests of the two tables of up to `CHUNK_ROWS` rows."""
-
-    rows: int
-    samples: str
-    names: str
+_SHARDS = table_or_several(ShardTable, ShardFile)
 
 
 @dataclass(frozen=True)
@@ -255,7 +213,7 @@ class Head(Entry):
 
     Attributes:
         recipes: by kind, as written: an older version wrote fewer fields.
-        shards: by kind; the tables count into them.
+        shards: by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
         parent: id of the snapshot that the name pointed to before; of the source, if this one is packed.
@@ -266,36 +224,64 @@ class Head(Entry):
     recipes: Mapping[str, Mapping[str, Any]]
     policies: Policies
     buckets: tuple[Bucket, ...]
-    shards: Mapping[str, tuple[ShardFile, ...]]
+    shards: Mapping[str, Sequence[ShardFile]]
     null: NullRecord
     left_out: Mapping[str, int]
     sources: Mapping[str, str]
-    chunks: tuple[Chunk, ...] = ()
+    chunks: Sequence[Chunk] = ()
     parent: str | None = None
     folder: str | None = None
     counts: Mapping[str, int] | None = None
     forms: ClassVar[Mapping[str, Form]] = {
-        "policies": _one(Policies),
-        "buckets": _several(Bucket),
-        "null": _one(NullRecord),
-        "chunks": _several(Chunk),
+        "policies": one(Policies),
+        "buckets": several(Bucket),
+        "null": one(NullRecord),
+        "chunks": table_or_several(ChunkTable, Chunk),
         "shards": (
-            lambda kinds: {kind: tuple(map(ShardFile.parse, shards)) for kind, shards in kinds.items()},
-            lambda kinds: {kind: [shard.values() for shard in shards] for kind, shards in kinds.items()},
+            lambda kinds: {kind: _SHARDS[0](shards) for kind, shards in kinds.items()},
+            lambda kinds: {kind: _SHARDS[1](shards) for kind, shards in kinds.items()},
         ),
     }
 
     @classmethod
     def read(cls, files: Files, snapshot_id: str) -> Self:
-        """The head of a snapshot.
+        """The head of a snapshot. Its lists are read when they are used, with errors as of `columns`.
 
         Raises:
             IntegrityError: it is missing, damaged or another snapshot's.
         """
-        return cls.parse(files.document(Paths.snapshot(snapshot_id)))
+        return cls.parse(files.document(Paths.snapshot(snapshot_id))).bound(files)
+
+    def bound(self, files: Files) -> Self:
+        """This head, whose tables are in a cache."""
+        for part in self._tables():
+            part.bind(files, self.command)
+        return self
+
+    def _tables(self) -> list[ShardTable | ChunkTable]:
+        parts = (*self.shards.values(), self.chunks)
+        return [part for part in parts if isinstance(part, ShardTable | ChunkTable)]
+
+    @property
+    def version(self) -> int:
+        """Of the document: 2 if the lists are tables."""
+        return layout.HEAD_VERSION if self._tables() else layout.VERSION
+
+    def with_tables(self) -> tuple[Self, list[bytes]]:
+        """The head of version 2, and the files of its tables. A head that was read from a cache stays as it is."""
+        if not self.chunks or any(chunk.blocks is None for chunk in self.chunks) or self._tables():
+            return self, []
+        shards = {kind: ShardTable.of(files) for kind, files in self.shards.items()}
+        chunks = ChunkTable.of(self.chunks)
+        tables = {kind: table for kind, (table, _) in shards.items()}
+        return replace(self, shards=tables, chunks=chunks[0]), [data for _, data in (*shards.values(), chunks)]
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "parent": self.parent}
+
+    def sealed(self) -> bytes:
+        """The head as a document."""
+        return layout.seal(self.values(), self.version)
 
     @property
     def id(self) -> str:
@@ -319,17 +305,37 @@ class Head(Entry):
     def samples(self) -> int:
         return sum(bucket.samples for bucket in self.buckets)
 
-    def shard_files(self) -> dict[str, int]:
-        """The shards as files of the cache, with their sizes in bytes."""
+    def shard_path(self, kind: str, name: str) -> str:
+        """A shard as a file of the cache."""
+        return Paths.shard(self.folder or (self.latent if kind == "latent" else self.text).name, name)
+
+    def shard_files(self, share: slice = slice(None)) -> dict[str, int]:
+        """The shards as files of the cache, with their sizes in bytes. share: of each list, by number."""
         return {
-            Paths.shard(self.folder or recipe.name, shard.name): shard.bytes
-            for kind, recipe in (("latent", self.latent), ("text", self.text))
-            for shard in self.shards[kind]
+            self.shard_path(kind, shard.name): shard.bytes for kind in self.shards for shard in self.shards[kind][share]
         }
 
+    def shard_names(self, kind: str) -> Sequence[str]:
+        """Names of the shards of a kind, by number."""
+        shards = self.shards[kind]
+        return ShardNames(shards) if isinstance(shards, ShardTable) else [shard.name for shard in shards]
+
+    def shard_sizes(self) -> np.ndarray:
+        """Bytes of each shard, (shards,) uint64. All joint shards of a packed snapshot have texts."""
+        lists = [self.shards["text"]] if self.folder is not None else self.shards.values()
+        columns = [
+            part.columns["bytes"] if isinstance(part, ShardTable) else np.array([shard.bytes for shard in part], "u8")
+            for part in lists
+        ]
+        return np.concatenate(columns)
+
     def tables(self) -> set[str]:
-        """Digests of the tables of all chunks."""
-        return {digest for chunk in self.chunks for digest in (chunk.samples, chunk.names)}
+        """Digests of the tables of all chunks, and of the lists."""
+        return self.lists() | {digest for chunk in self.chunks for digest in (chunk.samples, chunk.names)}
+
+    def lists(self) -> set[str]:
+        """Digests of the tables of the lists."""
+        return {part.entry.table for part in self._tables()}
 
     @property
     def command(self) -> str:
@@ -338,24 +344,29 @@ class Head(Entry):
 
 
 def check_files(files: Files, head: Head) -> None:
-    """Compare the sizes of all files that a head names with what it says. Reads no file.
+    """Compare the sizes of all files that a head names with what it says. Reads only the head's lists.
 
     Raises:
-        IntegrityError: a shard is missing or has another size; a chunk or a scan's table is missing or empty.
+        IntegrityError: a shard is missing or has another size; a list, a chunk or a scan's table is missing or empty.
     """
-    shards = head.shard_files()
-    chunks = {Paths.table(digest, "arrow") for digest in head.tables()}
-    scans = {Paths.table(table, "parquet") for table in head.sources.values()}
-    names = [*shards, *sorted(chunks | scans)]
-    sizes = files.sizes(names)
-    for name in names:
-        fix = head.command if name in chunks else "sana-pipe encode --data DIR" if name in scans else layout.REPAIR
+    chunks = [Paths.table(digest, "arrow") for digest in sorted(head.tables())]
+    scans = [Paths.table(table, "parquet") for table in sorted(set(head.sources.values()))]
+    wanted = {**head.shard_files(), **dict.fromkeys([*chunks, *scans])}
+    fixes = {**dict.fromkeys(chunks, head.command), **dict.fromkeys(scans, "sana-pipe encode --data DIR")}
+    _check_sizes(files, wanted, fixes)
+
+
+def _check_sizes(files: Files, wanted: Mapping[str, int | None], fixes: Mapping[str, str]) -> None:
+    """wanted: file -> its size; None: any but 0. fixes: of files that are no shards."""
+    sizes = files.sizes(wanted)
+    for name, size in wanted.items():
+        fix = fixes.get(name, layout.REPAIR)
         if not sizes.get(name):
             raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
-        if name in shards and sizes[name] != shards[name]:
+        if size not in (None, sizes[name]):
             raise IntegrityError(
                 f"{files.where(name)}: has another size than the snapshot says",
-                expected=f"{shards[name]} bytes",
+                expected=f"{size} bytes",
                 found=f"{sizes[name]} bytes",
                 fix=fix,
             )
@@ -375,8 +386,9 @@ def write_chunks(files: Files, samples: pa.Table, names: pa.Table) -> tuple[Chun
 
 def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
     """Write one chunk of at most `CHUNK_ROWS` rows."""
-    digests = [files.put_content(to_ipc(table), "tables", "arrow") for table in (samples, names)]
-    return Chunk(samples.num_rows, *digests)
+    written = [to_ipc(table) for table in (samples, names)]
+    digests = [files.put_content(data, "tables", "arrow") for data in written]
+    return Chunk(samples.num_rows, *digests, blocks=blocks_of(written[0], BLOCK_ROWS))
 
 
 # ---------------------------------------------------------------- samples
@@ -454,7 +466,7 @@ class Snapshot:
         snapshot_id: hex id.
 
     Raises:
-        IntegrityError: the head is missing, damaged or another snapshot's.
+        IntegrityError: the head or its list of chunks is missing, damaged or another snapshot's.
     """
 
     def __init__(self, files: Files, snapshot_id: str):
@@ -473,15 +485,16 @@ class Snapshot:
                 found=int(self._chunk_starts[-1]),
             )
         self._verified: dict[str, tuple[int, ...]] = {}
+        self._blocks: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
         self._chunks, self._names = _Recent[_Chunk](), _Recent[pa.Table]()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @cached_property
-    def shards(self) -> dict[str, list[str]]:
+    def shards(self) -> Mapping[str, Sequence[str]]:
         """Names of the shards by kind; `shard` columns are indexes into these lists."""
-        return {kind: [shard.name for shard in shards] for kind, shards in self.head.shards.items()}
+        return {kind: self.head.shard_names(kind) for kind in self.head.shards}
 
     @property
     def packed(self) -> bool:
@@ -498,7 +511,11 @@ class Snapshot:
 
     def shard_path(self, kind: str, name: str) -> str:
         """A shard as a file of the cache."""
-        return Paths.shard(self.head.folder or self.recipe(kind).name, name)
+        return self.head.shard_path(kind, name)
+
+    def shard_size(self, kind: str, number: int) -> int:
+        """Bytes of a shard by its number."""
+        return self.head.shards[kind][number].bytes
 
     def reader(self, kind: str, **options: Any) -> Reader:
         """A reader of the records of a kind. options: those of `Reader`."""
@@ -508,13 +525,22 @@ class Snapshot:
         """The shards as files of the cache, with their sizes in bytes."""
         return self.head.shard_files()
 
-    def check_shards(self) -> None:
-        """Raise IntegrityError if a shard is missing or has another size than when the snapshot was made."""
-        check_files(self.files, replace(self.head, chunks=(), sources={}))
+    def shard_sizes(self) -> np.ndarray:
+        """Bytes of each shard, (shards,) uint64."""
+        return self.head.shard_sizes()
+
+    def check_shards(self, share: slice = slice(None)) -> None:
+        """Raise IntegrityError if a shard is missing or has another size than when the snapshot was made.
+
+        Args:
+            share: shards of each list to look at, by number.
+        """
+        _check_sizes(self.files, self.head.shard_files(share), {})
 
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""
         self._verified.clear()
+        self._blocks.clear()
         self._map(number, "samples", self._schema)
         self._map(number, "names", NAMES)
 
@@ -531,18 +557,17 @@ class Snapshot:
         """Samples by their rows ((n,) int64), without an object per sample.
 
         Raises:
-            IntegrityError: a chunk that is touched for the first time is damaged.
+            IntegrityError: a block that is touched for the first time is damaged.
         """
         low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
-        chunk, start = self._locate(low)
-        if self._chunk_of(high) == self._chunk_of(low):
-            return chunk.columns.take(rows - (low - start))
+        first = self._chunk_of(low)
+        if self._chunk_of(high) == first:
+            return self._taken(first, rows)
         numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
         parts, order = [], []
         for number in np.unique(numbers).tolist():
-            begin = int(self._chunk_starts[number])
             order.append(np.flatnonzero(numbers == number))
-            parts.append(self._locate(begin)[0].columns.take(rows[order[-1]] - begin))
+            parts.append(self._taken(number, rows[order[-1]]))
         return Columns.join(parts).take(np.argsort(np.concatenate(order)))
 
     def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
@@ -605,39 +630,96 @@ class Snapshot:
         return table, row - int(self._chunk_starts[number])
 
     def _locate(self, row: int) -> tuple[_Chunk, int]:
+        """The chunk of a row, which was checked there, and the row's place in it."""
         number = self._chunk_of(row)
-        chunk = self._chunks.get(number, lambda: _Chunk(self._map(number, "samples", self._schema)))
-        return chunk, row - int(self._chunk_starts[number])
+        chunk, at = self._chunk(number), row - int(self._chunk_starts[number])
+        if chunk.blocks is not None and not chunk.blocks.checked(at):
+            self._check_blocks(number, chunk.blocks, np.array([at]))
+        return chunk, at
+
+    def _taken(self, number: int, rows: np.ndarray) -> Columns:
+        """Some rows of a chunk, checked; (n,) int64."""
+        chunk, at = self._chunk(number), rows - int(self._chunk_starts[number])
+        if chunk.blocks is not None:
+            self._check_blocks(number, chunk.blocks, at)
+        return chunk.columns.take(at)
+
+    def _chunk(self, number: int) -> _Chunk:
+        return self._chunks.get(number, lambda: self._open_chunk(number))
 
     def _chunk_of(self, row: int) -> int:
         if not 0 <= row < len(self):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
         return bisect_right(self._chunk_starts, row) - 1
 
+    def _open_chunk(self, number: int) -> _Chunk:
+        """Map a chunk of samples. Its frame is checked, unless this very file was checked before; its blocks are not.
+        A chunk without digests of blocks is checked whole."""
+        chunk = self.head.chunks[number]
+        blocks = chunk.blocks
+        if blocks is None or not len(blocks.digests):
+            return _Chunk(self._map(number, "samples", self._schema))
+        handle = self._open(chunk.samples)
+        identity = handle.identity()
+        known = self._blocks.get(chunk.samples)
+        if known is None or known[0] != identity:
+            actual = self._read_chunk(chunk.samples, lambda: blocks.frame_of(reader(handle)))
+            if handle.size != blocks.size or actual != blocks.frame:
+                raise self._differs(chunk.samples, "its frame", blocks.frame, actual)
+            known = identity, np.zeros(len(blocks.digests), bool)
+            self._blocks[chunk.samples] = known
+        file = handle.map()
+        table = self._checked_table(number, chunk.samples, ipc_table(file), self._schema)
+        return _Chunk(table, CheckedBlocks(handle, blocks, Places(table, file), known[1]))
+
+    def _check_blocks(self, number: int, blocks: CheckedBlocks, at: np.ndarray) -> None:
+        digest = self.head.chunks[number].samples
+        for block, expected, found in self._read_chunk(digest, lambda: list(blocks.damaged(at))):
+            raise self._differs(digest, f"block {block}", expected, found)
+
+    def _open(self, digest: str) -> Handle:
+        try:
+            return self.files.open(Paths.table(digest, "arrow"))
+        except FileNotFoundError:
+            where = self.files.where(Paths.table(digest, "arrow"))
+            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
+
+    def _read_chunk(self, digest: str, read: Callable[[], T]) -> T:
+        try:
+            return self.files.when_reachable(read)
+        except OSError as error:
+            where = self.files.where(Paths.table(digest, "arrow"))
+            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=self.head.command) from None
+
+    def _differs(self, digest: str, what: str, expected: bytes, found: bytes) -> IntegrityError:
+        return IntegrityError(
+            f"{self.files.where(Paths.table(digest, 'arrow'))}: a chunk of snapshot {self.id} does not match its name "
+            f"({what})",
+            expected=expected.hex(),
+            found=found.hex(),
+            fix=self.head.command,
+        )
+
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
         """Map a chunk and check its digest, unless this very file was checked before."""
         chunk = self.head.chunks[number]
         digest = chunk.samples if which == "samples" else chunk.names
-        path = self.files.where(Paths.table(digest, "arrow"))
-        try:
-            handle = self.files.open(Paths.table(digest, "arrow"))
-        except FileNotFoundError:
-            raise IntegrityError(f"{path}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
+        handle = self._open(digest)
         identity = handle.identity()
-        if self._verified.get(digest) != identity and (actual := digest_of(handle)) != digest:
+        if self._verified.get(digest) != identity:
             # Not through the mapping: pages that no lookup needs must not take up memory.
-            raise IntegrityError(
-                f"{path}: a chunk of snapshot {self.id} does not match its name",
-                expected=digest,
-                found=actual,
-                fix=self.head.command,
-            )
+            actual = self._read_chunk(digest, lambda: digest_of(handle))
+            if actual != digest:
+                raise self._differs(digest, "the whole file", bytes.fromhex(digest), bytes.fromhex(actual))
         self._verified[digest] = identity
-        table = ipc_table(handle.map())
-        if table.schema != schema or table.num_rows != chunk.rows:
+        return self._checked_table(number, digest, ipc_table(handle.map()), schema)
+
+    def _checked_table(self, number: int, digest: str, table: pa.Table, schema: pa.Schema) -> pa.Table:
+        rows = self.head.chunks[number].rows
+        if table.schema != schema or table.num_rows != rows:
             raise IntegrityError(
-                f"{path}: is not chunk {number} of snapshot {self.id}",
-                expected=f"{chunk.rows} rows of {schema.names}",
+                f"{self.files.where(Paths.table(digest, 'arrow'))}: is not chunk {number} of snapshot {self.id}",
+                expected=f"{rows} rows of {schema.names}",
                 found=f"{table.num_rows} rows of {table.schema.names}",
             )
         return table
@@ -670,9 +752,10 @@ def _mapped(column: pa.ChunkedArray) -> pa.Array:
 
 
 class _Chunk:
-    """Numpy views of a mapped chunk."""
+    """Numpy views of a mapped chunk. blocks: to be checked before their rows are used; None: all were checked."""
 
-    def __init__(self, table: pa.Table):
+    def __init__(self, table: pa.Table, blocks: CheckedBlocks | None = None):
+        self.blocks = blocks
         whole = table.combine_chunks()
         self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
         self.shard = _mapped(whole.column("shard")).to_numpy()
@@ -690,7 +773,7 @@ class _Chunk:
             self.caption[kind.name] = fixed(column) if kind.type == _KEY else column.to_numpy(zero_copy_only=False)
         self.columns = Columns(samples, self.caption, lists.offsets.to_numpy())
 
-    def sample(self, at: int, bucket: int, shards: dict[str, list[str]]) -> Sample:
+    def sample(self, at: int, bucket: int, shards: Mapping[str, Sequence[str]]) -> Sample:
         columns = self.caption
         lengths = columns.get("length")
         return Sample(

@@ -176,7 +176,8 @@ class Loader:
 
     Raises:
         ConfigError: `world` does not divide a global batch.
-        IntegrityError: a shard is missing or cut short (at construction), or bytes are wrong (at their batch).
+        IntegrityError: a shard is missing or cut short (at construction, of those that this rank looks at; of others at
+            their batch), or bytes are wrong (at their batch).
         CacheError: a read takes longer than `timeout_s` (at its batch); names shard and record.
     """
 
@@ -246,20 +247,19 @@ class Loader:
             if prefetch is not None:
                 prefetch.close()
 
-    def shard_paths(self, step: int) -> list[str]:
-        """The shards that this rank reads in a step, as files of the cache."""
-        plan, paths = self._part(step), dict[str, None]()
+    def shard_paths(self, step: int) -> dict[str, int]:
+        """The shards that this rank reads in a step, as files of the cache, with their sizes in bytes."""
+        plan, paths = self._part(step), dict[str, int]()
         for kind, columns in (("latent", plan.samples), ("text", plan.texts)):
             for number in dict.fromkeys(columns["shard"].tolist()):
-                paths[self.snapshot.shard_path(kind, self.snapshot.shards[kind][number])] = None
-        return list(paths)
+                path = self.snapshot.shard_path(kind, self.snapshot.shards[kind][number])
+                paths[path] = self.snapshot.shard_size(kind, number)
+        return paths
 
     def _start_prefetch(self) -> BatchPrefetch[Loaded]:
         settings, files = self.settings, self.snapshot.files
         if self.snapshot.packed and files.room is not None:
-            self._shard_prefetch = ShardPrefetch(
-                files, self.snapshot.shard_files(), self.shard_paths, settings.start_step, settings.stop_step
-            )
+            self._shard_prefetch = ShardPrefetch(files, self.shard_paths, settings.start_step, settings.stop_step)
         return BatchPrefetch(
             self.load,
             settings.start_step,
@@ -402,14 +402,18 @@ def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int])
             )
     if settings.text not in ("padded", "packed"):
         raise ValueError(f"text must be 'padded' or 'packed', found {settings.text!r}")
-    snapshot.check_shards()
+    if snapshot.files.room is None:
+        # Together the processes look at every shard. The reader notices one that only another machine lacks.
+        snapshot.check_shards(slice(settings.rank, None, settings.world))
+    elif settings.rank == 0:  # the listing of a store is the same for all
+        snapshot.check_shards()
 
 
 def max_open_shards(snapshot: Snapshot) -> int:
     """Limit on open shards. A file that the mirror removed occupies disk space while it is open, so with a mirror open
     shards may take at most half of its size."""
-    room, shards = snapshot.files.room, snapshot.shard_files()
-    return 256 if room is None else max(4, min(256, room // (2 * max(shards.values()))))
+    room = snapshot.files.room
+    return 256 if room is None else max(4, min(256, room // (2 * int(snapshot.shard_sizes().max()))))
 
 
 def _with_place(reader: Reader, on_read: OnRead | None) -> Callable[[str, int, bytes], None] | None:

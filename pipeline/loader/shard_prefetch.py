@@ -30,12 +30,12 @@ def advice(snapshot: Snapshot) -> str | None:
 
     Two windows of each bucket may be open at a time, and half of the mirror is for shards fetched ahead.
     """
-    room, files, packed = snapshot.files.room, snapshot.shard_files(), snapshot.head.policies.packed
+    room, packed = snapshot.files.room, snapshot.head.policies.packed
     if room is None or packed is None:
         return None
-    mean = sum(files.values()) / len(files)
+    sizes = snapshot.shard_sizes()
     shards = sum(min(2 * packed.window, -(-b.samples // b.block)) for b in snapshot.buckets if b.block)
-    needed = min(sum(files.values()), 2 * shards * mean)
+    needed = min(float(sizes.sum()), 2 * shards * float(sizes.mean()))
     if room >= needed:
         return None
     return (
@@ -50,25 +50,22 @@ class FetchQueue:
 
     Args:
         room: size of the mirror in bytes.
-        sizes: bytes of every shard, by the file's name.
-        needed: step -> names of the shards that it reads.
+        needed: step -> names of the shards that it reads, with their sizes in bytes.
         first, stop: the first step, and the one before which to stop (None: never).
     """
 
-    def __init__(
-        self, room: int, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
-    ):
-        self._sizes, self._needed, self._stop = sizes, needed, stop
+    def __init__(self, room: int, needed: Callable[[int], Mapping[str, int]], first: int, stop: int | None):
+        self._needed, self._stop = needed, stop
         self._limit = room // 2
         self._next = self._reached = first
-        self._ahead: dict[str, int] = {}  # shard -> the step it was fetched for, which was not reached yet
+        self._ahead: dict[str, tuple[int, int]] = {}  # shard -> the step it was fetched for, not reached yet; its bytes
         self._mirrored: OrderedDict[str, int] = OrderedDict()  # shards that the mirror should hold, oldest first
-        self._queue: list[tuple[str, int]] = []
+        self._queue: list[tuple[str, int, int]] = []  # shard, bytes, step
 
     def reached(self, step: int) -> None:
         """The loader begins a step: shards fetched for it, and for earlier steps, no longer count as ahead."""
         self._reached = max(self._reached, step)
-        self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted > self._reached}
+        self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted[0] > self._reached}
 
     def may_plan(self) -> bool:
         """Whether the queue is empty and may be given the shards of another step."""
@@ -83,27 +80,27 @@ class FetchQueue:
             names = self._needed(step)
         except Exception:
             return
-        for name in names:
+        for name, size in names.items():
             if name in self._mirrored:
                 self._mirrored.move_to_end(name)
             else:
-                self._queue.append((name, step))
+                self._queue.append((name, size, step))
 
     def take(self) -> str | None:
         """Remove and return the first shard of the queue; None: the queue is empty, or the shard has no room yet."""
         if not self._queue or not self._fits(*self._queue[0]):
             return None
-        name, step = self._queue.pop(0)
+        name, size, step = self._queue.pop(0)
         if step > self._reached:
-            self._ahead[name] = step
-        self._mirrored[name] = self._sizes[name]
+            self._ahead[name] = step, size
+        self._mirrored[name] = size
         while sum(self._mirrored.values()) > 2 * self._limit:
             self._mirrored.popitem(last=False)
         return name
 
-    def _fits(self, name: str, step: int) -> bool:
-        ahead = sum(self._sizes[other] for other in self._ahead)
-        return step <= self._reached or not self._ahead or ahead + self._sizes[name] <= self._limit
+    def _fits(self, name: str, size: int, step: int) -> bool:
+        ahead = sum(size for _, size in self._ahead.values())
+        return step <= self._reached or not self._ahead or ahead + size <= self._limit
 
 
 class ShardPrefetch:
@@ -111,14 +108,12 @@ class ShardPrefetch:
 
     Args:
         files: the cache; `room` is the size of its mirror in bytes.
-        sizes, needed, first, stop: as for `FetchQueue`.
+        needed, first, stop: as for `FetchQueue`.
     """
 
-    def __init__(
-        self, files: Files, sizes: Mapping[str, int], needed: Callable[[int], list[str]], first: int, stop: int | None
-    ):
+    def __init__(self, files: Files, needed: Callable[[int], Mapping[str, int]], first: int, stop: int | None):
         assert files.room is not None
-        self._files, self._queue = files, FetchQueue(files.room, sizes, needed, first, stop)
+        self._files, self._queue = files, FetchQueue(files.room, needed, first, stop)
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(THREADS)]

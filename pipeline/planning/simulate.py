@@ -277,10 +277,6 @@ class _Sizes(dict[str, int]):
         self[name] = size = self._snapshot.shard_bytes(folder.partition("-")[0], int(file.partition(".")[0], 16))
         return size
 
-    def values(self) -> Any:
-        """Of a full shard of each bucket (and of texts), which stands for all the others."""
-        return self._snapshot.full_shards()
-
 
 class ImaginedSnapshot(CountedSnapshot):
     """A snapshot of an `Imagined`. Where a record lies and how many rows it has are functions of its row.
@@ -325,7 +321,14 @@ class ImaginedSnapshot(CountedSnapshot):
     def shard_files(self) -> dict[str, int]:
         return self.files.shard_sizes
 
-    def check_shards(self) -> None:
+    def shard_size(self, kind: str, number: int) -> int:
+        return self.files.shard_sizes[self.shard_path(kind, _name(number))]
+
+    def shard_sizes(self) -> np.ndarray:
+        """Of a full shard of each bucket (and of texts), which stands for all the others."""
+        return np.array(self.full_shards(), np.uint64)
+
+    def check_shards(self, share: slice = slice(None)) -> None:
         pass
 
     def rows(self, places: np.ndarray) -> np.ndarray:
@@ -461,11 +464,10 @@ class _Node:
         planner = _Remembering(self.loaders[0].planner)
         for loader in self.loaders:
             loader.planner = planner
-        self._paths: OrderedDict[int, list[list[str]]] = OrderedDict()
+        self._paths: OrderedDict[int, list[dict[str, int]]] = OrderedDict()
         self.queues = [
             FetchQueue(
                 self.mirror.limit,
-                snapshot.shard_files(),
                 lambda step, rank=rank: self._shards(step)[rank],  # type: ignore[misc]
                 settings.start_step,
                 settings.stop_step,
@@ -477,8 +479,8 @@ class _Node:
         self.starts: list[float] = []
         self.end, self.size = 0.0, 1
 
-    def _shards(self, step: int) -> list[list[str]]:
-        """Shards that each process reads in a step."""
+    def _shards(self, step: int) -> list[dict[str, int]]:
+        """Shards that each process reads in a step, with their bytes."""
         if step not in self._paths:
             self._paths[step] = [loader.shard_paths(step) for loader in self.loaders]
             if len(self._paths) > 2048:

@@ -282,7 +282,7 @@ def _storage(cache: Cache, snapshot: Snapshot, payload: dict[str, int]) -> dict[
             }
             for recipe in (snapshot.latent_recipe, snapshot.text_recipe)
         },
-        "shards_bytes": sum(snapshot.shard_files().values()),
+        "shards_bytes": int(snapshot.shard_sizes().sum()),
         "tables_bytes": sum(cache.files.sizes(tables).values()),
     }
 

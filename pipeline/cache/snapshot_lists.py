@@ -1,0 +1,317 @@
+"""The long lists of a snapshot's head: its shards, and its chunks with the digests of their blocks.
+
+In a head of version 2 each list is an Arrow table beside the head, which names it by its digest: `ShardTable` and
+`ChunkTable` are such lists. They are read when they are first used, checked whole and mapped, so that the processes of
+a machine share the memory. In a head of version 1 the lists are JSON in the head itself, and tuples here.
+Price: a list exists once, where the head exists twice; `bucket` writes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Self, TypeVar, overload
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.cache.arrow import ipc_table
+from pipeline.cache.chunk_blocks import BLOCK_ROWS, Blocks
+from pipeline.cache.files import Files
+from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.layout import Paths
+from pipeline.cache.local_files import digest_of
+from pipeline.cache.shard import to_ipc
+from pipeline.errors import IntegrityError
+
+T = TypeVar("T")
+_KEY = pa.binary(16)
+SHARDS = pa.schema([("name", _KEY), ("bytes", pa.uint64())])
+CHUNKS = pa.schema(
+    [
+        ("rows", pa.uint32()),
+        ("samples", _KEY),
+        ("names", _KEY),
+        ("size", pa.uint64()),
+        ("begin", pa.uint64()),
+        ("end", pa.uint64()),
+        ("frame", _KEY),
+        ("blocks", pa.list_(_KEY)),
+    ]
+)
+"""`Chunk` and its `Blocks`; `size` and what follows are of the samples' file."""
+
+
+Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""How a field is written: JSON to value, value to JSON."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One JSON object of a head. A field that is None is not written.
+
+    other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
+    """
+
+    other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    forms: ClassVar[Mapping[str, Form]] = {}
+    """Of fields whose JSON differs from their value."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
+        if not cls.forms and values.keys() == set(names):
+            return cls(**values)  # the usual case of shards and chunks, of which there are many
+        known = {name: value for name, value in values.items() if name in names}
+        for name in cls.forms.keys() & known.keys():
+            known[name] = cls.forms[name][0](known[name])
+        return cls(**known, other={name: value for name, value in values.items() if name not in names})
+
+    def values(self) -> dict[str, Any]:
+        """The JSON object."""
+        names: tuple[str, ...] = self.__match_args__
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name in self.forms.keys() & values.keys():
+            values[name] = self.forms[name][1](values[name])
+        return {**values, **self.other}
+
+
+def one(entry: type[Entry]) -> Form:
+    return entry.parse, lambda value: value.values()
+
+
+def several(entry: type[Entry]) -> Form:
+    return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
+
+
+HEX = (bytes.fromhex, bytes.hex)
+
+
+@dataclass(frozen=True)
+class ShardFile(Entry):
+    """A shard by its digest (hex), and its size."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk(Entry):
+    """Digests of the two tables of up to `CHUNK_ROWS` rows.
+
+    blocks: of the samples; None where the head has no such digests (version 1).
+    """
+
+    rows: int
+    samples: str
+    names: str
+    blocks: Blocks | None = field(default=None, kw_only=True, compare=False)
+
+
+@dataclass(frozen=True)
+class ListTable(Entry):
+    """What a head says of a list in a table.
+
+    Attributes:
+        table: its digest (hex).
+        count: rows.
+        bytes: of all shards of a list of shards.
+        block: rows of a block of samples, in a list of chunks.
+    """
+
+    table: str
+    count: int
+    bytes: int | None = None
+    block: int | None = None
+
+
+class _TableList(Sequence[T]):
+    """A list in a table. Two are equal if they are the same table.
+
+    Attributes:
+        entry: what the head says.
+    """
+
+    schema: ClassVar[pa.Schema]
+
+    def __init__(self, entry: ListTable):
+        self.entry = entry
+        self._files: Files | None = None
+        self._fix = ""
+
+    def bind(self, files: Files, fix: str) -> None:
+        """Name the cache of the table, and the command that writes it again."""
+        self._files, self._fix = files, fix
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.entry == self.entry
+
+    def __hash__(self) -> int:
+        return hash(self.entry.table)
+
+    def __len__(self) -> int:
+        return self.entry.count
+
+    @overload
+    def __getitem__(self, number: int) -> T: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[T]: ...
+    def __getitem__(self, number: int | slice) -> T | list[T]:
+        if isinstance(number, slice):
+            return [self.at(i) for i in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"the list has {len(self)} rows, not {number + 1}")
+        return self.at(number % len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.at, range(len(self)))
+
+    def at(self, number: int) -> T:
+        raise NotImplementedError
+
+    @cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The table's columns of plain values, mapped; of lists their offsets, and their values as `.NAME`.
+
+        Raises:
+            IntegrityError: the table is missing, damaged or another list's.
+        """
+        assert self._files is not None, "a list of a head that was not read from a cache"
+        files, name = self._files, Paths.table(self.entry.table, "arrow")
+        try:
+            handle = files.open(name)
+            actual = files.when_reachable(lambda: digest_of(handle))
+        except FileNotFoundError:
+            raise IntegrityError(f"{files.where(name)}: a list of a snapshot is missing", fix=self._fix) from None
+        except OSError as error:
+            raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=self._fix) from None
+        if actual != self.entry.table:
+            raise IntegrityError(
+                f"{files.where(name)}: a list of a snapshot does not match its name",
+                expected=self.entry.table,
+                found=actual,
+                fix=self._fix,
+            )
+        table = ipc_table(handle.map())
+        if table.schema != self.schema or table.num_rows != self.entry.count:
+            raise IntegrityError(
+                f"{files.where(name)}: is another table than the list of a snapshot",
+                expected=f"{self.entry.count} rows of {self.schema.names}",
+                found=f"{table.num_rows} rows of {table.schema.names}",
+            )
+        columns = {}
+        for kind in self.schema:
+            # One batch: a column in one piece, which is not copied.
+            array = table.column(kind.name).chunk(0) if table.num_rows else pa.array([], kind.type)
+            if pa.types.is_list(kind.type):
+                columns[kind.name], columns[f".{kind.name}"] = array.offsets.to_numpy(), fixed(array.values)
+            else:
+                columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
+        return columns
+
+
+class ShardTable(_TableList[ShardFile]):
+    """The shards of a kind, as a table."""
+
+    schema = SHARDS
+
+    @classmethod
+    def of(cls, shards: Iterable[ShardFile]) -> tuple[Self, bytes]:
+        """The table of a list, and the bytes of its file."""
+        shards = tuple(shards)
+        sizes = [shard.bytes for shard in shards]
+        names = binary(as_keys([bytes.fromhex(shard.name) for shard in shards]))
+        return _listed(cls, [names, pa.array(sizes, pa.uint64())], bytes=sum(sizes))
+
+    def at(self, number: int) -> ShardFile:
+        return ShardFile(self.name(number), int(self.columns["bytes"][number]))
+
+    def name(self, number: int) -> str:
+        return key_bytes(self.columns["name"][number]).hex()
+
+
+class ShardNames(Sequence[str]):
+    """The names of a `ShardTable`, each made when it is asked for."""
+
+    def __init__(self, shards: ShardTable):
+        self._shards = shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self._shards.name(i) for i in range(*number.indices(len(self)))]
+        return self._shards.name(number)
+
+    def _places(self, name: object) -> np.ndarray:
+        return np.flatnonzero(self._shards.columns["name"] == np.array([bytes.fromhex(str(name))], "S16"))
+
+    def __contains__(self, name: object) -> bool:
+        return len(self._places(name)) > 0
+
+    def index(self, name: str, *span: int) -> int:
+        return int(self._places(name)[0])
+
+
+class ChunkTable(_TableList[Chunk]):
+    """The chunks with the digests of their blocks, as a table."""
+
+    schema = CHUNKS
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> tuple[Self, bytes]:
+        """The table of a list, and the bytes of its file. Every chunk has `blocks`."""
+        chunks = tuple(chunks)
+        blocks = [chunk.blocks for chunk in chunks if chunk.blocks is not None]
+        ends = np.cumsum([0, *(len(each.digests) for each in blocks)]).astype(np.int32)
+        digests = np.concatenate([np.empty(0, "S16"), *(each.digests for each in blocks)])
+        columns = [
+            pa.array([chunk.rows for chunk in chunks], pa.uint32()),
+            *(
+                binary(as_keys([bytes.fromhex(getattr(chunk, which)) for chunk in chunks]))
+                for which in ("samples", "names")
+            ),
+            *(pa.array([getattr(each, name) for each in blocks], pa.uint64()) for name in ("size", "begin", "end")),
+            binary(as_keys([each.frame for each in blocks])),
+            pa.ListArray.from_arrays(pa.array(ends), binary(digests)),
+        ]
+        return _listed(cls, columns, block=blocks[0].rows if blocks else BLOCK_ROWS)
+
+    def at(self, number: int) -> Chunk:
+        columns, offsets = self.columns, self.columns["blocks"]
+        assert self.entry.block is not None
+        blocks = Blocks(
+            *(int(columns[name][number]) for name in ("size", "begin", "end")),
+            key_bytes(columns["frame"][number]),
+            self.entry.block,
+            columns[".blocks"][offsets[number] : offsets[number + 1]],
+        )
+        samples, names = (key_bytes(columns[name][number]).hex() for name in ("samples", "names"))
+        return Chunk(int(columns["rows"][number]), samples, names, blocks=blocks)
+
+
+L = TypeVar("L", bound="_TableList[Any]")
+
+
+def _listed(kind: type[L], columns: list[pa.Array], **entry: int) -> tuple[L, bytes]:
+    data = to_ipc(pa.table(columns, schema=kind.schema))
+    return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data
+
+
+def table_or_several(kind: type[_TableList[Any]], entry: type[Entry]) -> Form:
+    """How a list is written: as a table, or entry by entry."""
+
+    def parse(value: Any) -> Any:
+        return kind(ListTable.parse(value)) if isinstance(value, Mapping) else tuple(map(entry.parse, value))
+
+    def values(items: Any) -> Any:
+        return items.entry.values() if isinstance(items, kind) else [item.values() for item in items]
+
+    return parse, values
