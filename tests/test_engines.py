@@ -703,7 +703,7 @@ class MeteredMaker(Maker):
         return replace(commit, records=3, rejects=(index.Reject("0" * 32, "a.png", "bad"),))
 
     def disk_space(self) -> DiskSpace:
-        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1)
+        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: plan.number + unit.count)
 
 
 @pytest.fixture
