@@ -270,6 +270,22 @@ def test_the_bar_expects_what_this_worker_makes(cache: Cache, todo: engine.Work)
     assert (bar.done, bar.rejected, bar.total) == (6, 12, 6)
 
 
+def test_what_a_full_disk_undid_is_not_counted(cache: Cache, todo: engine.Work) -> None:
+    failed: set[str] = set()
+
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        progress(1, 2)
+        if unit.unit not in failed:
+            failed.add(unit.unit)
+            raise NoSpaceError("full")
+
+    space = DiskSpace(cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1, lambda seconds: None)
+    worker, bar = engine.Worker(Claims(cache.files, 60), Stop(0), 1, 3), Progress("units", 0)
+    engine.make_units(Maker(cache, hook), todo, worker, bar, space)
+    assert len(failed) == 8, "of its share, and of the others"
+    assert (bar.done, bar.rejected, bar.total) == (8, 16, 8)
+
+
 def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo: engine.Work) -> None:
     class Counted(Maker):
         def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
@@ -737,7 +753,9 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
     assert (bar.done, bar.rejected, bar.total, bar.tokens) == (24, 8, 16, sum(range(8)))
     names = [call if isinstance(call, str) else call[0] for call in ray.calls]
     assert [name for name in names if name != "wait"] == ["init", "put", "options", "options", "shutdown"]
-    assert ray.calls[0][1]["runtime_env"]["env_vars"] == {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
+    variables = {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
+    options = {"runtime_env": {"env_vars": variables}, "logging_level": "WARNING", "log_to_driver": True}
+    assert ray.calls[0] == ("init", options)
     order = ray.calls[1][1]
     assert (order.key, order.folder, order.version) == ("key", str(Path.cwd()), __version__)
     assert ray.calls[2][1] == {"max_retries": 10, "num_cpus": 1.0, "num_gpus": 0.0}
