@@ -2,8 +2,8 @@
 
 mutmut edits every expression of the files in turn, in a clone of the last commit, and runs the tests that reach it.
 Prints the share of mutants that some test kills, and the survivors; exit code 1 below `WANTED`. Hours for a room: for
-the night. `--sample 100` estimates the share. Messages of errors are not mutated: tests hold their types and exit
-codes, not their words.
+the night. `--sample 100` estimates the share. Messages of errors and of the log are not mutated: tests hold their types
+and exit codes, not their words.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ also_copy = ["configs/", "benchmarks/", "docs/", "cache_layout.md", "README.md",
 process_isolation = "forkserver"
 timeout_multiplier = 10.0
 timeout_constant = 18.0
-do_not_mutate_patterns = ['raise \\w*Error\\(', '^\\s*(expected|found|fix|what)=', 'click\\.echo\\(']
+do_not_mutate_patterns = [
+    'raise \\w*(Error|Reject)\\(',
+    '^\\s*(expected|found|fix|what)=',
+    'click\\.echo\\(',
+    '^\\s*(retrying\\.)?log\\(',
+]
 pytest_add_cli_args = ["-p", "no:cacheprovider"]
 pytest_add_cli_args_test_selection = {tests}
 """

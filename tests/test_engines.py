@@ -270,24 +270,42 @@ def test_the_bar_expects_what_this_worker_makes(cache: Cache, todo: engine.Work)
     assert (bar.done, bar.rejected, bar.total) == (6, 12, 6)
 
 
+def test_what_a_full_disk_undid_is_not_counted(cache: Cache, todo: engine.Work) -> None:
+    failed: set[str] = set()
+
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        progress(1, 2)
+        if unit.unit not in failed:
+            failed.add(unit.unit)
+            raise NoSpaceError("full")
+
+    space = DiskSpace(cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1, lambda seconds: None)
+    worker, bar = engine.Worker(Claims(cache.files, 60), Stop(0), 1, 3), Progress("units", 0)
+    engine.make_units(Maker(cache, hook), todo, worker, bar, space)
+    assert len(failed) == 8, "of its share, and of the others"
+    assert (bar.done, bar.rejected, bar.total) == (8, 16, 8)
+
+
 def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo: engine.Work) -> None:
     class Counted(Maker):
         def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
             return replace(super().make(plan, unit, progress), records=len(self.done))
 
     owner = other_machine(cache)
-    plan, unit = todo[3]
-    owner.take(plan.recipe, plan.number, unit.unit)
+    held = [(plan.recipe, plan.number, unit.unit) for plan, unit in (todo[3], todo[5])]
+    for work in held:
+        owner.take(*work)
     worker = engine.Worker(Claims(cache.files, 60), Stop(0))
     beats = iter(range(1, 100))
 
     def sleep(seconds: float) -> None:
-        owner.files.replace(Paths.claim(plan.recipe, plan.number, unit.unit), owner._content(next(beats)))
+        for work in held:
+            owner.files.replace(Paths.claim(*work), owner._content(next(beats)))
 
     worker.stop.sleep = sleep  # type: ignore[method-assign]
     bar = Progress("units", 0)
-    assert engine.make_units(Counted(cache), todo, worker, bar) == (sum(range(1, 8)), 1)
-    assert bar.total == 7
+    assert engine.make_units(Counted(cache), todo, worker, bar) == (sum(range(1, 7)), 2)
+    assert bar.total == 6
 
 
 # ---------------------------------------------------------------- signals
@@ -701,7 +719,7 @@ class MeteredMaker(Maker):
         return replace(commit, records=3, rejects=(index.Reject("0" * 32, "a.png", "bad"),))
 
     def disk_space(self) -> DiskSpace:
-        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1)
+        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: plan.number + unit.count)
 
 
 @pytest.fixture
@@ -735,7 +753,9 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
     assert (bar.done, bar.rejected, bar.total, bar.tokens) == (24, 8, 16, sum(range(8)))
     names = [call if isinstance(call, str) else call[0] for call in ray.calls]
     assert [name for name in names if name != "wait"] == ["init", "put", "options", "options", "shutdown"]
-    assert ray.calls[0][1]["runtime_env"]["env_vars"] == {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
+    variables = {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
+    options = {"runtime_env": {"env_vars": variables}, "logging_level": "WARNING", "log_to_driver": True}
+    assert ray.calls[0] == ("init", options)
     order = ray.calls[1][1]
     assert (order.key, order.folder, order.version) == ("key", str(Path.cwd()), __version__)
     assert ray.calls[2][1] == {"max_retries": 10, "num_cpus": 1.0, "num_gpus": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def test_the_first_rows_are_not_judged_and_a_constant_has_a_band() -> None:
         constant.add(0.3)
     assert constant.add(0.31) is None
     assert constant.add(0.33) is not None
+
+
+def test_the_band_has_exact_ends_and_begins_after_its_first_rows() -> None:
+    for rows, reported in ((BEFORE - 1, None), (BEFORE, (2 - 0.12, 2 + 0.12)), (200, (2 - 0.12, 2 + 0.12))):
+        for loss in (2.125, 1.875):
+            band = LossBand()
+            assert not any(band.add(2.0) for _ in range(rows))
+            assert band.add(loss) == (reported and pytest.approx(reported))
+            assert (band.rows, band.inside) == (rows + 1, reported is None)
+    share = 1 - math.exp(-1 / 50)  # from the 51st row on
+    assert band.mean == pytest.approx(2 - share / 8)
+    assert band.variance == pytest.approx((1 - share) * share / 64)
+    assert LossBand(mean=2.0, rows=99).add(2 + 0.06 * 2) is None, "the end belongs to it"
 
 
 def test_mean_and_variance_are_those_of_the_rows_while_they_are_few() -> None:

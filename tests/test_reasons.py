@@ -8,7 +8,7 @@ import io
 import pytest
 
 from pipeline.amounts import amount
-from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, kind
+from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, examples, kind
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell
         ("a/my cat.jpg", "has no caption: no my cat.txt beside it", "has no caption: no *.txt beside it"),
         ("x.jpg", "has no usable caption: x.txt is empty", "has no usable caption: *.txt is empty"),
         ("x.jpg", "unreadable: sub/x.jpg: Permission denied", "unreadable: *: Permission denied"),
+        ("a/my cat.jpg", "unreadable: my cat.jpg: gone", "unreadable: *: gone"),
+        ("a b/my cat.jpg", "unreadable: a b/my cat.jpg: gone", "unreadable: *: gone"),
         ("s.tar/1.jpg", "its .json has only 'prompt', 'w'", "its .json has only 'prompt', 'w'"),
         ("m.csv:5", "names 'far away.jpg', which does not exist", "names *, which does not exist"),
         ("a", "512x300 = 153,600 pixels, more than max_pixels = 1,000", "N = N pixels, more than max_pixels = 1,000"),
@@ -39,6 +41,16 @@ def test_a_million_rejects_are_a_few_lines() -> None:
     assert max(odd.counts.values()) == odd.counts[OTHERS] != odd.counts["cause " + "x" * 299] == 299
     assert len(odd.lines()) == SHOWN + 1
     assert len(odd.examples[OTHERS]) == EXAMPLES
+
+
+def test_items_of_a_kind_stand_on_one_line() -> None:
+    assert examples(["a.png", "b\n.png"], 2) == "a.png, b\\n.png"
+    assert examples(["a.png", "b.png"], 3) == "a.png, b.png, ..."
+    shown = examples(["x" * 60, "y" * 61], 2).split(", ")
+    assert shown[0] == "x" * 60 and len(shown[1]) < 60
+    lines = Kinds.of((f"{i}.png", f"cause {'abcdefghijklmnopqrstuvwxyz'[i % 25]}") for i in range(60)).lines()
+    assert lines[0] == "       3  cause a\n          0.png, 25.png, 50.png"
+    assert lines[-1] == "      10  for 5 other reasons"
 
 
 def test_no_cell_is_a_formula() -> None:

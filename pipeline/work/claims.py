@@ -121,7 +121,7 @@ class Claims:
                 self.release(*work)
 
     def _content(self, beat: int) -> bytes:
-        return json.dumps({"owner": self.token, "beat": beat, **self._place}, sort_keys=True).encode() + b"\n"
+        return json.dumps({"owner": self.token, "beat": beat, **self._place}).encode() + b"\n"
 
     def _owned(self, name: str) -> bool:
         content = self._read(name)
