@@ -311,6 +311,28 @@ def _trained(name: str, steps: int) -> tuple[SanaTransformer, torch.optim.Optimi
     return model, optimizer
 
 
+def test_adamw_on_the_cpu_is_fused_clips_in_its_kernel_and_is_torchs_plain_loop() -> None:
+    settings = tiny_run.config()
+    fused_model, plain_model = tiny_run.model(settings), tiny_run.model(settings)
+    fused = optimizers.build(fused_model, settings.train.optim, CPU)
+    assert all(group["fused"] for group in fused.param_groups)
+    groups = [{**group, "params": []} for group in fused.param_groups]
+    number = {id(p): i for i, group in enumerate(fused.param_groups) for p in group["params"]}
+    for ours, other in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
+        groups[number[id(ours)]]["params"].append(other)
+    plain = torch.optim.AdamW([{**group, "fused": None, "foreach": False} for group in groups])
+    step = TrainStep(ParallelModel(fused_model), FlowMatching(settings.train.flow), fused, settings.train, CPU)
+    torch.manual_seed(0)
+    for number_of_step in range(20):
+        factor = None if number_of_step % 2 else torch.tensor(0.03)
+        for ours, other in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
+            ours.grad = torch.randn_like(ours) * 10.0 ** (-number_of_step % 5 - 3)
+            other.grad = ours.grad * (1.0 if factor is None else 0.03)
+        step._update(factor)
+        plain.step()
+    assert tiny_run.distance(fused_model.state_dict(), plain_model.state_dict()) < 1e-6
+
+
 def test_adamw8bit_follows_adamw() -> None:
     pytest.importorskip("torchao")
     (exact, _), (model, optimizer) = _trained("adamw", 10), _trained("adamw8bit", 10)

@@ -22,6 +22,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
+from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
 from pipeline.training.task import Prompts, Task
 
@@ -253,6 +254,8 @@ def train_losses(
     train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
     step = train_step(parallel_model, train, optimizer)
+    if train.optim.in_backward:
+        in_backward.fuse(optimizer, parallel_model)
     result = []
     for number in range(steps):
         optimizers.set_learning_rate(
