@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -522,7 +523,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
         by_kind = [(kinds[posixpath.splitext(name)[1]], name) for name in rng.permutation(sorted(names)).tolist()]
         pictures, captions = [n for kind, n in by_kind if kind is None], [n for kind, n in by_kind if kind is not None]
         table = there.rows(folder_source._FILES, [row for row in by_kind if row[0] is not None])
-        listing = folder_source.Listing(there, pictures, lambda table=table: table)
+        listing = folder_source.Listing(there, pictures, partial(pa.concat_tables, [table]))
         expected, left = files_of(pictures, captions)
         assert listing.keys(0, len(listing)) == list(expected)
         for start in range(0, len(listing), 7):
