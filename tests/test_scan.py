@@ -393,6 +393,30 @@ def test_what_was_published_just_before_the_claim_is_not_made_again(
     assert got == [1]
 
 
+def test_few_fragments_are_looked_at_before_their_turn(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanning, "RUNS_AHEAD", 2)
+    monkeypatch.setattr(scanning, "RUN", RUN)
+    looks, made = [], []
+    real, make = LocalFilesystem.stat_many, scanning._Scan._made
+
+    def stat_many(self: LocalFilesystem, names: Any) -> Any:
+        looks.append(names)
+        return real(self, names)
+
+    def recorded(self: Any, piece: Any) -> Any:
+        made.append(len(looks))
+        return make(self, piece)
+
+    monkeypatch.setattr(LocalFilesystem, "stat_many", stat_many)
+    monkeypatch.setattr(scanning._Scan, "_made", recorded)
+    source = Counted(folder)
+    scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
+    assert len(source.reads) == COUNT and len(made) == 6
+    assert all(count <= number + 2 for number, count in enumerate(made))
+
+
 def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

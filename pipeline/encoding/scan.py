@@ -9,8 +9,9 @@ part with a stamp, or `RUN` items of a part without. Each fragment is read by on
 process has read is not read again. Fragments without new pictures are not distributed: checking file times is cheap, so
 every process does it.
 Price: a first scan reads every file once (the digest needs all bytes); `--rehash` reads them again. Each process lists
-every part that has no stamp, and asks for the size and time of each of its files. Without times or ETags from the
-server nothing can be shared or reused. A part with a stamp is not cut, so a single huge tar is read by one process.
+every part that has no stamp, and asks for the size and time of each of its files (of new pictures twice, since the
+answers for all would fill the memory). Without times or ETags from the server nothing can be shared or reused. A part
+with a stamp is not cut, so a single huge tar is read by one process.
 Unreadable items are tried again by the next scan, but not when an interrupted scan continues.
 """
 

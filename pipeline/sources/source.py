@@ -4,7 +4,8 @@
 `detect` chooses one for `--data`.
 Why an interface this small: a scan needs the keys in a fixed order with their captions, a sign that the bytes have
 changed, and the bytes. Archives, tables and object stores can answer these as well as a disk.
-Price: a listing holds all keys and the captions of the metadata files in memory (some 200 bytes a picture).
+Price: a listing is in temporary files, but rows of metadata files (JSONL, CSV) and names in an object store, as fsspec
+lists them, are in memory.
 
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`.
