@@ -95,10 +95,9 @@ def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         def opened(handle: Any, where: Mirror, name: str, *more: Any) -> None:
             if name.startswith("shards/"):
                 seen["opened"] += 1
-                seen["hashed"] += os.fstat(handle.descriptor).st_size
-            last = PurePosixPath(name)  # the kernel's clock is too coarse to tell which copy was opened last
+            # the kernel's clock is too coarse to tell which copy was opened last
             clock[0] += 1000
-            os.utime(where.root / last.stem[:2] / last.name, ns=(clock[0], clock[0]))
+            os.utime(where.mark_of(Path(PurePosixPath(name).name)), ns=(clock[0], clock[0]))
 
         def spans(size: int, *more: Any) -> None:
             seen["spans"] += 1
@@ -133,6 +132,7 @@ def _without(seen: Counter[str], real: Any, handle: Any) -> str:
     before = seen["spans"], seen["read"]
     result = real(handle)
     seen["spans"], seen["read"] = before
+    seen["hashed"] += os.fstat(handle.descriptor).st_size
     return result
 
 

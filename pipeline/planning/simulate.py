@@ -81,7 +81,7 @@ class Counts:
         fetches, fetched: shards fetched from the store, and their bytes.
         needed, needed_bytes: those of them that a process began to read. A node with time to spare fetches for later
             steps, too, so that a short run has more fetches.
-        opened, hashed: openings of shards by all processes, and the bytes of the copies, which each opening checks.
+        opened, hashed: openings of shards by all processes, and the bytes of copies that were checked, once each.
         spans, read: reads from copies, and their bytes.
         waited: seconds in which training waited for data.
         steps, samples: of the node.
@@ -150,9 +150,9 @@ class MirrorModel:
             self.counts.requests += REQUESTS
             self.counts.fetches += 1
             self.counts.fetched += size
-        self.now += size / 1e9 * self.store.hash_s_gb
+            self.now += size / 1e9 * self.store.hash_s_gb
+            self.counts.hashed += size
         self.counts.opened += 1
-        self.counts.hashed += size
 
 
 class _NoFile(Handle):
@@ -171,7 +171,7 @@ class ModelFiles(Files):
         self.mirror, self.room = mirror, mirror.limit
         self.shard_sizes: dict[str, int] = {}
 
-    def open(self, name: str) -> Handle:
+    def open(self, name: str, *, trust: bool = False) -> Handle:
         if not name.startswith("shards/"):
             return super().open(name)
         self.mirror.read(name, self.shard_sizes[name])
