@@ -42,10 +42,10 @@ SETTINGS = {
 }
 
 VERSION_2 = {
-    "plain": "",
-    "chosen": "",
-    "windows": "",
-    "packed": "",
+    "plain": "0348285480af3f8d92018fb9f1c360b4",
+    "chosen": "ef0af46a69f88d8bb486d3a0a3a95ba5",
+    "windows": "355bb2dead430a48dcf05934bf42d7b2",
+    "packed": "63e20c206fd30b5045992279da5a646f",
 }
 """Ids of the same snapshots made anew, with heads of version 2."""
 

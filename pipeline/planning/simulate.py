@@ -25,7 +25,7 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
 from pipeline.cache.shard import BLOCK, Reader, npy_header
-from pipeline.cache.snapshot import CHUNK_ROWS, Bucket, Columns, Head, NullRecord, Packed, Policies, Snapshot
+from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, Packed, Policies, Snapshot
 from pipeline.config import BucketConfig, EncodeConfig
 from pipeline.encoding import estimate
 from pipeline.errors import CacheError
@@ -283,9 +283,6 @@ class ImaginedSnapshot(CountedSnapshot):
 
     Unpacked: units of one resolution each, and units of captions; rows lie in them in a permuted order, since rows are
     sorted by a digest. Packed: in the order of rows.
-
-    Attributes:
-        chunks: numbers of the index's chunks that have been asked for.
     """
 
     def __init__(self, content: Imagined, mirror: MirrorModel):
@@ -294,7 +291,6 @@ class ImaginedSnapshot(CountedSnapshot):
         self.buckets, self.null = self.head.buckets, self.head.null
         self.latent_recipe, self.text_recipe = content.latent, content.text
         self._starts = np.cumsum([0, *(bucket.samples for bucket in self.buckets)])
-        self.chunks: set[int] = set()
         self.files.shard_sizes = _Sizes(self)
         self._rows = caption_rows()
         shapes = [self.latent_shape(b) for b in range(len(self.buckets))]
@@ -363,7 +359,6 @@ class ImaginedSnapshot(CountedSnapshot):
 
     def columns(self, rows: np.ndarray) -> Columns:
         """As of a real snapshot, for rows of one bucket. Keys and checksums are zeros."""
-        self.chunks.update(np.unique(rows // CHUNK_ROWS).tolist())
         bucket = int(np.searchsorted(self._starts, rows[0], side="right")) - 1
         start, count = int(self._starts[bucket]), self.buckets[bucket].samples
         place, unit, member = rows - start, self._units[bucket], self._latent_member[bucket]
