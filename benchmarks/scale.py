@@ -256,8 +256,6 @@ def limits_table() -> Table:
     """What stops at 10^9 pairs and 512 GPUs."""
     pairs, cache = PAIRS[-1], scale.cache_of(PAIRS[-1])
     plain, packed, hsdp = simulated(PLAIN_ORDER), simulated(DEFAULT), best(512)
-    opened = packed.each("opened") / packed.each("needed")
-    chunk_bytes = packed.all_chunks * scale.CHUNK_BYTES
     epochs = cache.hours / (hsdp.hours(pairs) * hsdp.gpus)
     small, narrow = simulated(SMALL_SHARDS), simulated(SMALL_WINDOW)
     return Table(
@@ -269,20 +267,6 @@ def limits_table() -> Table:
                 "of a core, each",
                 "10^8 pairs, with 8 processes a node",
                 "one planner whose documents the others read (not built)",
-            ),
-            (
-                "the snapshot's list of shards as JSON, each looked at",
-                f"{number(packed.shards * scale.SHARD_OPEN_BYTES)}B and {number(packed.shards * scale.SHARD_OPEN_S)} s "
-                "in each process",
-                "a million shards",
-                "lists in Arrow, looked at when used (not built)",
-            ),
-            (
-                "chunks of the index, checked whole at first touch",
-                f"{number(chunk_bytes)}B read by each process; {packed.chunks} of {packed.all_chunks} chunks within "
-                f"{DEFAULT.steps + DEFAULT.skip} steps",
-                "10^8 pairs",
-                "smaller checked blocks (not built)",
             ),
             (
                 "random order over shards as encoded",
@@ -303,12 +287,6 @@ def limits_table() -> Table:
                 f"{number(packed.each('waited'))} s waited a step of {hsdp.time.step:.2g} s",
                 "several nodes, at 90 MB/s a transfer",
                 f"--set bucket.pack_mib=16 ({number(small.each('waited'))} s); one shard by several ranges (not built)",
-            ),
-            (
-                "each opening checks the whole copy",
-                f"{number(opened)} openings for each fetch, {number(packed.each('hashed'))}B a node and step",
-                "8 processes a node",
-                "one check a machine (not built); every record is checked anyway",
             ),
             (
                 "one document a unit, in one folder",

@@ -7,6 +7,8 @@ Each figure is taken in a process of its own, from the page cache. The schedule 
 Keys per size N (1e5, ...): open_s_N (snapshot and loader), first_batch_s_N, resume_1e6_s_N (from nothing to the batch
 after step 10^6), resume_1e6_mib_N (what that read from shards), rss_mb_N (memory of the process's own after 200 more
 steps: what grows with neither N nor time), mapped_mb_N (mapped files at that moment, which the kernel may drop).
+lists_vV_s, lists_vV_mb: opening a snapshot of 300,000 shards (without looking at their files) whose head has version V,
+and the process's own memory for it. first_touch_vV_bytes: read from the index for one row of a full chunk.
 schedule_1e9_s: making the schedule and asking it for step 10^6; schedule_1e9_mb: memory that took.
 """
 
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +168,40 @@ def _read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
+SHARDS = 300_000
+
+
+def build_lists(root: Path) -> dict[int, str]:
+    """The ids of a snapshot of `SHARDS` shards, which do not exist, by the version of its head."""
+    build(root, snapshot.CHUNK_ROWS)
+    cache = Cache(root)
+    opened = cache.open_snapshot().head
+    shards = {
+        kind: tuple(snapshot.ShardFile(layout.digest(kind, str(i)).hex(), 1 << 26) for i in range(SHARDS // 2))
+        for kind in opened.shards
+    }
+    first = replace(opened, shards=shards, chunks=tuple(opened.chunks))
+    second, tables = first.with_tables()
+    first = replace(first, chunks=tuple(replace(chunk, blocks=None) for chunk in first.chunks))
+    for data in tables:
+        cache.files.put_content(data, "tables", "arrow")
+    for head in (first, second):
+        cache.files.ensure(layout.Paths.snapshot(head.id), head.sealed())
+    return {head.version: head.id for head in (first, second)}
+
+
+def measure_lists(root: Path, snapshot_id: str) -> dict[str, float]:
+    files = Cache(root).files
+    snapshot.Snapshot(files, snapshot_id).sample(7)  # imports what it needs
+    before, began = memory()[0], time.perf_counter()
+    opened = snapshot.Snapshot(files, snapshot_id)
+    opened.shard_sizes().max()
+    _ = opened.shards["text"][SHARDS // 2 - 1], opened.shards["latent"][0]
+    taken, own, read = time.perf_counter() - began, memory()[0] - before, _read()
+    opened.sample(7)
+    return {"s": taken, "mb": own, "bytes": _read() - read}
+
+
 def schedule_alone() -> dict[str, float]:
     before, began = memory()[0], time.perf_counter()
     Schedule([2 * 10**8] * 5, [BATCH] * 5, seed=0, phase=0, small="carry").step(10**6)
@@ -184,7 +221,12 @@ def main() -> None:
     parser.add_argument("--one", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        found = schedule_alone() if not given.one else measure(Path(given.one[0]), int(given.one[1]))
+        if not given.one:
+            found = schedule_alone()
+        elif len(given.one[1]) == 32:
+            found = measure_lists(Path(given.one[0]), given.one[1])
+        else:
+            found = measure(Path(given.one[0]), int(given.one[1]))
         print(json.dumps(found))
         return
     figures: dict[str, float | str] = {}
@@ -213,6 +255,11 @@ def main() -> None:
                 start["mapped_mb"],
             ]
         )
+    with tempfile.TemporaryDirectory() as folder:
+        for version, name in build_lists(Path(folder) / "cache").items():
+            found = apart(Path(folder) / "cache", name)
+            figures |= {f"lists_v{version}_s": found["s"], f"lists_v{version}_mb": found["mb"]}
+            figures[f"first_touch_v{version}_bytes"] = found["bytes"]
     alone = apart()
     table(["samples", "open s", "first batch s", "resume at 10^6 s", "MiB read", "own MB", "mapped MB"], rows)
     finish({**figures, "schedule_1e9_s": alone["s"], "schedule_1e9_mb": alone["mb"]})

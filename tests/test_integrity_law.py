@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 from pipeline.cache import audit, layout
+from pipeline.cache.chunk_blocks import CheckedBlocks
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import Reader
 from pipeline.cache.snapshot import NAMES, Snapshot
+from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -354,13 +356,19 @@ def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(None, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
-@pytest.mark.parametrize("of", ["head", "samples", "names"])
+@pytest.mark.parametrize("of", ["head", "shards", "chunks", "samples", "names"])
 def test_bits_of_a_snapshot(copy: Path, of: str, count: int | None) -> None:
     opened = Cache(copy).open_snapshot()
     [chunk] = opened.head.chunks
-    path = copy / (
-        layout.Paths.snapshot(opened.id) if of == "head" else layout.Paths.table(getattr(chunk, of), "arrow")
-    )
+    shards, chunks = opened.head.shards["latent"], opened.head.chunks
+    assert isinstance(shards, ShardTable) and isinstance(chunks, ChunkTable)
+    tables = {
+        "samples": chunk.samples,
+        "names": chunk.names,
+        "shards": shards.entry.table,
+        "chunks": chunks.entry.table,
+    }
+    path = copy / (layout.Paths.snapshot(opened.id) if of == "head" else layout.Paths.table(tables[of], "arrow"))
 
     def reading() -> object:
         snapshot = Snapshot(Files(copy), opened.id)
@@ -423,7 +431,9 @@ def test_without_identity_swapped_records_would_be_silent(
     assert layout.checksum(*other, payload) == layout.checksum(recipe, one.key, payload)
 
 
-@pytest.mark.parametrize("guard", ["the chunk's digest", "the document's digest", "the table's digest"])
+@pytest.mark.parametrize(
+    "guard", ["the chunk's digest", "the list's digest", "the document's digest", "the table's digest"]
+)
 def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     copy: Path, monkeypatch: pytest.MonkeyPatch, guard: str
 ) -> None:
@@ -431,11 +441,18 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
-        monkeypatch.setattr("pipeline.cache.snapshot.digest_of", lambda handle: name)
+        monkeypatch.setattr(CheckedBlocks, "damaged", lambda self, rows: [])
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
+    elif guard == "the list's digest":
+        shards = opened.head.shards["latent"]
+        assert isinstance(shards, ShardTable)
+        name = shards.entry.table
+        path, old = copy / layout.Paths.table(name, "arrow"), bytes.fromhex(opened.sample(0).shard)
+        monkeypatch.setattr("pipeline.cache.snapshot_lists.digest_of", lambda handle: name)
+        reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
     elif guard == "the document's digest":
         path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 3'
-        monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))
+        monkeypatch.setattr(layout, "unseal", lambda data, where, newest: json.loads(data))
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.latent_recipe.name, 0))["table"]

@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import stages.bucket
 import stages.encode
@@ -30,11 +32,13 @@ from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardWriter
+from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import command
 from pipeline.work.claims import Claims
+from tests.support import tiny_cache
 from tests.test_cache import LATENT
 
 MakeConfig = Callable[..., Config]
@@ -280,6 +284,60 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
     finally:
         del files.fs.get_file
     assert list(folder.glob("tmp/*")) == []
+
+
+def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever process opens it with trust; again if it has changed, and whenever trust is not asked for."""
+    place, checked = f"memory://{uuid4().hex}", list[object]()
+    mirror = MirrorConfig(path=str(tmp_path / "mirror"), gib=0.001)
+    real = mirrors.digest_of
+    monkeypatch.setattr(mirrors, "digest_of", lambda handle: (checked.append(handle), real(handle))[1])
+
+    def open_copy(trust: bool) -> bytes:
+        return bytes(files_at(place, mirror).open(name, trust=trust).map())
+
+    good = bytes([7]) * 10_000
+    name = layout.Paths.table(files_at(place, mirror).put_content(good, "tables", "npy"), "npy")
+    for trust in (False, True, True):
+        assert open_copy(trust) == good
+    assert len(checked) == 1
+    assert open_copy(False) == good and len(checked) == 2
+    copy = next((tmp_path / "mirror").glob("??/*.npy"))
+    status = copy.stat()
+    copy.write_bytes(b"\1" + good[1:])
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))  # only its time of change differs
+    assert open_copy(True) == good and len(checked) == 4, "found damaged, and fetched again"
+    assert open_copy(True) == good and len(checked) == 4
+    mark = files_at(place, mirror).mirror.mark_of(copy)  # type: ignore[attr-defined]
+    mark.unlink()
+    assert open_copy(True) == good and len(checked) == 5 and mark.exists()
+    files_at(place, mirror).mirror.drop(name)  # type: ignore[attr-defined]
+    assert not mark.exists() and not copy.exists()
+
+
+def test_a_trusted_copy_that_is_damaged_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage of the disk below the mark: readers of records and of blocks notice, and the copy is fetched again."""
+    place, source = uuid4().hex, tiny_cache.build(tmp_path / "cache")
+    for path in filter(Path.is_file, (tmp_path / "cache").rglob("*")):
+        MemoryFileSystem().pipe_file(f"/{place}/{path.relative_to(tmp_path / 'cache')}", path.read_bytes())
+    opened = Cache(f"memory://{place}", mirror=MirrorConfig(path=str(tmp_path / "mirror"), gib=0.01)).open_snapshot()
+    truth = [source.open_snapshot().sample(row) for row in range(len(opened))]
+    assert [opened.sample(row) for row in range(len(opened))] == truth
+    sample, into = truth[0], np.empty(opened.latent_shape(0), np.uint16)
+    opened.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, into)
+    monkeypatch.setattr(mirrors.Mirror, "_is_marked", lambda *a: True)
+    for name, at in ((sample.shard, sample.offset), (opened.head.chunks[0].samples, -1)):
+        copy = next((tmp_path / "mirror").glob(f"??/{name}.*"))
+        data = bytearray(copy.read_bytes())
+        data[at if at >= 0 else data.index(sample.key)] ^= 1
+        copy.write_bytes(data)
+    again = np.empty_like(into)
+    fresh = Snapshot(opened.files, opened.id)
+    opened.files.reopen_s = 0.0
+    fresh.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, again)
+    assert (again == into).all()
+    assert fresh.sample(0) == sample
+    assert fresh.columns(np.arange(5)).samples["sample_id"].tolist() == [s.sample_id for s in truth[:5]]
 
 
 class Disk:

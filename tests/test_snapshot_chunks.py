@@ -12,14 +12,16 @@ import pyarrow as pa
 import pytest
 
 import stages.bucket
-from pipeline.cache import arrow
+from pipeline.cache import arrow, audit
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.chunk_blocks import Places, Read, blocks_of
+from pipeline.cache.garbage import _Needed
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import IntegrityError
 from pipeline.snapshots import join
 from tests.support import tiny_cache
@@ -177,3 +179,25 @@ def test_a_chunk_of_several_batches_is_checked_whole(tmp_path: Path, monkeypatch
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match=path.name):
         Snapshot(cache.files, opened.id).sample(0)
+
+
+@pytest.mark.parametrize("which", ["shards", "chunks"])
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_a_list_that_is_lost_or_damaged_is_named_and_written_again(snapshot: Snapshot, which: str, harm: str) -> None:
+    part = snapshot.head.shards["latent"] if which == "shards" else snapshot.head.chunks
+    assert isinstance(part, ShardTable | ChunkTable)
+    path = snapshot.files.path(Paths.table(part.entry.table, "arrow"))
+    root, good = path.parents[2], path.read_bytes()
+    assert path.stem in _Needed(Cache(root), 0.0).tables, "gc spares it"
+    if harm == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    with pytest.raises(IntegrityError, match=path.name) as raised:
+        Snapshot(snapshot.files, snapshot.id).sample(0)
+    assert raised.value.fix == "sana-pipe bucket"
+    findings = list(audit.verify(Cache(root)))
+    assert any(path.name in finding.path + finding.problem for finding in findings)
+    assert stages.bucket.run(config(root)) == snapshot.id
+    assert path.read_bytes() == good
+    assert not list(audit.verify(Cache(root)))

@@ -162,9 +162,9 @@ class CheckedBlocks:
                 yield number, expected, found
             self._done[number] = found == expected
 
-    def checked(self, row: int) -> bool:
-        """Whether a row's block was checked."""
-        return bool(self._done[row // self._blocks.rows])
+    def checked(self, rows: np.ndarray) -> bool:
+        """Whether the blocks of some rows were checked."""
+        return bool(self._done[rows // self._blocks.rows].all())
 
 
 def reader(handle: Handle) -> Read:

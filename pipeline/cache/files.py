@@ -189,8 +189,12 @@ class Files:
         """`document` of many, in order."""
         return map(self.document, names)
 
-    def open(self, name: str) -> Handle:
+    def open(self, name: str, *, trust: bool = False) -> Handle:
         """Open a content-addressed file for reading at offsets.
+
+        Args:
+            trust: the caller checks what it reads, and opens the file again without trust if that is wrong. A local
+                copy of an object that a process of this machine has checked is not checked again.
 
         Raises:
             FileNotFoundError: it is missing.

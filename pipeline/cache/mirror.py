@@ -1,7 +1,9 @@
 """The mirror: local copies of content-addressed objects, with a size limit, verified, shared by all local processes.
 
-`Mirror.open` returns an object as an open file. The first process that asks for an object fetches it whole; every
-opening compares the copy's digest with its name and fetches a damaged copy again.
+`Mirror.open` returns an object as an open file. The first process that asks for an object fetches it whole. An opening
+compares the copy's digest with its name and fetches a damaged copy again. It then leaves a mark with the copy's inode,
+size and times; an opening with `trust` believes a mark that fits. So the processes of a machine check a shard once, not
+once each; readers verify every record, and open a shard without trust if one is wrong.
 Why: records are then read with preadv exactly as from a local cache, the object store gets few large sequential reads
 instead of many small ones, and the origin repairs what a bad disk destroys.
 When the limit is reached, or less than `SPARE` bytes of the disk are free, the copies that were opened longest ago are
@@ -37,13 +39,14 @@ class Mirror:
     def __init__(self, root: Path, limit: int):
         self.root, self.limit = root, limit
 
-    def open(self, name: str, size: Callable[[], int], fetch: Callable[[Path], None]) -> Handle:
+    def open(self, name: str, size: Callable[[], int], fetch: Callable[[Path], None], *, trust: bool = False) -> Handle:
         """An object as an open file.
 
         Args:
             name: of the object; its last part is the digest of its bytes, and a suffix.
             size: returns its size in bytes; called only if the object has to be fetched.
             fetch: writes the object into a file.
+            trust: do not check a copy that was checked and has not changed since.
 
         Returns:
             The file. If the origin itself is damaged, its bytes as they are, without a copy in the mirror: readers
@@ -58,8 +61,8 @@ class Mirror:
         with self._locked(last.stem):
             with suppress(OSError):  # no copy, or the disk cannot read it: fetch it
                 handle = Handle(os.open(copy, os.O_RDONLY))
-                if digest_of(handle) == last.stem:
-                    os.utime(copy)
+                if (trust and self._is_marked(copy, handle)) or digest_of(handle) == last.stem:
+                    self._mark(copy, handle)
                     return handle
             needed = size()
             if needed > self.limit:
@@ -80,7 +83,33 @@ class Mirror:
                         with self._locked("room"):
                             self._make_space(needed, spared=copy)
                             os.replace(path, copy)
+                        self._mark(copy, handle)
             return handle
+
+    def mark_of(self, copy: Path) -> Path:
+        """The mark of a copy: its identity when it was checked. Its time is that of the last opening."""
+        return self.root / "checked" / copy.name
+
+    def _mark(self, copy: Path, handle: Handle) -> None:
+        """Note that an open copy has the right bytes, and was opened now. Without the mark it is checked again."""
+        with suppress(OSError):
+            mark, identity = self.mark_of(copy), repr(handle.identity())
+            if mark.exists() and mark.read_text() == identity:
+                os.utime(mark)
+                return
+            mark.parent.mkdir(exist_ok=True)
+            with self.temporary() as path:
+                path.write_text(identity)
+                os.replace(path, mark)
+
+    def _is_marked(self, copy: Path, handle: Handle) -> bool:
+        with suppress(OSError):
+            return self.mark_of(copy).read_text() == repr(handle.identity())
+        return False
+
+    def _unlink(self, copy: Path) -> None:
+        for path in (copy, self.mark_of(copy)):
+            path.unlink(missing_ok=True)
 
     def _fetch(self, fetch: Callable[[Path], None], path: Path, needed: int) -> None:
         """Fetch into a file. If the disk fills up meanwhile, remove copies and try again.
@@ -109,7 +138,7 @@ class Mirror:
     def drop(self, name: str) -> None:
         """Remove the copy of an object."""
         last = PurePosixPath(name)
-        (self.root / last.stem[:2] / last.name).unlink(missing_ok=True)
+        self._unlink(self.root / last.stem[:2] / last.name)
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
@@ -131,8 +160,10 @@ class Mirror:
         copies = []
         for path in self.root.glob("??/*"):
             with suppress(FileNotFoundError):
-                status = path.stat()
-                copies.append((status.st_mtime, status.st_size, path))
+                status, opened = path.stat(), 0.0
+                with suppress(FileNotFoundError):
+                    opened = self.mark_of(path).stat().st_mtime
+                copies.append((opened or status.st_mtime, status.st_size, path))
         return sorted(copies)
 
     def _make_space(self, needed: int, *, spared: Path | None = None, on_disk: bool = False) -> None:
@@ -151,7 +182,7 @@ class Mirror:
             if total + needed <= self.limit and not (on_disk and free_at(self.root) < needed + SPARE):
                 return
             if path != spared:
-                path.unlink(missing_ok=True)
+                self._unlink(path)
             total -= size
         if on_disk and free_at(self.root) < needed:
             raise self._full(needed)
@@ -161,7 +192,7 @@ class Mirror:
         removed = 0
         for _, size, path in self._copies():
             if removed < needed:
-                path.unlink(missing_ok=True)
+                self._unlink(path)
                 removed += size
         return removed > 0
 

@@ -183,8 +183,8 @@ class ObjectFiles(Files):
             sizes.update((entry.name, entry.size) for entry in self.walk(folder))
         return {name: sizes[name] for name in wanted if name in sizes}
 
-    def open(self, name: str) -> Handle:
-        return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path))
+    def open(self, name: str, *, trust: bool = False) -> Handle:
+        return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path), trust=trust)
 
     def mapped(self, name: str, digest: str) -> pa.Buffer:
         with self.temporary() as path, cache_errors(path):

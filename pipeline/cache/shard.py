@@ -365,7 +365,7 @@ class Reader:
 
     def __init__(self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False):
         self.files, self.recipe, self.folder = files, recipe, folder or recipe
-        self._open_file = files.ranged if ranged else files.open
+        self._ranged = ranged
         self.recipe_id = recipe.partition("-")[2]
         self._codec = codec.reader(files, recipe)
         self._limit = max(4, min(limit, descriptors_left() // 2))
@@ -606,16 +606,20 @@ class Reader:
                     self._open.popitem(last=False)
             return handle
 
-    def _open_shard(self, name: str) -> Handle:
+    def _open_shard(self, name: str, trust: bool = True) -> Handle:
         """Open a shard. If descriptors or disk space run out, close all readers' files and try again."""
+
+        def opened() -> Handle:
+            return self.files.ranged(name) if self._ranged else self.files.open(name, trust=trust)
+
         try:
             try:
-                return self._open_file(name)
+                return opened()
             except (OSError, CacheError) as error:
                 if not is_out_of_resources(error):
                     raise
             self.files.close_readers()
-            return self._open_file(name)
+            return opened()
         except FileNotFoundError:
             raise IntegrityError(f"{self.files.where(name)}: the shard is missing", fix=layout.REPAIR) from None
 
@@ -625,7 +629,7 @@ class Reader:
             now = time.monotonic()
             if now - self._reopened.get(shard, -math.inf) >= self.files.reopen_s:
                 self._reopened[shard] = now
-                self._open.pop(shard, None)
+                self._open[shard] = self._open_shard(layout.Paths.shard(self.folder, shard), trust=False)
         return self._handle(shard)
 
 

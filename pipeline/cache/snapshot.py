@@ -632,34 +632,39 @@ class Snapshot:
     def _locate(self, row: int) -> tuple[_Chunk, int]:
         """The chunk of a row, which was checked there, and the row's place in it."""
         number = self._chunk_of(row)
-        chunk, at = self._chunk(number), row - int(self._chunk_starts[number])
-        if chunk.blocks is not None and not chunk.blocks.checked(at):
-            self._check_blocks(number, chunk.blocks, np.array([at]))
-        return chunk, at
+        at = row - int(self._chunk_starts[number])
+        return self._chunk(number, np.array([at])), at
 
     def _taken(self, number: int, rows: np.ndarray) -> Columns:
         """Some rows of a chunk, checked; (n,) int64."""
-        chunk, at = self._chunk(number), rows - int(self._chunk_starts[number])
-        if chunk.blocks is not None:
-            self._check_blocks(number, chunk.blocks, at)
-        return chunk.columns.take(at)
+        at = rows - int(self._chunk_starts[number])
+        return self._chunk(number, at).columns.take(at)
 
-    def _chunk(self, number: int) -> _Chunk:
-        return self._chunks.get(number, lambda: self._open_chunk(number))
+    def _chunk(self, number: int, at: np.ndarray) -> _Chunk:
+        """A chunk in which some rows, (n,) int64, are checked. If bytes are wrong, the chunk is opened again: a local
+        copy of an object is then checked whole, and fetched again if it is damaged."""
+        try:
+            chunk = self._chunks.get(number, lambda: self._open_chunk(number))
+            self._check_blocks(number, chunk, at)
+        except IntegrityError:
+            chunk = self._open_chunk(number, trust=False)
+            self._check_blocks(number, chunk, at)
+            self._chunks.put(number, chunk)
+        return chunk
 
     def _chunk_of(self, row: int) -> int:
         if not 0 <= row < len(self):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
         return bisect_right(self._chunk_starts, row) - 1
 
-    def _open_chunk(self, number: int) -> _Chunk:
+    def _open_chunk(self, number: int, trust: bool = True) -> _Chunk:
         """Map a chunk of samples. Its frame is checked, unless this very file was checked before; its blocks are not.
         A chunk without digests of blocks is checked whole."""
         chunk = self.head.chunks[number]
         blocks = chunk.blocks
         if blocks is None or not len(blocks.digests):
             return _Chunk(self._map(number, "samples", self._schema))
-        handle = self._open(chunk.samples)
+        handle = self._open(chunk.samples, trust)
         identity = handle.identity()
         known = self._blocks.get(chunk.samples)
         if known is None or known[0] != identity:
@@ -672,14 +677,17 @@ class Snapshot:
         table = self._checked_table(number, chunk.samples, ipc_table(file), self._schema)
         return _Chunk(table, CheckedBlocks(handle, blocks, Places(table, file), known[1]))
 
-    def _check_blocks(self, number: int, blocks: CheckedBlocks, at: np.ndarray) -> None:
+    def _check_blocks(self, number: int, chunk: _Chunk, at: np.ndarray) -> None:
+        blocks = chunk.blocks
+        if blocks is None or blocks.checked(at):
+            return
         digest = self.head.chunks[number].samples
         for block, expected, found in self._read_chunk(digest, lambda: list(blocks.damaged(at))):
             raise self._differs(digest, f"block {block}", expected, found)
 
-    def _open(self, digest: str) -> Handle:
+    def _open(self, digest: str, trust: bool = False) -> Handle:
         try:
-            return self.files.open(Paths.table(digest, "arrow"))
+            return self.files.open(Paths.table(digest, "arrow"), trust=trust)
         except FileNotFoundError:
             where = self.files.where(Paths.table(digest, "arrow"))
             raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
@@ -739,11 +747,15 @@ class _Recent(Generic[T]):
                 self._chunks.move_to_end(number)
                 return self._chunks[number]
         chunk = make()
+        self.put(number, chunk)
+        return chunk
+
+    def put(self, number: int, chunk: T) -> None:
+        """Add a chunk, or replace it."""
         with self._lock:
             self._chunks[number] = chunk
             while len(self._chunks) > OPEN_CHUNKS:
                 self._chunks.popitem(last=False)
-        return chunk
 
 
 def _mapped(column: pa.ChunkedArray) -> pa.Array:

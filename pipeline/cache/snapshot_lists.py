@@ -288,7 +288,9 @@ class ChunkTable(_TableList[Chunk]):
         columns, offsets = self.columns, self.columns["blocks"]
         assert self.entry.block is not None
         blocks = Blocks(
-            *(int(columns[name][number]) for name in ("size", "begin", "end")),
+            int(columns["size"][number]),
+            int(columns["begin"][number]),
+            int(columns["end"][number]),
             key_bytes(columns["frame"][number]),
             self.entry.block,
             columns[".blocks"][offsets[number] : offsets[number + 1]],
@@ -300,7 +302,7 @@ class ChunkTable(_TableList[Chunk]):
 L = TypeVar("L", bound="_TableList[Any]")
 
 
-def _listed(kind: type[L], columns: list[pa.Array], **entry: int) -> tuple[L, bytes]:
+def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, bytes]:
     data = to_ipc(pa.table(columns, schema=kind.schema))
     return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data
 

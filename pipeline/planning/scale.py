@@ -62,16 +62,13 @@ UNIT_WRITES, UNIT_READS = 5, 5
 """Requests to the store for a unit's shard, record table and commit, each read back. Counted (`tests/test_scale.py`).
 Claims, plans and scans come on top."""
 CHUNK_BYTES = 28e6
-"""Of a chunk of a snapshot's index (2^18 rows), read whole when it is first touched. Measured: the file's size;
-`benchmarks.snapshot_scale` prints what a resumed run reads."""
+"""Of a chunk of a snapshot's index (2^18 rows). Measured: the file's size; `benchmarks.snapshot_scale` prints what a
+resumed run reads of it."""
 LINK_GBS, NODE_DISK_GBS, SHARED_DISK_GBS = 25.0, 2.0, 20.0
 """10^9 bytes/s: from a GPU to its host, from a node to the shared file system, of that file system. Assumptions."""
 SCRATCH_BYTES, SCAN_CPU_S = 890.0, 12e-6
 """Temporary files and CPU seconds of `encode` with nothing to do, per item of each process. Measured on the synthetic
 tars of `benchmarks.encode_scale`: files without a name, 10^6 items; CPU seconds, 10^7 items."""
-SHARD_OPEN_S, SHARD_OPEN_BYTES = (1.1 + 3.5) / 300_000, 294 * 2**20 / 300_000
-"""Seconds and memory of a process per shard of a snapshot, when it reads the head and looks at all shards on a disk.
-Measured once, with 300,000 shards; no benchmark does it again."""
 SAMPLE = 1024
 """Typical items of each bucket from which bytes per pair follow."""
 
@@ -239,7 +236,6 @@ class Reading:
         nodes, simulated: of the run, and how many of them were simulated.
         steps: of an epoch.
         shards: of the snapshot.
-        chunks: of its index that these nodes touched, of so many.
     """
 
     pairs: int
@@ -250,8 +246,6 @@ class Reading:
     simulated: int
     steps: float
     shards: int
-    chunks: int
-    all_chunks: int
 
     def each(self, name: str) -> float:
         """A count per node and step."""
@@ -335,11 +329,10 @@ def reading(
         prefetch_mib=train.prefetch_mib,
         start_step=FIRST,
     )
-    total, chunks, simulated = Counts(), set[int](), 0
+    total, simulated = Counts(), 0
     for ranks in nodes(gpus, PER_NODE, sample):
         snapshot = ImaginedSnapshot(content, MirrorModel(MIRROR_GIB << 30, store))
         total += simulate(snapshot, settings, ranks, steps, step_s=step_s, skip=skip)
-        chunks |= snapshot.chunks
         simulated += 1
     return Reading(
         pairs,
@@ -350,6 +343,4 @@ def reading(
         simulated,
         pairs / next(iter(content.batches.values())),
         snapshot.shard_count,
-        len(chunks),
-        math.ceil(pairs / CHUNK_ROWS),
     )

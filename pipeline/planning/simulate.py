@@ -25,7 +25,7 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
 from pipeline.cache.shard import BLOCK, Reader, npy_header
-from pipeline.cache.snapshot import CHUNK_ROWS, Bucket, Columns, Head, NullRecord, Packed, Policies, Snapshot
+from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, Packed, Policies, Snapshot
 from pipeline.config import BucketConfig, EncodeConfig
 from pipeline.encoding import estimate
 from pipeline.errors import CacheError
@@ -81,7 +81,7 @@ class Counts:
         fetches, fetched: shards fetched from the store, and their bytes.
         needed, needed_bytes: those of them that a process began to read. A node with time to spare fetches for later
             steps, too, so that a short run has more fetches.
-        opened, hashed: openings of shards by all processes, and the bytes of the copies, which each opening checks.
+        opened, hashed: openings of shards by all processes, and the bytes of copies that were checked, once each.
         spans, read: reads from copies, and their bytes.
         waited: seconds in which training waited for data.
         steps, samples: of the node.
@@ -150,9 +150,9 @@ class MirrorModel:
             self.counts.requests += REQUESTS
             self.counts.fetches += 1
             self.counts.fetched += size
-        self.now += size / 1e9 * self.store.hash_s_gb
+            self.now += size / 1e9 * self.store.hash_s_gb
+            self.counts.hashed += size
         self.counts.opened += 1
-        self.counts.hashed += size
 
 
 class _NoFile(Handle):
@@ -171,7 +171,7 @@ class ModelFiles(Files):
         self.mirror, self.room = mirror, mirror.limit
         self.shard_sizes: dict[str, int] = {}
 
-    def open(self, name: str) -> Handle:
+    def open(self, name: str, *, trust: bool = False) -> Handle:
         if not name.startswith("shards/"):
             return super().open(name)
         self.mirror.read(name, self.shard_sizes[name])
@@ -283,9 +283,6 @@ class ImaginedSnapshot(CountedSnapshot):
 
     Unpacked: units of one resolution each, and units of captions; rows lie in them in a permuted order, since rows are
     sorted by a digest. Packed: in the order of rows.
-
-    Attributes:
-        chunks: numbers of the index's chunks that have been asked for.
     """
 
     def __init__(self, content: Imagined, mirror: MirrorModel):
@@ -294,7 +291,6 @@ class ImaginedSnapshot(CountedSnapshot):
         self.buckets, self.null = self.head.buckets, self.head.null
         self.latent_recipe, self.text_recipe = content.latent, content.text
         self._starts = np.cumsum([0, *(bucket.samples for bucket in self.buckets)])
-        self.chunks: set[int] = set()
         self.files.shard_sizes = _Sizes(self)
         self._rows = caption_rows()
         shapes = [self.latent_shape(b) for b in range(len(self.buckets))]
@@ -363,7 +359,6 @@ class ImaginedSnapshot(CountedSnapshot):
 
     def columns(self, rows: np.ndarray) -> Columns:
         """As of a real snapshot, for rows of one bucket. Keys and checksums are zeros."""
-        self.chunks.update(np.unique(rows // CHUNK_ROWS).tolist())
         bucket = int(np.searchsorted(self._starts, rows[0], side="right")) - 1
         start, count = int(self._starts[bucket]), self.buckets[bucket].samples
         place, unit, member = rows - start, self._units[bucket], self._latent_member[bucket]
