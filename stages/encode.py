@@ -25,7 +25,7 @@ from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
-from pipeline.cache.index import Reject
+from pipeline.cache.index import RecordReject
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
@@ -164,7 +164,7 @@ class _TextRun:
 
 
 @dataclass(frozen=True)
-class Run(_TextRun):
+class EncodeRun(_TextRun):
     """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
 
     source: Source
@@ -179,7 +179,7 @@ class _Scanned:
 
     table: pa.Table
     gone: int
-    rejects: list[Reject]
+    rejects: list[RecordReject]
     faults: int
 
 
@@ -214,14 +214,14 @@ def _run_prompts(
     }
 
 
-def _prompts(run: _TextRun, lines: Lines) -> prompting.Prompts:
+def _prompts(run: _TextRun, lines: Lines) -> prompting.PromptWork:
     prompts, repeated = prompting.of(lines, run.text)
     for line in repeated:
         click.echo(f"--prompts: {line}")
     return prompts
 
 
-def _publish_prompts(run: _TextRun, name: str, prompts: prompting.Prompts) -> dict[str, Any]:
+def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) -> dict[str, Any]:
     """Publish the set once all its records are there, whoever made them.
 
     Raises:
@@ -261,12 +261,12 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = Run(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
     return encode_source(run, rehash, targets, asked)
 
 
 def encode_source(
-    run: Run, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
+    run: EncodeRun, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
 ) -> dict[str, Any]:
     """Scan a source and make its missing records; see `run` for the result.
 
@@ -315,12 +315,12 @@ def encode_source(
     }
 
 
-def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
+def _scan_and_publish(run: EncodeRun, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
         table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
     left_out = table.filter(pc.is_valid(table.column("reject"))).select(["item", "width", "reject"])
-    rejects = [Reject("", row["item"], row["reject"]) for row in left_out.to_pylist()]
+    rejects = [RecordReject("", row["item"], row["reject"]) for row in left_out.to_pylist()]
     faults = left_out.column("width").null_count  # a row that has a width was left out by a setting
     _check_rejects(config, cache, source.name, table.num_rows, rejects, faults)
     cache.add_scan(
@@ -338,7 +338,7 @@ def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
     return _Scanned(table, gone, rejects, faults)
 
 
-def _summary(run: Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
+def _summary(run: EncodeRun, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
     """What the source has, for people. counts: new and reused records of each kind."""
     (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
     return [
@@ -358,7 +358,7 @@ class _Made:
 
 
 def _encode(
-    run: Run, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
+    run: EncodeRun, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
 ) -> tuple[dict[str, _Made], bool]:
     """Plan and encode captions, then pictures.
 
@@ -400,7 +400,9 @@ def _encode(
     return {"images": pictures, "captions": captions}, idle
 
 
-def _encode_pictures(run: Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
+def _encode_pictures(
+    run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make
+) -> _Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")
@@ -487,7 +489,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     return ready
 
 
-def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[Reject]:
+def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[RecordReject]:
     """Rejects of this source's work whose record no later unit has made."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
@@ -495,7 +497,7 @@ def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[R
     return [latest[key.hex()] for key in wanted.to_pylist()]
 
 
-def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
+def _report_rejects(cache: Cache, name: str, rejects: list[RecordReject]) -> None:
     path = reasons.report(name)
     sheet = io.StringIO()
     rows = csv.writer(sheet, lineterminator="\n")
@@ -508,7 +510,9 @@ def _report_rejects(cache: Cache, name: str, rejects: list[Reject]) -> None:
             click.echo(line)
 
 
-def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: list[Reject], faults: int) -> None:
+def _check_rejects(
+    config: Config, cache: Cache, name: str, items: int, rejects: list[RecordReject], faults: int
+) -> None:
     """RejectRateError if there are too many rejects, or nothing but rejects.
 
     Args:

@@ -32,7 +32,7 @@ import xxhash
 from pipeline import retrying
 from pipeline.cache import layout
 from pipeline.cache.drivers import Connection, RequestFailed, has_own
-from pipeline.cache.files import Entry, Files, check_digest
+from pipeline.cache.files import FileEntry, Files, check_digest
 from pipeline.cache.local_files import Handle, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.cache.scratch import Scratch
@@ -153,7 +153,7 @@ class ObjectFiles(Files):
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             yield from pool.map(self.document, names)
 
-    def walk(self, folder: str) -> Iterator[Entry]:
+    def walk(self, folder: str) -> Iterator[FileEntry]:
         root = self._path(folder)
         try:
             with self._errors(folder):
@@ -170,7 +170,7 @@ class ObjectFiles(Files):
             for (path, _), info in zip(files, pool.map(complete, files), strict=True):
                 if info is not None:
                     size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])
-                    yield Entry(self._name(path), size, _modified(info))
+                    yield FileEntry(self._name(path), size, _modified(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)

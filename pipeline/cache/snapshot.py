@@ -35,7 +35,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
-from pipeline.cache.shard import Reader, to_ipc
+from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeadObject:
     """One JSON object of a head. A field that is None is not written.
 
     other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
@@ -124,11 +124,11 @@ class Entry:
         return {**values, **self.other}
 
 
-def _one(entry: type[Entry]) -> Form:
+def _one(entry: type[HeadObject]) -> Form:
     return entry.parse, lambda value: value.values()
 
 
-def _several(entry: type[Entry]) -> Form:
+def _several(entry: type[HeadObject]) -> Form:
     return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
 
 
@@ -136,7 +136,7 @@ _HEX = (bytes.fromhex, bytes.hex)
 
 
 @dataclass(frozen=True)
-class Part(Entry):
+class BucketPart(HeadObject):
     """Samples of a bucket that are visited `weight` times per epoch."""
 
     samples: int
@@ -147,7 +147,7 @@ class Part(Entry):
 
 
 @dataclass(frozen=True)
-class Bucket(Entry):
+class Bucket(HeadObject):
     """One resolution.
 
     Attributes:
@@ -162,20 +162,20 @@ class Bucket(Entry):
     width: int
     samples: int
     batch: int
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[BucketPart, ...] | None = None
     block: int | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"parts": _several(Part)}
+    forms: ClassVar[Mapping[str, Form]] = {"parts": _several(BucketPart)}
 
 
 @dataclass(frozen=True)
-class Packed(Entry):
+class PackedOrder(HeadObject):
     """window: blocks that are shuffled together while training."""
 
     window: int
 
 
 @dataclass(frozen=True)
-class HeldOut(Entry):
+class HeldOut(HeadObject):
     """share: of the pictures that is held out. side: `train` or `heldout`."""
 
     share: float
@@ -183,7 +183,7 @@ class HeldOut(Entry):
 
 
 @dataclass(frozen=True)
-class Policies(Entry):
+class Policies(HeadObject):
     """Settings that decide the training order; options of `bucket` in the configuration.
 
     Attributes:
@@ -196,12 +196,12 @@ class Policies(Entry):
     pad_text_multiple: int
     order: str | None = None
     heldout: HeldOut | None = None
-    packed: Packed | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"heldout": _one(HeldOut), "packed": _one(Packed)}
+    packed: PackedOrder | None = None
+    forms: ClassVar[Mapping[str, Form]] = {"heldout": _one(HeldOut), "packed": _one(PackedOrder)}
 
 
 @dataclass(frozen=True)
-class ShardFile(Entry):
+class ShardFile(HeadObject):
     """A shard by its digest (hex), and its size."""
 
     name: str
@@ -209,7 +209,7 @@ class ShardFile(Entry):
 
 
 @dataclass(frozen=True)
-class NullRecord(Entry):
+class NullRecord(HeadObject):
     """The place of a text record of which attention may see the first `valid` rows: that of the empty caption, which
     has all rows, or of a prompt.
 
@@ -241,7 +241,7 @@ class NullRecord(Entry):
 
 
 @dataclass(frozen=True)
-class Chunk(Entry):
+class Chunk(HeadObject):
     """Digests of the two tables of up to `CHUNK_ROWS` rows."""
 
     rows: int
@@ -250,7 +250,7 @@ class Chunk(Entry):
 
 
 @dataclass(frozen=True)
-class Head(Entry):
+class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
@@ -500,9 +500,9 @@ class Snapshot:
         """A shard as a file of the cache."""
         return Paths.shard(self.head.folder or self.recipe(kind).name, name)
 
-    def reader(self, kind: str, **options: Any) -> Reader:
-        """A reader of the records of a kind. options: those of `Reader`."""
-        return Reader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
+    def reader(self, kind: str, **options: Any) -> ShardReader:
+        """A reader of the records of a kind. options: those of `ShardReader`."""
+        return ShardReader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
@@ -591,7 +591,7 @@ class Snapshot:
         table, at = self._named(row)
         return table.column("captions")[at].as_py()
 
-    def captions(self, row: int, reader: Reader) -> list[str]:
+    def captions(self, row: int, reader: ShardReader) -> list[str]:
         """A sample's captions as they were written, verified."""
         sample = self.sample(row)
         return [

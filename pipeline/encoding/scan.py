@@ -47,7 +47,7 @@ from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Reject, Run, Seen, Source
+from pipeline.sources.source import Item, PartRange, Reject, Seen, Source
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ class _Piece:
     table: pa.Table | None
     part: str = ""
     stamp: str | None = None
-    run: Run | None = None
+    run: PartRange | None = None
     looked: Future[Seen] | None = None
     stats: Seen = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)

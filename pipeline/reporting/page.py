@@ -44,7 +44,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Card:
+class Figure:
     """Pictures side by side with a text."""
 
     images: Sequence[Embedded]
@@ -78,7 +78,7 @@ class Section:
     lines: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     plots: list[Markup] = field(default_factory=list)
-    cards: list[Card] = field(default_factory=list)
+    cards: list[Figure] = field(default_factory=list)
     sliders: list[Sliders] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -118,7 +118,7 @@ def write_page(
     out: Path,
     *,
     thumbnails: Callable[[str | None, str], Embedded] | None = None,
-    gallery: Sequence[Card] = (),
+    gallery: Sequence[Figure] = (),
 ) -> list[str]:
     """Write the page, whole or not at all.
 
@@ -180,7 +180,7 @@ def _title(figures: dict[str, Any]) -> str:
 
 
 def _sections(
-    figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Card]
+    figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Figure]
 ) -> Iterator[Section]:
     if figures["snapshot"] is not None:
         yield from _data_sections(figures["snapshot"], figures["cache"], thumbnails)
@@ -280,7 +280,7 @@ def _data_sections(
         images = [thumbnails(e["source"], e["item"]) for e in entry["examples"]] if thumbnails is not None else []
         text = f"{entry['samples']:,} {entry['stage']}: {entry['kind']}"
         items = ", ".join(example["item"] for example in entry["examples"])
-        part.cards.append(Card(images, text, f"for instance {items}" if items else ""))
+        part.cards.append(Figure(images, text, f"for instance {items}" if items else ""))
     yield part
 
     yield _storage(data, cache, section)

@@ -14,13 +14,13 @@ from typing import Any
 
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import Candidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.metadata_files import FILE_COLUMN, METADATA_NAMES, MetadataReader, PictureRows
-from pipeline.sources.range_prefetch import Place
+from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
-from pipeline.sources.source import Item, Part, PrefetchedSource, Reject, Run, Seen
+from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
 
 _SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
@@ -66,7 +66,7 @@ class _PictureCaptions:
     without: .json files without a caption column; they may serve for their other columns.
     """
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[Reject] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class FolderSource(PrefetchedSource):
         rejects = sorted(listing.rejects, key=lambda reject: reject.key)
         return chain(rejects, self._items(sorted(listing.pictures), listing))
 
-    def runs(self, part: Part, size: int) -> Iterator[Run]:
+    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
         """Runs of pictures by name, so that the process that lists need not read every caption."""
         listing = self._list()
         if listing.rejects:
@@ -127,7 +127,7 @@ class FolderSource(PrefetchedSource):
         keys = sorted(listing.pictures)
         for start in range(0, len(keys), size):
             part_keys = keys[start : start + size]
-            yield Run(
+            yield PartRange(
                 partial(self.filesystem.stat_many, part_keys),
                 partial(self._identity, part_keys, listing),
                 partial(self._items, part_keys, listing),
@@ -162,8 +162,8 @@ class FolderSource(PrefetchedSource):
     def head(self, key: str, length: int) -> bytes:
         return self.filesystem.read(key, length)
 
-    def _place_of(self, key: str) -> Place:
-        return Place(key)
+    def _place_of(self, key: str) -> FileRange:
+        return FileRange(key)
 
     # ------------------------------------------------------------ listing
 
