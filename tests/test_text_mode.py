@@ -198,6 +198,7 @@ def kernels_by_shape(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", split)
 
 
+@pytest.mark.slow
 def test_bf16_kernels_that_differ_by_the_shape_of_a_batch_are_no_mistake(
     tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
