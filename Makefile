@@ -23,6 +23,8 @@ CONSTRAINTS ?= constraints.txt
 
 # Waiting threads sleep instead of spinning: on a busy two-core machine a spinning pair was 12 times slower.
 export OMP_WAIT_POLICY ?= passive
+# Without it every process would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed

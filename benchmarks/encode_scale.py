@@ -98,7 +98,9 @@ def measure(count: int) -> dict[str, float]:
                 made = [
                     (
                         [
-                            unit_records.Record(r["key"], np.zeros((4, r["height"] // 8, r["width"] // 8), np.uint16))
+                            unit_records.EncodedRecord(
+                                r["key"], np.zeros((4, r["height"] // 8, r["width"] // 8), np.uint16)
+                            )
                             for r in rows
                         ],
                         [],

@@ -208,7 +208,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), Stop(config.encode.grace_s))
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
-    run = encode.Run(config, cache, text, worker, "local", {here.name: here}, here, latent, table)
+    run = encode.EncodeRun(config, cache, text, worker, "local", {here.name: here}, here, latent, table)
     done = encode.encode_source(run, False, {})
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
         raise RuntimeError(f"there was something to do: {done}")

@@ -47,7 +47,7 @@ from pipeline.cache.snapshot import Policies
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit
-from pipeline.snapshots.join import BucketTable, Joined, Records, Resolution, assemble, join
+from pipeline.snapshots.join import BucketTable, EncodedRecords, Joined, Resolution, assemble, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -116,7 +116,7 @@ def build(
         for commit in plan:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
-    records = Records(latent, text, cache.index(latent.name), cache.index(text.name))
+    records = EncodedRecords(latent, text, cache.index(latent.name), cache.index(text.name))
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     made = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
@@ -132,7 +132,7 @@ def _bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
     """Every sample of the snapshot, in its order: what the other formats are written from."""
     opened = cache.open_snapshot()
-    latents, texts = (shard.Reader(cache.files, r.name) for r in (opened.latent_recipe, opened.text_recipe))
+    latents, texts = (shard.ShardReader(cache.files, r.name) for r in (opened.latent_recipe, opened.text_recipe))
     for row in range(len(opened)):
         sample = opened.sample(row)
         bucket, caption = opened.buckets[sample.bucket], sample.captions[0]

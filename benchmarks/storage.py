@@ -48,7 +48,7 @@ def write(
 
 
 def read(cache: Cache, recipe: layout.Recipe, name: str, records: pa.Table, into: np.ndarray) -> None:
-    reader = shard.Reader(cache.files, recipe.name)
+    reader = shard.ShardReader(cache.files, recipe.name)
     for row in records.to_pylist():
         reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
 

@@ -34,9 +34,9 @@ from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
     BucketTable,
+    EncodedRecords,
     Frame,
     Joined,
-    Records,
     Resolution,
     assemble,
     join,
@@ -71,7 +71,7 @@ class _Inputs:
     caches: list[Cache]
     scans: dict[str, _Scan]
     unused: set[str]
-    records: Records
+    records: EncodedRecords
     resolutions: list[Resolution]
     table: BucketTable
 
@@ -182,7 +182,7 @@ def _inputs(config: Config, caches: list[Cache]) -> _Inputs:
         shapes += table
     batches = buckets.batches(settings, shapes, latent.compression)
     latents, texts = (RecordIndex.union([cache.index(recipe.name) for cache in caches]) for recipe in (latent, text))
-    records = Records(latent, text, latents, texts)
+    records = EncodedRecords(latent, text, latents, texts)
     return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches))
 
 

@@ -26,7 +26,7 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
 from pipeline.cache.arrow import batches
-from pipeline.cache.index import Reject
+from pipeline.cache.index import RecordReject
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache, WorkPlan
@@ -166,7 +166,7 @@ class _TextRun:
 
 
 @dataclass(frozen=True)
-class Run(_TextRun):
+class EncodeRun(_TextRun):
     """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
 
     source: Source
@@ -189,7 +189,7 @@ class _Rejects:
     """Items of a source that are left out, as (item, reason): by the scan's table, and by units (failed)."""
 
     table: pa.Table
-    failed: Sequence[Reject] = ()
+    failed: Sequence[RecordReject] = ()
 
     def __len__(self) -> int:
         return len(self.table) - self.table.column("reject").null_count + len(self.failed)
@@ -232,14 +232,14 @@ def _run_prompts(
     }
 
 
-def _prompts(run: _TextRun, lines: Lines) -> prompting.Prompts:
+def _prompts(run: _TextRun, lines: Lines) -> prompting.PromptWork:
     prompts, repeated = prompting.of(lines, run.text)
     for line in repeated:
         click.echo(f"--prompts: {line}")
     return prompts
 
 
-def _publish_prompts(run: _TextRun, name: str, prompts: prompting.Prompts) -> dict[str, Any]:
+def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) -> dict[str, Any]:
     """Publish the set once all its records are there, whoever made them.
 
     Raises:
@@ -279,12 +279,12 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = Run(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
     return encode_source(run, rehash, targets, asked)
 
 
 def encode_source(
-    run: Run, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
+    run: EncodeRun, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
 ) -> dict[str, Any]:
     """Scan a source and make its missing records; see `run` for the result.
 
@@ -333,7 +333,7 @@ def encode_source(
     }
 
 
-def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
+def _scan_and_publish(run: EncodeRun, rehash: bool, fragments: Fragments) -> _Scanned:
     config, cache, source = run.config, run.cache, run.source
     with run.worker.stop.polite():
         table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
@@ -357,7 +357,7 @@ def _scan_and_publish(run: Run, rehash: bool, fragments: Fragments) -> _Scanned:
     return _Scanned(table, gone, faults)
 
 
-def _summary(run: Run, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
+def _summary(run: EncodeRun, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
     """What the source has, for people. counts: new and reused records of each kind."""
     (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
     left_out = len(_Rejects(scanned.table))
@@ -378,7 +378,7 @@ class _Made:
 
 
 def _encode(
-    run: Run, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
+    run: EncodeRun, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
 ) -> tuple[dict[str, _Made], bool]:
     """Plan and encode captions, then pictures.
 
@@ -420,7 +420,9 @@ def _encode(
     return {"images": pictures, "captions": captions}, idle
 
 
-def _encode_pictures(run: Run, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make) -> _Made:
+def _encode_pictures(
+    run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make
+) -> _Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")
@@ -507,7 +509,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     return ready
 
 
-def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[Reject]:
+def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[RecordReject]:
     """Rejects of this source's work whose record no later unit has made."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}

@@ -54,12 +54,12 @@ def run(
     return 0
 
 
-def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[page.Card]:
+def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[page.Figure]:
     """Decoded latents beside the pictures of their sources, with the captions."""
     from pipeline.reporting import decoder, drawing  # torch, which the page without pictures does not need
 
     rows = drawing.spread(len(snapshot), min(count, len(snapshot)))
-    records = drawing.Records(snapshot)
+    records = drawing.SnapshotTensors(snapshot)
     latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
     cards = []
     with tempfile.TemporaryDirectory(prefix="sana-pipe-") as work:
@@ -73,7 +73,7 @@ def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None,
                 images = [embedded(photo, "source")] if thumbnails is not None else []
                 images.append(embedded(decoded, "decoded latent"))
             note = f"{source}: {item}, {size[0]}x{size[1]}, sample {snapshot.sample_id(row)}"
-            cards.append(page.Card(images, " | ".join(snapshot.captions(row, records.texts)), note))
+            cards.append(page.Figure(images, " | ".join(snapshot.captions(row, records.texts)), note))
     return cards
 
 

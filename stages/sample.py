@@ -34,7 +34,7 @@ from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
 from pipeline.models.sana_config import SanaConfig
 from pipeline.reporting import decoder, drawing, pictures
-from pipeline.reporting.drawing import Drawn
+from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
 
@@ -216,7 +216,7 @@ def _recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Tex
     return None, None
 
 
-def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None:
+def decode_in_subprocess(config: Config, drawn: list[DrawnLatent], work: Path) -> None:
     tensors = {}
     for i, sample in enumerate(drawn):
         tensors[f"{i:04d}"] = sample.latent
@@ -224,11 +224,11 @@ def decode_in_subprocess(config: Config, drawn: list[Drawn], work: Path) -> None
     decoder.decode(config, tensors, work)
 
 
-def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool], work: Path, out: Path) -> Path:
+def _publish(config: Config, cache: Cache, drawn: list[DrawnLatent], hits: list[bool], work: Path, out: Path) -> Path:
     """Move the pictures into place; the sheet comes last."""
     from PIL import Image
 
-    from pipeline.reporting.sheet import Card, contact_sheet
+    from pipeline.reporting.sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     photos = Photos(config, cache)
@@ -238,7 +238,7 @@ def _publish(config: Config, cache: Cache, drawn: list[Drawn], hits: list[bool],
             os.replace(work / "pictures" / name, out / name)
             with Image.open(out / name) as picture:
                 pictures.append(picture.convert("RGB"))
-        cards.append(Card(sample.caption, tuple(pictures)))
+        cards.append(SheetRow(sample.caption, tuple(pictures)))
         lines.append(
             {
                 "file": f"{i:04d}.png",
@@ -260,14 +260,14 @@ def _publish_prompts(texts: Sequence[str], size: tuple[int, int], made: Path, wo
     """Move the pictures of prompts into place; the sheet comes last."""
     from PIL import Image
 
-    from pipeline.reporting.sheet import Card, contact_sheet
+    from pipeline.reporting.sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     for number, text in enumerate(texts):
         name = f"{number:04d}.png"
         os.replace(made / name, out / name)
         with Image.open(out / name) as picture:
-            cards.append(Card(text, (picture.convert("RGB"),)))
+            cards.append(SheetRow(text, (picture.convert("RGB"),)))
         lines.append({"file": name, "caption": text, "height": size[0], "width": size[1]})
     _write_table(lines, work, out)
     contact_sheet(cards, TITLES[-1:], out / SHEET)

@@ -24,7 +24,7 @@ from pipeline.config import Config, ParallelConfig, PicturesConfig
 from pipeline.errors import CacheError, ConfigError
 from pipeline.launch import Launch, detect, resolve_device
 from pipeline.loader import shard_prefetch
-from pipeline.loader.loader import Loader, LoaderSettings, State, bf16
+from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
 from pipeline.parallel.collectives import broadcast_from_rank_0
@@ -39,7 +39,7 @@ from pipeline.training.build import architecture_of, with_residual
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
 from pipeline.training.stop import StopRequest, catch_signals_of
-from pipeline.training.task import Context, Log, Prompts, Report, Task
+from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingTask
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def _chain(
     return report
 
 
-def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -> list[str]:
+def _changed(cache: Cache, place: phases.PhaseState, config: Config, snapshot: str) -> list[str]:
     """What the configuration of a finished phase says now and did not say then."""
     assert place.last is not None
     document, validation = place.last.document, config.train.validation
@@ -131,7 +131,7 @@ def _changed(cache: Cache, place: phases.Place, config: Config, snapshot: str) -
 
 def _survey(
     config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, say: Log
-) -> tuple[list[phases.Place], list[dict[str, Any]]]:
+) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
     """Where the phases stand, and the summaries of the finished ones; refuses a chain that cannot go on from there."""
     places = phases.survey(config)
     begun = [place for place in places if place.last is not None]
@@ -157,7 +157,7 @@ def _survey(
     return places, [_summary(cache, place, place.last.folder) for place in places if place.finished and place.last]
 
 
-def _summary(cache: Cache, place: phases.Place, folder: Path | None) -> dict[str, Any]:
+def _summary(cache: Cache, place: phases.PhaseState, folder: Path | None) -> dict[str, Any]:
     assert folder is not None
     last = checkpoint.Resumed(folder, checkpoint.read_document(folder))
     try:
@@ -382,7 +382,7 @@ def _prompts(
     return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.id})), prompts
 
 
-def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> Task:
+def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> TrainingTask:
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
     train = config.train
@@ -425,8 +425,8 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         return ValidationLoader(part, fixed, train.validation.samples)
 
     drawn = None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts)
-    return Task(
-        origin=State(snapshot.id, train.seed, train.phase, 0, train.length_window),
+    return TrainingTask(
+        origin=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
         channels=snapshot.latent_recipe.channels,
         text_width=snapshot.text_recipe.width,
@@ -442,7 +442,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     )
 
 
-def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: Prompts | None) -> dict[str, int]:
+def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
     """Heights of latents by what has them."""
     compression = snapshot.latent_recipe.compression
     buckets = [*snapshot.buckets, *(() if part is None else part.buckets)]
@@ -450,14 +450,14 @@ def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: Prompts | None) -
     return heights if drawn is None else {**heights, "train.pictures": drawn.height // compression}
 
 
-def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> Prompts:
+def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> DrawnPrompts:
     settings, recipe = config.train.pictures or PicturesConfig(), snapshot.latent_recipe
 
     def null() -> tuple[torch.Tensor, torch.Tensor]:
         rows, mask = prompts.null()
         return bf16(rows), torch.from_numpy(mask)
 
-    return Prompts(
+    return DrawnPrompts(
         texts=prompts.texts,
         rows=lambda number: bf16(prompts.rows(number)),
         null=null,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from pipeline.config import Config, load
@@ -46,21 +47,35 @@ def seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small unfitted real models: a folder with vae/, text_encoder/, tokenizer/, scheduler/."""
-    from tests.support import tiny_models
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once(name, make)`: a folder filled by `make(folder)` in one of the processes that share the tests."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    return tiny_models.build(tmp_path_factory.mktemp("models") / "tiny")
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with FileLock(base / f"{name}.lock"):
+            if not (base / f"{name}.made").exists():
+                make(base / name)
+                (base / f"{name}.made").touch()
+        return base / name
+
+    return folder
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_repo(made_once: Callable[..., Path]) -> Path:
+    """Small unfitted real models: a folder with vae/, text_encoder/, tokenizer/, scheduler/. Do not write into it."""
+    from tests.support import tiny_models
+
+    return made_once("tiny", tiny_models.build)
+
+
+@pytest.fixture(scope="session")
+def photos(made_once: Callable[..., Path]) -> Path:
     """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
     from pipeline.models import tiny
 
-    folder = tmp_path_factory.mktemp("pictures") / "photos"
-    tiny.demo_photos(folder)
-    return folder
+    return made_once("photos", tiny.demo_photos)
 
 
 @pytest.fixture(scope="session")
@@ -75,16 +90,17 @@ def make_config(tiny_repo: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def small_cache(photos: Path, make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_cache(photos: Path, make_config: Callable[..., Config], made_once: Callable[..., Path]) -> Path:
     """A cache of the photographs with a snapshot. Do not write into it: take `small_cache_copy`."""
     import stages.bucket
     import stages.encode
 
-    folder = tmp_path_factory.mktemp("small")
-    config = make_config(folder)
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
-    return folder / "cache"
+    def make(folder: Path) -> None:
+        config = make_config(folder)
+        stages.encode.run(config, data=str(photos))
+        stages.bucket.run(config)
+
+    return made_once("small", make) / "cache"
 
 
 @pytest.fixture(autouse=True)

@@ -103,7 +103,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=[pytest.mark.slow] * (", " in name and precision == "bf16"))
+        pytest.param(name, precision, marks=[pytest.mark.slow] * (", " in name or precision == "fp32"))
         for name in WAYS
         for precision in PRECISIONS
     ],

@@ -27,7 +27,7 @@ from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc
-from pipeline.cache.snapshot import Part, Snapshot
+from pipeline.cache.snapshot import BucketPart, Snapshot
 from pipeline.cache.status import status
 from pipeline.cli import cli
 from pipeline.config import Config, load
@@ -498,7 +498,7 @@ def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
     snapshot = made(of)
     assert snapshot.head.left_out == {"bucket.sources.none.weight is 0": 16}
     [bucket] = snapshot.head.buckets
-    assert bucket.parts == (Part(16, Fraction(2)), Part(16, Fraction(1)), Part(16, Fraction(1, 4)))
+    assert bucket.parts == (BucketPart(16, Fraction(2)), BucketPart(16, Fraction(1)), BucketPart(16, Fraction(1, 4)))
     names = {layout.sample_id(s, f"{i}.png"): (s, i) for s in ("one", "two", "plain") for i in range(16)}
     steps = Schedule.of(snapshot.head, seed=0, phase=0).steps_upto(4)
     assert steps == 4 * (32 + 4 + 16) // 4

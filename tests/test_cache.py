@@ -48,7 +48,7 @@ def write(root: Path, count: int = 3, recipe: layout.Recipe = LATENT, first: int
 
 
 def read_all(cache: Cache, name: str, table: pa.Table, recipe: layout.Recipe = LATENT) -> list[np.ndarray]:
-    reader = shard.Reader(cache.files, recipe.name)
+    reader = shard.ShardReader(cache.files, recipe.name)
     out = []
     for row in table.to_pylist():
         shape = (
@@ -117,7 +117,7 @@ def test_every_flipped_bit_of_a_shard_is_noticed_or_harmless(tmp_path: Path) -> 
     good = path.read_bytes()
     truth = read_all(cache, name, table)
     row = table.to_pylist()[0]
-    reader, into = shard.Reader(cache.files, LATENT.name), np.empty_like(truth[0])
+    reader, into = shard.ShardReader(cache.files, LATENT.name), np.empty_like(truth[0])
     noticed = harmless = 0
     with open(path, "r+b", buffering=0) as file:
         for position in range(len(good) * 8):
@@ -171,13 +171,13 @@ def test_a_right_record_in_a_wrong_place_is_refused(tmp_path: Path) -> None:
     cache, name, table = write(tmp_path / "c", count=2)
     other, foreign, _ = write(tmp_path / "c", count=2, first=7)
     rows = table.to_pylist()
-    reader = shard.Reader(cache.files, LATENT.name)
+    reader = shard.ShardReader(cache.files, LATENT.name)
     into = np.empty((4, 2, 3), np.uint16)
     with pytest.raises(IntegrityError):  # another record of the same shard
         reader.read(name, rows[1]["offset"], rows[0]["key"], rows[0]["checksum"], into)
     with pytest.raises(IntegrityError):  # a shard of the same shape
         reader.read(foreign, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
-    elsewhere = shard.Reader(cache.files, layout.LatentRecipe(weights="x").name)
+    elsewhere = shard.ShardReader(cache.files, layout.LatentRecipe(weights="x").name)
     elsewhere.recipe = LATENT.name  # the same bytes under another recipe
     with pytest.raises(IntegrityError):
         elsewhere.read(name, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
@@ -315,7 +315,7 @@ def commit_unit(cache: Cache, plan: int, unit: str, first: int, count: int = 2) 
         for i in range(first, first + count):
             writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
         made = writer.finish()
-    commit = index.commit_of(cache.files, unit, made, [index.Reject("00" * 16, "bad.jpg", "broken")])
+    commit = index.commit_of(cache.files, unit, made, [index.RecordReject("00" * 16, "bad.jpg", "broken")])
     index.publish_commit(cache.files, LATENT.name, plan, commit)
     return commit
 
@@ -413,7 +413,7 @@ def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     cache, name, table = write(tmp_path / "c", recipe=TEXT)
     head, again = shard.read_table(cache.files, layout.Paths.shard(TEXT.name, name))
     assert again.equals(table) and head["recipe"] == TEXT.name
-    reader = shard.Reader(cache.files, TEXT.name)
+    reader = shard.ShardReader(cache.files, TEXT.name)
     row = table.to_pylist()[1]
     where = (row["caption_offset"], row["caption_length"], row["key"])
     assert reader.caption(name, *where, row["caption_checksum"]) == "Caption 1 é"

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
-from pipeline.models.sana_start import Drawn, Stored
+from pipeline.models.sana_start import InitialValues, Stored
 from pipeline.parallel import data_parallel, mesh
 from pipeline.training import build, checkpoint, host_copy, metrics, optimizers
 from pipeline.training.host_copy import HostCopy
@@ -305,7 +305,7 @@ def test_the_model_has_no_memory_until_it_is_parallelized(tmp_path: Path, monkey
 def test_any_box_of_a_stored_parameter(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny_run.model(tiny_run.config())
     save_weights(model.state_dict(), model.config, tmp_path, dtype, max_shard_bytes=20_000)
-    files, drawn = Stored(tmp_path), Drawn(model.config, 0)
+    files, drawn = Stored(tmp_path), InitialValues(model.config, 0)
     chance = torch.Generator().manual_seed(0)
     for name, whole in model.state_dict().items():
         for _ in range(4):
@@ -321,7 +321,7 @@ def test_any_box_of_a_stored_parameter(tmp_path: Path, dtype: torch.dtype) -> No
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     model = tiny_run.model(tiny_run.config())
-    prints = [Drawn(model.config, 0).fingerprint(), Drawn(model.config, 1).fingerprint()]
+    prints = [InitialValues(model.config, 0).fingerprint(), InitialValues(model.config, 1).fingerprint()]
     for name, change in (("a", 0.0), ("b", 1.0)):
         state = {key: value.clone() for key, value in model.state_dict().items()}
         state["transformer_blocks.1.attn1.to_q.weight"][0, 0] += change

@@ -40,12 +40,10 @@ def _gradients(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     return [tiny_run.gradients(model, settings, batches)[2] for batches in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    [
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("plain", "recomputed", "selective")),
-        "recomputed and sharded",
-    ],
+    ["plain", "recomputed", "selective", "recomputed and sharded"],
 )
 def test_gradients_are_those_without_compilation(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")

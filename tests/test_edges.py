@@ -21,7 +21,7 @@ from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
-from pipeline.cache.snapshot import Part
+from pipeline.cache.snapshot import BucketPart
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
@@ -31,9 +31,9 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, Frame, Joined, Records, Resolution, unjudged, usable
+from pipeline.snapshots.join import ENCODE, EncodedRecords, Frame, Joined, Resolution, unjudged, usable
 from pipeline.sources import sidecars
-from pipeline.sources.caption_columns import MAX_COLUMNS, Candidate, CaptionRule
+from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.work import engine
@@ -48,7 +48,7 @@ RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 
 
 def drawn(*scored: tuple[str, float | None], rule: CaptionRule = RULE) -> dict[str, float]:
-    return dict(rule.weigh([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
+    return dict(rule.weigh([CaptionCandidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
 
 
 def test_a_score_at_the_threshold_passes_it() -> None:
@@ -60,10 +60,12 @@ def test_a_score_at_the_threshold_passes_it() -> None:
 def test_scores_of_zero_and_below_and_equal_texts() -> None:
     rule = dataclasses.replace(RULE, threshold=0.0)
     assert drawn(("a", 0.0), ("b", 0.0), rule=rule) == {"a": 1.0, "b": 1.0}
-    assert rule.read({"text": ["a"], "score": [-3]}).candidates == [Candidate("a", 1.0, 0.0)]
+    assert rule.read({"text": ["a"], "score": [-3]}).candidates == [CaptionCandidate("a", 1.0, 0.0)]
     plain = CaptionRule()
     for weights in ((1.0, 3.0), (3.0, 1.0)):
-        assert plain.weigh([Candidate("same", weight) for weight in weights], "a.png", "s")[0] == (("same", 3.0),)
+        assert plain.weigh([CaptionCandidate("same", weight) for weight in weights], "a.png", "s")[0] == (
+            ("same", 3.0),
+        )
 
 
 def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
@@ -75,18 +77,21 @@ def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
 
 def test_a_truth_is_no_score() -> None:
     result = RULE.read({"text": "a", "score": True})
-    assert result.candidates == [Candidate("a")] and "not a number" in result.problems[0]
+    assert result.candidates == [CaptionCandidate("a")] and "not a number" in result.problems[0]
 
 
 def test_texts_of_a_list_share_its_weight_and_empty_ones_have_none() -> None:
-    assert CaptionRule().read({"text": ["a", " ", "b"]}).candidates == [Candidate("a", 0.5), Candidate("b", 0.5)]
+    assert CaptionRule().read({"text": ["a", " ", "b"]}).candidates == [
+        CaptionCandidate("a", 0.5),
+        CaptionCandidate("b", 0.5),
+    ]
     raw = CaptionRule(raw=True).read({"text": [" a ", ""]}).candidates
-    assert raw == [Candidate(" a ", 0.5), Candidate("", 0.5)]
+    assert raw == [CaptionCandidate(" a ", 0.5), CaptionCandidate("", 0.5)]
 
 
 def test_a_text_that_is_never_drawn_counts_once_and_not_where_it_is_drawn() -> None:
     scored = [("same", 30.0), ("same", 1.0), ("below", 1.0), ("below", 2.0)]
-    captions, never = RULE.weigh([Candidate(text, 1.0, score) for text, score in scored], "a.png", "s")
+    captions, never = RULE.weigh([CaptionCandidate(text, 1.0, score) for text, score in scored], "a.png", "s")
     assert (captions, never) == ((("same", 1.0),), 1)
 
 
@@ -215,7 +220,7 @@ def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted:
     table = pa.table({"key": pa.array([bytes([key] * 16) for key in keys], pa.binary(16))})
     assert cache.add_plan(LATENT.name, plan, [Unit(unit, 0, len(keys), 1)], table)
     rejects = tuple(
-        index.Reject(bytes([int(key)] * 16).hex(), "item", "gone", retry) for key, retry in rejected.items()
+        index.RecordReject(bytes([int(key)] * 16).hex(), "item", "gone", retry) for key, retry in rejected.items()
     )
     stored = [key for key in keys if bytes([key] * 16).hex() not in {one.key for one in rejects}]
     how = {index.ADOPTED: "elsewhere"} if adopted else {}
@@ -297,7 +302,7 @@ def test_a_failed_record_that_is_stored_since_is_not_planned_again(tmp_path: Pat
     units = cache.plan(LATENT.name, 1).units
     assert sum(unit.count for unit in units) == 1
     assert len(planned(cache, [1, 2])) == 2, "a plan that has it and is not finished"
-    gone = index.Commit(units[0].unit, None, 0, 0, None, (index.Reject("01" * 16, "1", "gone", True),), {})
+    gone = index.Commit(units[0].unit, None, 0, 0, None, (index.RecordReject("01" * 16, "1", "gone", True),), {})
     index.publish_commit(cache.files, LATENT.name, 1, gone)
     commit_records(cache, 2, "cc", [1], adopted=False)
     assert len(planned(cache, [1, 2])) == 3, "a third plan has stored it"
@@ -362,7 +367,7 @@ def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) 
 def test_units_of_the_same_keys_in_another_plan_have_other_names(tmp_path: Path) -> None:
     cache = Cache(tmp_path, create=True)
     [plan] = planned(cache, [1])
-    away = index.Commit(plan.units[0].unit, None, 0, 0, None, (index.Reject("01" * 16, "1", "gone", True),), {})
+    away = index.Commit(plan.units[0].unit, None, 0, 0, None, (index.RecordReject("01" * 16, "1", "gone", True),), {})
     index.publish_commit(cache.files, LATENT.name, 0, away)
     _, again = planned(cache, [1])
     assert again.units[0].unit != plan.units[0].unit
@@ -573,7 +578,7 @@ def test_the_smallest_bucket_gives_up_first(
         weight=np.ones(count, np.float32),
     )
     none = Cache(tmp_path, create=True).index(LATENT.name)
-    records = Records(LATENT, layout.TextRecipe(), none, none)
+    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
     left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
     assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(sizes[a])]
     assert len(left) == count - len(moves)
@@ -645,7 +650,7 @@ def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(
     cache, text = add(of, "one", pictures(2)), text_recipe(of)
     key, plan = layout.text_key(text.id, "bad"), len(cache.plans(text.name))
     cache.add_plan(text.name, plan, [Unit("ff", 0, 1, 1)], pa.table({"key": pa.array([key], pa.binary(16))}))
-    reject = index.Reject(key.hex(), "bad", "not finite")
+    reject = index.RecordReject(key.hex(), "bad", "not finite")
     index.publish_commit(cache.files, text.name, plan, index.Commit("ff", None, 0, 0, None, (reject,), {}))
     body = cache.last_scan("one")
     assert body is not None
@@ -665,7 +670,7 @@ def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path)
     add(of, "one", shaped(4, "one-", 16, 24))
     cache = add(of, "two", shaped(5, "two-", 16, 32))
     result = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
-    assert result == {24: (Part(4, Fraction(2)),), 32: None}
+    assert result == {24: (BucketPart(4, Fraction(2)),), 32: None}
 
 
 def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Path) -> None:
@@ -736,7 +741,7 @@ def test_items_with_the_same_sample_id_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_unit_documents_tell_what_may_pass() -> None:
-    reject = index.Reject("00" * 16, "item", "gone", retry=True)
+    reject = index.RecordReject("00" * 16, "item", "gone", retry=True)
     body = json.loads(json.dumps(index.Commit("aa", None, 0, 0, None, (reject,), {}).body()))
     assert index.Commit.from_body(body).rejects == (reject,)
 

@@ -578,7 +578,7 @@ def test_non_finite_output_is_rejected_never_stored(
     def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
         bad = [i for i, image in enumerate(images) if abs(image.mean() - poisoned.mean()) < 1.0]
         if bad:
-            raise encoders.NonFiniteError("image encoder", bad, "fp32")
+            raise encoders.NonFiniteOutputError("image encoder", bad, "fp32")
         return real(self, images)
 
     monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
@@ -806,7 +806,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     for ours, theirs in zip(result, index.commits(truth.files, recipe, 0), strict=True):
         one, two = (
             [
-                bf16(audit.payload(shard.Reader(c.files, recipe), recipe, commit.shard or "", row)).float()
+                bf16(audit.payload(shard.ShardReader(c.files, recipe), recipe, commit.shard or "", row)).float()
                 for row in audit.record_rows(c, commit)
             ]
             for c, commit in ((cache, ours), (truth, theirs))

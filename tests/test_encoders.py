@@ -211,7 +211,7 @@ def test_text_that_is_not_finite_names_its_rows(folder: Path) -> None:
     encoder = encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
     (only_here,) = set(encoder.tokenizer("zzz")["input_ids"]) - set(encoder.tokenizer("a red circle")["input_ids"])
     encoder.model.embed_tokens.weight.data[only_here] = float("nan")  # type: ignore[union-attr]
-    with pytest.raises(encoders.NonFiniteError) as caught:
+    with pytest.raises(encoders.NonFiniteOutputError) as caught:
         encoder.encode(["a red circle", "zzz", "snow"])
     assert caught.value.rows == (1,)
     assert len(encoder.encode(["a red circle", "snow"])) == 2  # the prefix is not touched by it
@@ -384,7 +384,7 @@ def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.nd
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), scaling_factor=1.0), "cpu")
     inner = encoder.model.encoder
     encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
-    with pytest.raises(encoders.NonFiniteError) as caught:
+    with pytest.raises(encoders.NonFiniteOutputError) as caught:
         encoder.encode(images)
     assert caught.value.rows == (0, 2)  # 3.4e38 is finite in fp32 and infinite in bf16
 

@@ -716,7 +716,7 @@ class MeteredMaker(Maker):
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         self.meter.tokens += unit.start
         commit = super().make(plan, unit, progress)
-        return replace(commit, records=3, rejects=(index.Reject("0" * 32, "a.png", "bad"),))
+        return replace(commit, records=3, rejects=(index.RecordReject("0" * 32, "a.png", "bad"),))
 
     def disk_space(self) -> DiskSpace:
         return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: plan.number + unit.count)

@@ -29,7 +29,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import decoder, drawing
 from pipeline.reporting import photos as reading
-from pipeline.reporting.sheet import Card, contact_sheet
+from pipeline.reporting.sheet import SheetRow, contact_sheet
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
@@ -505,8 +505,8 @@ def test_rows_are_spread_without_repeats() -> None:
 def test_nearest_tells_whose_picture_was_drawn() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def one(cached: torch.Tensor, latent: torch.Tensor) -> drawing.Drawn:
-        return drawing.Drawn(0, 0, "", "", "", (64, 64), cached, latent)
+    def one(cached: torch.Tensor, latent: torch.Tensor) -> drawing.DrawnLatent:
+        return drawing.DrawnLatent(0, 0, "", "", "", (64, 64), cached, latent)
 
     cached = [torch.randn(4, *shape, generator=generator) for shape in ((8, 8), (6, 10), (10, 6))]
     right = [one(c, c + 0.1 * torch.randn(c.shape, generator=generator)) for c in cached]
@@ -521,7 +521,9 @@ def test_nearest_tells_whose_picture_was_drawn() -> None:
 def test_a_missing_source_leaves_a_gap_on_the_sheet(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def here(config: Config, drawn: list[drawing.Drawn], work: Path) -> None:  # another process would cost seconds
+    def here(
+        config: Config, drawn: list[drawing.DrawnLatent], work: Path
+    ) -> None:  # another process would cost seconds
         for i in range(len(drawn)):
             for name in (f"{i:04d}", f"{i:04d}-reconstruction"):
                 (work / "pictures").mkdir(exist_ok=True)
@@ -580,9 +582,9 @@ def test_decode_refuses_what_is_no_latents_file(trained: Trained, tmp_path: Path
 def test_sheet_shows_every_picture(tmp_path: Path) -> None:
     colours = [(200, 10, 10), (10, 200, 10), (10, 10, 200), (200, 200, 10)]
     cards = [
-        Card("words " * 200, (Image.new("RGB", (64, 64), colours[0]), Image.new("L", (48, 80), 77))),
-        Card("漢字" * 300, (Image.new("RGB", (80, 48), colours[1]), None)),
-        Card("", (Image.new("RGB", (2000, 900), colours[2]), Image.new("RGBA", (1, 3000), (*colours[3], 255)))),
+        SheetRow("words " * 200, (Image.new("RGB", (64, 64), colours[0]), Image.new("L", (48, 80), 77))),
+        SheetRow("漢字" * 300, (Image.new("RGB", (80, 48), colours[1]), None)),
+        SheetRow("", (Image.new("RGB", (2000, 900), colours[2]), Image.new("RGBA", (1, 3000), (*colours[3], 255)))),
     ]
     contact_sheet(cards, ("photo", "drawn"), tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -593,6 +595,6 @@ def test_sheet_shows_every_picture(tmp_path: Path) -> None:
 
 def test_sheet_refuses_a_card_with_a_gap_too_many(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="every card needs 2 pictures"):
-        contact_sheet([Card("x", (None,))], ("a", "b"), tmp_path / "sheet.png")
+        contact_sheet([SheetRow("x", (None,))], ("a", "b"), tmp_path / "sheet.png")
     with pytest.raises(ValueError, match="at least one"):
         contact_sheet([], ("a",), tmp_path / "sheet.png")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def test_a_dry_run_of_every_row_yields_its_figures_with_the_carried_wheels_alone
     last = json.loads(done.stdout.splitlines()[-1])
     assert (last["rows"], last["failed"], last["left_out"]) == (len(kit.ROWS), 0, 0)
     assert {name for name, value in last.items() if value is None} == {"mfu"}
+
+
+COMPILED = {json.dumps(row.given["train"]): row for row in kit.ROWS if row.given.get("train", {}).get("compile")}
+"""One row for each configuration that compiles."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED.values(), ids=lambda row: row.name)
+def test_rows_that_compile_trace_their_graphs(row: Row) -> None:
+    """Which the dry run leaves out, since each takes seconds."""
+    assert row.given["train"]["compile"] == "block"
+    torch._dynamo.utils.counters.clear()
+    _, _, name = row.call.partition(":")
+    figures = getattr(steps, name)(replace(Sizes.of(dry=True), graphs=True), **row.given)
+    assert set(row.yields) <= figures.keys() and figures["images_per_s"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from pipeline.cache.chunk_blocks import CheckedBlocks
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import Reader
+from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import NAMES, Snapshot
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError
@@ -126,7 +126,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     while captions:  # until every caption has been seen
         captions -= {key.ljust(16, b"\0") for key in tested.planner.step(steps).texts["key"].tolist()}
         steps += 1
-    reader, rows = Reader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
+    reader, rows = ShardReader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
 
     def reading() -> object:
         reader.read(null.shard, null.offset, null.key, null.checksum, rows)
@@ -165,7 +165,7 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
         (snapshot.text_recipe, sample.captions[0], sample.captions[0].rows * 6),
     ):
         path = copy / layout.Paths.shard(recipe.name, place.shard)
-        reader, into = Reader(Files(copy), recipe.name), np.empty(size // 2, np.uint16)
+        reader, into = ShardReader(Files(copy), recipe.name), np.empty(size // 2, np.uint16)
         good = path.read_bytes()
         for position in range(place.offset * 8, (place.offset + size) * 8):
             bad = bytearray(good)
@@ -404,7 +404,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     path.write_bytes(data)
     with_it, without = Tally(truth), Tally(truth)
     assert with_it.judge("flip", lambda: read(copy), [path.stem])
-    monkeypatch.setattr(Reader, "matches", lambda *a: True)
+    monkeypatch.setattr(ShardReader, "matches", lambda *a: True)
     assert not without.judge("flip", lambda: read(copy), [path.stem])
     assert without.silent == ["flip"]
     with pytest.raises(AssertionError, match="1 silent cases"):
@@ -419,7 +419,7 @@ def test_without_identity_swapped_records_would_be_silent(
     real = layout.checksum
     snapshot = Cache(copy).open_snapshot()
     one, two = snapshot.sample(0), snapshot.sample(1)
-    reader, into = Reader(Files(copy), snapshot.latent_recipe.name), np.empty((2, 2, 2), np.uint16)
+    reader, into = ShardReader(Files(copy), snapshot.latent_recipe.name), np.empty((2, 2, 2), np.uint16)
     reader.read(one.shard, one.offset, one.key, one.checksum, into)
     path = copy / layout.Paths.shard(snapshot.latent_recipe.name, one.shard)
     payload = path.read_bytes()[one.offset : one.offset + 16]

@@ -196,7 +196,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
     joined = join.Joined()
     assert joined.frame().item.type == pa.large_string()
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.zeros(len(keys), np.int64)})()
-    records = join.Records(LATENT, TEXT, index, index)
+    records = join.EncodedRecords(LATENT, TEXT, index, index)
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "two", scan_table(), records, join.Resolution(TABLE))
     joined.frames = joined.frames[-2:]

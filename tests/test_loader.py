@@ -19,7 +19,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError, IntegrityError
-from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, State, bf16
+from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, LoaderState, bf16
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from tests.support.loading import loader_settings
@@ -27,7 +27,7 @@ from tests.support.loading import loader_settings
 MakeConfig = Callable[..., Config]
 
 
-def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batch], State]]:
+def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batch], LoaderState]]:
     settings: dict = {
         "seed": 0,
         "phase": 0,
@@ -87,7 +87,7 @@ def test_resuming_at_any_step_continues_the_sequence(small_cache: Path) -> None:
     truth = load(small_cache, steps=9)
     for start in range(1, 9):
         for world in (1, 2, 4):
-            state = State.from_dict(truth[start - 1][1].as_dict())
+            state = LoaderState.from_dict(truth[start - 1][1].as_dict())
             ranks = [
                 load(small_cache, steps=9, start_step=state.step, world=world, rank=rank, prefetch=2)
                 for rank in range(world)
@@ -99,11 +99,13 @@ def test_resuming_at_any_step_continues_the_sequence(small_cache: Path) -> None:
 
 
 def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.cache.shard import Reader
+    from pipeline.cache.shard import ShardReader
 
     read: list[int] = []
-    real = Reader.read_span
-    monkeypatch.setattr(Reader, "read_span", lambda self, s, o, v: read.append(sum(map(len, v))) or real(self, s, o, v))
+    real = ShardReader.read_span
+    monkeypatch.setattr(
+        ShardReader, "read_span", lambda self, s, o, v: read.append(sum(map(len, v))) or real(self, s, o, v)
+    )
     load(small_cache, steps=1)
     at_start = sum(read)
     read.clear()

@@ -24,10 +24,10 @@ import torch
 from pipeline.cache import local_files, shard
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import Reader
+from pipeline.cache.shard import ShardReader
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader import length_grouping, randomness
-from pipeline.loader.loader import Loader, State, unpack
+from pipeline.loader.loader import Loader, LoaderState, unpack
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from tests.support import tiny_cache
@@ -84,7 +84,7 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
     schedule = Schedule(
         [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
     )
-    latents, texts = (Reader(snapshot.files, r.name) for r in (snapshot.latent_recipe, snapshot.text_recipe))
+    latents, texts = (ShardReader(snapshot.files, r.name) for r in (snapshot.latent_recipe, snapshot.text_recipe))
     for step, (batches, _) in enumerate(loader(cache, caption_drop=0.0, stop_step=6)):
         plan = schedule.step(step)
         rows = iter([(batch, i) for batch in batches for i in range(len(batch.sample_ids))])
@@ -158,13 +158,13 @@ def test_every_storage_reads_the_same_way(tmp_path: Path, truth: list[list[str]]
 
 def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
-    real = Reader.read_span
+    real = ShardReader.read_span
 
-    def counted(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+    def counted(self: ShardReader, shard: str, offset: int, views: list[memoryview]) -> int:
         read.append((shard, sum(map(len, views))))
         return real(self, shard, offset, views)
 
-    monkeypatch.setattr(Reader, "read_span", counted)
+    monkeypatch.setattr(ShardReader, "read_span", counted)
     reading = loader(cache, start_step=10**6, stop_step=10**6 + 1, caption_drop=0.0)
     [(batches, state)] = list(reading)
     assert state.step == 10**6 + 1
@@ -177,9 +177,9 @@ def test_resuming_at_step_a_million_reads_only_the_next_batch(cache: Cache, monk
 
 def test_neighbours_are_read_in_one_call(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = Reader.read_span
+    real = ShardReader.read_span
     monkeypatch.setattr(
-        Reader,
+        ShardReader,
         "read_span",
         lambda self, s, o, v: calls.append(len(v)) or real(self, s, o, v),  # type: ignore[func-returns-value]
     )
@@ -303,7 +303,7 @@ def test_windows_against_an_oracle() -> None:
 
 def test_the_window_is_part_of_the_state(cache: Cache) -> None:
     [*_, (_, state)] = list(loader(cache, length_window=3))
-    assert state.as_dict()["length_window"] == 3 and State.from_dict(state.as_dict()) == state
+    assert state.as_dict()["length_window"] == 3 and LoaderState.from_dict(state.as_dict()) == state
     [*_, (_, plain)] = list(loader(cache))
     assert "length_window" not in plain.as_dict(), "old checkpoints have none"
     assert sequence(loader(cache, length_window=3)) != sequence(loader(cache))
@@ -393,7 +393,7 @@ def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.Mon
 def test_any_error_arrives_at_its_batch(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, threads: int, error: BaseException
 ) -> None:
-    real = Reader.read_batch
+    real = ShardReader.read_batch
     planned = Planner.step
     at: dict[int, int] = {}
 
@@ -401,13 +401,13 @@ def test_any_error_arrives_at_its_batch(
         at[threading.get_ident()] = step
         return planned(self, step)
 
-    def fail(self: Reader, *arguments: Any, **options: Any) -> Any:
+    def fail(self: ShardReader, *arguments: Any, **options: Any) -> Any:
         if at[threading.get_ident()] == 4:
             raise error
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(Planner, "step", note)
-    monkeypatch.setattr(Reader, "read_batch", fail)
+    monkeypatch.setattr(ShardReader, "read_batch", fail)
     steps = iter(loader(cache, prefetch=6, threads=threads))
     began = time.monotonic()
     assert [next(steps)[1].step for _ in range(4)] == [1, 2, 3, 4]
@@ -418,16 +418,16 @@ def test_any_error_arrives_at_its_batch(
 
 
 def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Reader.read_span
+    real = ShardReader.read_span
     release, calls = threading.Event(), itertools.count()
 
-    def hang(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+    def hang(self: ShardReader, shard: str, offset: int, views: list[memoryview]) -> int:
         if next(calls) == 60:
             release.wait(30)
         return real(self, shard, offset, views)
 
     reading = loader(cache, prefetch=2, threads=2, timeout_s=0.4, stop_step=None)
-    monkeypatch.setattr(Reader, "read_span", hang)
+    monkeypatch.setattr(ShardReader, "read_span", hang)
     began = time.monotonic()
     with pytest.raises(CacheError, match=r"\.tar: record [0-9a-f]{32} at byte \d+ takes too long") as caught:
         for _ in reading:
@@ -439,14 +439,14 @@ def test_a_read_that_hangs_is_named_in_time(cache: Cache, monkeypatch: pytest.Mo
 
 def test_slow_reads_that_go_on_are_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is for one read, not for a step of many."""
-    real = Reader.read_span
+    real = ShardReader.read_span
 
-    def slow(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+    def slow(self: ShardReader, shard: str, offset: int, views: list[memoryview]) -> int:
         time.sleep(0.05)
         return real(self, shard, offset, views)
 
     reading = loader(cache, prefetch=1, threads=1, timeout_s=0.3, stop_step=1)
-    monkeypatch.setattr(Reader, "read_span", slow)
+    monkeypatch.setattr(ShardReader, "read_span", slow)
     assert len(list(reading)) == 1
 
 
@@ -454,10 +454,11 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     """A read of a dead file system must not keep the process alive: the thread is left behind."""
     script = (
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path; from pipeline.cache.root import Cache; from pipeline.cache.shard import Reader\n"
+        "from pathlib import Path; from pipeline.cache.root import Cache\n"
+        "from pipeline.cache.shard import ShardReader\n"
         "from tests.support.consumed import loader\n"
         "reading = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
-        "Reader.read_span = lambda *a: threading.Event().wait()\n"
+        "ShardReader.read_span = lambda *a: threading.Event().wait()\n"
         "list(reading)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, ROOT, cache.root], capture_output=True, text=True, timeout=60)
@@ -573,9 +574,9 @@ def test_a_bucket_with_nothing_to_put_in_its_place_stops_the_run(tmp_path: Path)
 
 
 def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = Reader.read_span, itertools.count()
+    real, calls = ShardReader.read_span, itertools.count()
 
-    def once(self: Reader, shard: str, offset: int, views: list[memoryview]) -> int:
+    def once(self: ShardReader, shard: str, offset: int, views: list[memoryview]) -> int:
         got = real(self, shard, offset, views)
         if next(calls) % 7 == 0:
             views[0][0] ^= 1
@@ -583,7 +584,7 @@ def test_a_record_that_is_right_when_read_again_is_no_error(cache: Cache, monkey
 
     expected = sequence(loader(cache, stop_step=4))
     reading = loader(cache, stop_step=4)
-    monkeypatch.setattr(Reader, "read_span", once)
+    monkeypatch.setattr(ShardReader, "read_span", once)
     assert sequence(reading) == expected
 
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache import index
-from pipeline.cache.index import Reject
+from pipeline.cache.index import RecordReject
 from pipeline.cache.key_columns import binary, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
-from pipeline.encoding.unit_records import Record, write_unit
+from pipeline.encoding.unit_records import EncodedRecord, write_unit
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT
 
@@ -32,8 +32,8 @@ def work_of(keys: np.ndarray) -> pa.Table:
 
 def commit(cache: Cache, plan: WorkPlan, unit: Unit, fates: dict[bytes, str]) -> index.Commit:
     keys = cache.unit_rows(plan, unit).column("key").to_pylist()
-    made = [Record(key, np.zeros((4, 2, 2), np.uint16)) for key in keys if fates[key] == "made"]
-    bad = [Reject(key.hex(), "x", "broken", fates[key] == "failed") for key in keys if fates[key] != "made"]
+    made = [EncodedRecord(key, np.zeros((4, 2, 2), np.uint16)) for key in keys if fates[key] == "made"]
+    bad = [RecordReject(key.hex(), "x", "broken", fates[key] == "failed") for key in keys if fates[key] != "made"]
     return write_unit(cache, LATENT, plan, unit, [(made, bad)], lambda good, bad: None)
 
 

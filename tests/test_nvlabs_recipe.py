@@ -161,7 +161,8 @@ def apart(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "qk_norm"), [("adamw", False), pytest.param("adamw", True, marks=pytest.mark.slow), ("came", True)]
+    ("optimizer", "qk_norm"),
+    [*(pytest.param("adamw", qk_norm, marks=pytest.mark.slow) for qk_norm in (False, True)), ("came", True)],
 )
 def test_fifty_steps_in_fp32_are_those_of_nvlabs(
     optimizer: str, qk_norm: bool, starts: dict[bool, Path], tmp_path: Path

@@ -616,7 +616,7 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
     ("name", "precision"),
     [
         ("came", "fp32"),
-        ("adamw8bit", "bf16"),
+        pytest.param("adamw8bit", "bf16", marks=pytest.mark.slow),
         pytest.param("adamw", "fp16", marks=pytest.mark.slow),
         *(pytest.param(name, "bf16_pure", marks=pytest.mark.slow) for name in ("came", "adamw")),
     ],
@@ -638,7 +638,7 @@ def test_interrupted_and_resumed_is_uninterrupted(name: str, precision: str, tmp
             )
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16_pure"])
+@pytest.mark.parametrize("precision", [pytest.param("fp16", marks=pytest.mark.slow), "bf16_pure"])
 def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL", 2.0**8)  # from 2^16 the first steps are left out
 

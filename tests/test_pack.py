@@ -30,7 +30,7 @@ import stages.verify
 from pipeline.cache import audit, compare, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Packed, Part, Snapshot
+from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
@@ -122,7 +122,7 @@ def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) 
     cache, source, packed = made(tmp_path / "cache", storage=storage)
     assert content(packed) == content(source)
     assert packed.id != source.id and packed.head.parent == source.id and packed.packed and not source.packed
-    assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == Packed(2)
+    assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == PackedOrder(2)
     assert not compare.difference(source, packed)
     assert tuple(replace(bucket, block=None) for bucket in packed.buckets) == source.buckets
     assert not list(audit.verify(cache))
@@ -179,7 +179,7 @@ def test_packing_is_a_function_of_the_content(tmp_path: Path) -> None:
 def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     head = cache.open_snapshot().head
-    weighted = replace(head.buckets[0], parts=(Part(10, Fraction(2)), Part(20, Fraction(1, 2))))
+    weighted = replace(head.buckets[0], parts=(BucketPart(10, Fraction(2)), BucketPart(20, Fraction(1, 2))))
     head = replace(head, parent=None, buckets=(weighted, *head.buckets[1:]))
     source = cache.open_snapshot(cache.add_snapshot(head, None))
     packed = pack(cache)

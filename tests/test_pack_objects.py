@@ -96,7 +96,8 @@ def data(snapshot: Snapshot) -> int:
     return sum(snapshot.shard_files().values())
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_an_epoch_reads_each_packed_shard_about_once(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:

@@ -18,7 +18,7 @@ from pipeline import retrying
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import Reader
+from pipeline.cache.shard import ShardReader
 from pipeline.config import MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, ConfigError
 from pipeline.work.stop import Stop, Stopped
@@ -212,7 +212,7 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     gone.append(errno.ENOTCONN)
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)
-    reader = Reader(cache.files, cache.open_snapshot().latent_recipe.name)
+    reader = ShardReader(cache.files, cache.open_snapshot().latent_recipe.name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
 

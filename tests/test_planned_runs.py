@@ -75,6 +75,7 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 # --------------------------------------------------------------------------------------------- predicted and measured
 
 
+@pytest.mark.slow
 def test_a_calibrated_device_makes_runs_comparable(
     words: list[str], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +153,13 @@ def test_main_memory_is_compared_where_it_means_something() -> None:
 # -------------------------------------------------------------------------------------------------------- calibration
 
 
-@pytest.mark.parametrize("change", [{"precision": "fp32"}, {"ema": {}, "activation_checkpointing": "selective"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "fp32"},
+        pytest.param({"ema": {}, "activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_stopwatch_sees_the_operations_that_the_trace_counts(change: dict[str, Any]) -> None:
     train = TrainConfig.model_validate({**COMPUTE, **change})
     traced = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).work

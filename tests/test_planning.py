@@ -75,7 +75,7 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
     "change",
     [
         {"precision": "fp32"},
-        {"activation_checkpointing": "none"},
+        pytest.param({"activation_checkpointing": "none"}, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": "none", "activation_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"optim": {"name": "came", "betas": None, "eps": None}}, marks=pytest.mark.slow),
@@ -304,6 +304,7 @@ def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
     assert len(set(listed)) == len(listed) > 8
 
 
+@pytest.mark.slow
 def test_replicas_on_several_nodes_sum_over_the_network() -> None:
     """A group of 8 replicas, each of 8 GPUs of a node, crosses nodes although it is no larger than a node."""
 

@@ -340,7 +340,7 @@ def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
     monkeypatch.setattr(LocalFilesystem, "is_remote", far)
     store = Counted(data)
     with range_prefetch.RangePrefetch(
-        store, [("a", range_prefetch.Place("t.parquet", 0, 4))], lambda key: b"alone"
+        store, [("a", range_prefetch.FileRange("t.parquet", 0, 4))], lambda key: b"alone"
     ) as reader:
         assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
         assert reader._bytes_in_window == 0

@@ -56,7 +56,7 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made]]:
     """Makes the latents again that the cache holds now, with some bits flipped (0: as they were)."""
     recipe = cache.recipes("latent")[0].name
-    reader = shard.Reader(cache.files, recipe)
+    reader = shard.ShardReader(cache.files, recipe)
     arrays = {}
     for commit in index.commits(cache.files, recipe, 0):
         for row in audit.record_rows(cache, commit):
@@ -66,7 +66,7 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made
         _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
     ) -> list[unit_records.Made]:
         keys = cache.unit_rows(plan, unit).column("key").to_pylist()
-        return [([unit_records.Record(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
+        return [([unit_records.EncodedRecord(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
 
     return encode
 

@@ -29,7 +29,7 @@ from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.planning import scale, simulate
 from pipeline.planning.predict import Data
-from pipeline.planning.simulate import CountedSnapshot, Counts, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles
+from pipeline.planning.simulate import CountedSnapshot, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles, NodeCounts
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
 from tests.test_pack import pack
@@ -63,7 +63,7 @@ def settings(world: int) -> Any:
 def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the real loaders of some ranks over an object store in memory, and counts at the driver and the kernel."""
 
-    def run(kind: str, world: int, ranks: range, rounds: int = STEPS) -> Counts:
+    def run(kind: str, world: int, ranks: range, rounds: int = STEPS) -> NodeCounts:
         place = f"/{uuid4().hex}"
         MemoryFileSystem().put(f"{disk.root}/", f"{place}/", recursive=True)
         source = Snapshot(disk.files, snapshot_ids(disk)[kind])
@@ -123,7 +123,7 @@ def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         for step in range(rounds):
             for loader in loaders:
                 seen["samples"] += sum(len(batch.sample_ids) for batch in loader.load(step).batches)
-        return Counts(steps=rounds, **seen)
+        return NodeCounts(steps=rounds, **seen)
 
     return run
 
@@ -137,7 +137,7 @@ def _without(seen: Counter[str], real: Any, handle: Any) -> str:
     return result
 
 
-def simulated(disk: Cache, kind: str, world: int, ranks: range) -> Counts:
+def simulated(disk: Cache, kind: str, world: int, ranks: range) -> NodeCounts:
     name = snapshot_ids(disk)[kind]
     model = MirrorModel(limit_of(Snapshot(disk.files, name)))
     snapshot = CountedSnapshot(ModelFiles(disk.root, model), name)
@@ -232,7 +232,7 @@ def test_waits_follow_from_the_store(disk: Cache) -> None:
     name, threads, step_s = snapshot_ids(disk)["packed"], 2, 0.5
     limit = 10 * limit_of(Snapshot(disk.files, name))
 
-    def run(request_s: float, prefetch: int | None) -> Counts:
+    def run(request_s: float, prefetch: int | None) -> NodeCounts:
         store = simulate.Store(request_s=request_s, stream_gbs=1e9, node_gbs=1e9, hash_s_gb=0.0)
         snapshot = CountedSnapshot(ModelFiles(disk.root, MirrorModel(limit, store)), name)
         reading = replace(settings(1), prefetch=prefetch, threads=threads)

@@ -24,7 +24,7 @@ from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.snapshots import selection
-from pipeline.snapshots.join import Frame, Joined, Records, Resolution
+from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT, TABLE
 
@@ -279,6 +279,6 @@ def test_samples_that_are_selected_are_beside_the_cache(
     earlier = selection.Earlier(joined.scratch)
     assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
     assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]
-    records = Records(LATENT, layout.TextRecipe(), none, none)
+    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
     left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
     assert left.item.to_pylist() == ["a", "b"]

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cache import layout
 from pipeline.cache.files import Files
-from pipeline.cache.snapshot import Head, Part, Snapshot
+from pipeline.cache.snapshot import BucketPart, Head, Snapshot
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.test_golden import GOLDEN
@@ -63,7 +63,7 @@ def test_keys_of_a_later_version_stay_in_the_head(tmp_path: Path) -> None:
     head = Head.parse(later)
     assert head.values() == later
     assert head.id == layout.content_digest(layout.canonical(later)) != Head.parse(values).id
-    assert head.buckets[0].parts == (Part(30, Fraction(1, 2), other={"new": [1]}),)
+    assert head.buckets[0].parts == (BucketPart(30, Fraction(1, 2), other={"new": [1]}),)
     assert replace(head, parent=None).values() == {**later, "parent": None}
 
 

@@ -173,7 +173,7 @@ def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path)
     cache, recipe, name, table = written(tmp_path / "c", storage)
     path = cache.files.path(layout.Paths.shard(recipe.name, name))
     row, good = table.to_pylist()[0], path.read_bytes()
-    reader, into = shard.Reader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+    reader, into = shard.ShardReader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
 
     def read() -> None:
         reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
@@ -190,7 +190,7 @@ def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path)
     read()
     path.write_bytes(good[: row["offset"] + row["length"] - 1])
     with pytest.raises(IntegrityError, match="cut short"):
-        shard.Reader(cache.files, recipe.name).read(
+        shard.ShardReader(cache.files, recipe.name).read(
             name, row["offset"], row["key"], row["checksum"], into, row["length"]
         )
 
@@ -200,7 +200,7 @@ def test_the_checksum_is_what_notices(storage: str, tmp_path: Path, monkeypatch:
     """Sabotage: with the checksum switched off a flipped mantissa bit gives other values without a word."""
     cache, recipe, name, table = written(tmp_path / "c", storage)
     row = table.to_pylist()[0]
-    reader, good = shard.Reader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+    reader, good = shard.ShardReader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
     where = (name, row["offset"], row["key"], row["checksum"])
     reader.read(*where, good, row["length"])
     path = cache.files.path(layout.Paths.shard(recipe.name, name))
@@ -220,7 +220,7 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
     cache, recipe, name, table = written(tmp_path / "c", storage, "text")
     row = table.to_pylist()[0]
     where = (name, row["offset"], row["key"], row["checksum"])
-    reader = shard.Reader(cache.files, recipe.name)
+    reader = shard.ShardReader(cache.files, recipe.name)
     with pytest.raises(IntegrityError, match="shape"):
         reader.read(*where, np.empty((6, 3), np.uint16), row["length"])
     with pytest.raises(IntegrityError, match="not recorded"):
@@ -236,7 +236,7 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
     # without the recipe's document nothing is guessed
     cache.files.remove(layout.Paths.recipe(recipe.name))
     with pytest.raises(IntegrityError, match="not stored as plain"):
-        shard.Reader(cache.files, recipe.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
+        shard.ShardReader(cache.files, recipe.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -271,18 +271,18 @@ def test_a_record_is_decoded_with_the_scales_it_was_made_with(tmp_path: Path) ->
     cache, recipe, name, table = written(tmp_path / "c", codec.INT8)
     row, before, after = table.to_pylist()[0], np.empty((4, 2, 3), np.uint16), np.empty((4, 2, 3), np.uint16)
     where = (name, row["offset"], row["key"], row["checksum"])
-    shard.Reader(cache.files, recipe.name).read(*where, before, row["length"])
+    shard.ShardReader(cache.files, recipe.name).read(*where, before, row["length"])
     cache.files.path(layout.Paths.scale(recipe.name)).unlink()
     codec.publish_scale(cache.files, recipe.name, np.full(4, 8, np.float32), 1)
-    shard.Reader(cache.files, recipe.name).read(*where, after, row["length"])
+    shard.ShardReader(cache.files, recipe.name).read(*where, after, row["length"])
     assert np.array_equal(before, after)
     old = codec.load_scale(
-        cache.files, bytes(shard.Reader(cache.files, recipe.name).stored(*where, row["length"])[20:36]).hex()
+        cache.files, bytes(shard.ShardReader(cache.files, recipe.name).stored(*where, row["length"])[20:36]).hex()
     )
     assert np.array_equal(old, SCALES["latent"])
     cache.files.path(layout.Paths.table(_table_of(SCALES["latent"]), "npy")).unlink()
     with pytest.raises(IntegrityError, match="channel scales"):
-        shard.Reader(cache.files, recipe.name).read(*where, after, row["length"])
+        shard.ShardReader(cache.files, recipe.name).read(*where, after, row["length"])
 
 
 def _table_of(values: np.ndarray) -> str:
@@ -300,7 +300,7 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
     page: dict = {}
     exec(compile(example, "cache_layout.md", "exec"), page)
     cache, recipe, name, table = written(tmp_path / "c", storage, kind)
-    row, reader = table.to_pylist()[0], shard.Reader(cache.files, recipe.name)
+    row, reader = table.to_pylist()[0], shard.ShardReader(cache.files, recipe.name)
     where, into = (name, row["offset"], row["key"], row["checksum"]), np.empty(SHAPES[kind], np.uint16)
     reader.read(*where, into, row["length"])
     values = page["decode"](bytes(reader.stored(*where, row["length"])), kind, str(cache.root))
@@ -384,7 +384,7 @@ def test_the_loader_reads_every_storage(stored: tuple[str, Path], plain: list) -
 
 def test_drawing_reads_every_storage(stored: tuple[str, Path], small_cache: Path) -> None:
     name, cache = stored
-    ours, theirs = (drawing.Records(Cache(root).open_snapshot()) for root in (cache, small_cache))
+    ours, theirs = (drawing.SnapshotTensors(Cache(root).open_snapshot()) for root in (cache, small_cache))
     assert torch.equal(ours.null()[1], theirs.null()[1])
     for row in range(len(ours.snapshot)):
         one, other = ours.snapshot.sample(row), theirs.snapshot.sample(row)

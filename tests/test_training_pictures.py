@@ -34,7 +34,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
-from pipeline.training.task import Report, Task
+from pipeline.training.task import Report, TrainingTask
 from tests.support.workers import drawings, strategies, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
 from tests.test_lock import ELSEWHERE, plant
@@ -51,7 +51,7 @@ def settings(
     return config.model_copy(update={"sample": SampleConfig(**{"steps": 2, **(sample or {})})})
 
 
-def run(config: Config, *, resume: str | None = None, task: Task | None = None, say: Any = None) -> Report:
+def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, say: Any = None) -> Report:
     given = task or tiny_run.task(config)
     return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
 
@@ -294,7 +294,7 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", microbatch=2)
     task = tiny_run.task(config)
 
-    def of(height: int, width: int) -> Task:
+    def of(height: int, width: int) -> TrainingTask:
         return replace(task, pictures=tiny_run.prompts(config, (height, width)))
 
     with pytest.raises(ConfigError, match=r"(?s)multiples of 8 pixels.*width 100.*train.pictures.width=96"):

@@ -34,7 +34,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import build, checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
-from pipeline.training.task import Report, Task
+from pipeline.training.task import Report, TrainingTask
 from tests.support import tiny_cache
 from tests.support.workers import strategies, tiny_run, validations
 from tests.test_lock import ELSEWHERE, plant
@@ -47,7 +47,7 @@ def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> C
     return tiny_run.config(output, layers=1, steps=steps, **{"validation": validation, **train})
 
 
-def run(config: Config, *, resume: str | None = None, task: Task | None = None, say: Any = None) -> Report:
+def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, say: Any = None) -> Report:
     given = task or tiny_run.task(config)
     return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
 
@@ -92,7 +92,7 @@ def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
 
 
 def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def architecture(config: Config, task: Task) -> SanaConfig:
+    def architecture(config: Config, task: TrainingTask) -> SanaConfig:
         return replace(build.architecture_of(config, task), dropout=0.3)
 
     monkeypatch.setattr(trainer, "architecture_of", architecture)
@@ -222,7 +222,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     assert Counter(line["step"] for line in lines if line.get("event") == "validation")[2] == 1
 
 
-def interrupted_task(config: Config, at: int, action: Callable[[], None]) -> Task:
+def interrupted_task(config: Config, at: int, action: Callable[[], None]) -> TrainingTask:
     """`action` is called before the second microbatch of validation number `at` (0 for the first)."""
     task, passes = tiny_run.task(config), iter(range(100))
     samples = task.validation

@@ -34,6 +34,7 @@ class Sizes:
     Attributes:
         config: the transformer. compression: pixels per latent side. side: of the latents. rows: of a padded caption.
         warm, timed: steps before the clock runs, and steps that it counts.
+        graphs: a dry run traces the graphs of rows that compile (seconds each), but compiles none.
     """
 
     dry: bool
@@ -44,6 +45,7 @@ class Sizes:
     rows: int
     warm: int
     timed: int
+    graphs: bool = False
 
     @classmethod
     def of(cls, dry: bool) -> Sizes:

@@ -346,7 +346,7 @@ def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
 
 def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
     """Keys of the damaged records of a shard (payload or caption); all keys if the shard is missing."""
-    reader = shard.Reader(cache.files, recipe)
+    reader = shard.ShardReader(cache.files, recipe)
     bad = []
     assert commit.shard is not None
     if not cache.files.exists(Paths.shard(recipe, commit.shard)):
@@ -363,7 +363,7 @@ def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
     return bad
 
 
-def payload(reader: shard.Reader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
+def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
     """Read and verify a record of a shard: uint16 (C, h, w) for latents, (rows, width) for text.
 
     Raises:

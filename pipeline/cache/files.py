@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A file of the cache. size: in bytes; modified: in seconds since 1970, by the clock of its file system."""
 
     name: str
@@ -156,7 +156,7 @@ class Files:
         except OSError as error:
             raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
 
-    def walk(self, folder: str) -> Iterator[Entry]:
+    def walk(self, folder: str) -> Iterator[FileEntry]:
         """All files below a folder, in the order of their names; an absent folder is empty."""
 
         def unlisted(error: OSError) -> None:
@@ -171,7 +171,7 @@ class Files:
                     status = path.stat()
                 except FileNotFoundError:  # a claim or a temporary file that was removed meanwhile
                     continue
-                yield Entry(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime)
+                yield FileEntry(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """File -> its size in bytes; absent files are left out."""

@@ -31,7 +31,7 @@ ADOPTED = "adopted"
 
 
 @dataclass(frozen=True)
-class Reject:
+class RecordReject:
     """A record that a unit could not make. retry: the cause may be temporary (a file was missing or had changed)."""
 
     key: str
@@ -49,7 +49,7 @@ class Commit:
     bytes: int
     records: int
     table: str | None
-    rejects: tuple[Reject, ...]
+    rejects: tuple[RecordReject, ...]
     provenance: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
@@ -65,14 +65,14 @@ class Commit:
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Commit:
-        return cls(**{**body, "rejects": tuple(Reject(**r) for r in body["rejects"])})
+        return cls(**{**body, "rejects": tuple(RecordReject(**r) for r in body["rejects"])})
 
 
 def commit_of(
     files: Files,
     unit: str,
     shard: tuple[str, int, pa.Table],
-    rejects: Iterable[Reject] = (),
+    rejects: Iterable[RecordReject] = (),
     provenance: Mapping[str, Any] | None = None,
 ) -> Commit:
     """The commit of a shard whose file is written; writes the table of its records. shard: (digest, bytes, records), as
@@ -212,7 +212,7 @@ class RecordIndex:
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
         self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
-        self.rejects: list[Reject] = []
+        self.rejects: list[RecordReject] = []
         self.shards: list[str] = []
         self.bytes: list[int] = []
         every = self._by_precedence(plans)

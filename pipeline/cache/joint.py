@@ -34,7 +34,7 @@ def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Sch
 
 
 @dataclass(frozen=True)
-class Record:
+class Payload:
     """A verified payload, copied from a shard of its recipe. shape: of its values."""
 
     key: bytes
@@ -68,7 +68,7 @@ class JointWriter(TarWriter):
         super().__init__(files, head)
 
     def add(
-        self, sample_id: int, latent: Record, captions: list[tuple[Record, float, str]], source: str, item: str
+        self, sample_id: int, latent: Payload, captions: list[tuple[Payload, float, str]], source: str, item: str
     ) -> None:
         """Add a sample. captions: the record, its weight and the original caption."""
         name = f"{sample_id:016x}"
@@ -90,7 +90,7 @@ class JointWriter(TarWriter):
             row["written"].append({"offset": offset, "length": len(text), "checksum": checksum})
         self._rows.append(row)
 
-    def add_null(self, record: Record, valid: int) -> None:
+    def add_null(self, record: Payload, valid: int) -> None:
         """Make this the shard of the null record, which has no other record; webdataset skips it."""
         place = self._record(NULL, record, self.text)
         rows, width = record.shape
@@ -113,7 +113,7 @@ class JointWriter(TarWriter):
         digest = self.close(self.folder, to_ipc(table))
         return digest, self.size, table
 
-    def _record(self, name: str, record: Record, recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, Any]:
+    def _record(self, name: str, record: Payload, recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, Any]:
         plain = recipe.storage == PLAIN
         header = npy_header(record.shape) if plain else npy_header((len(record.payload),), "|u1")
         start = self._member(name, header, memoryview(record.payload))

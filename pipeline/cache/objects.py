@@ -34,7 +34,7 @@ from pipeline import retrying
 from pipeline.cache import layout
 from pipeline.cache import scratch as scratches
 from pipeline.cache.drivers import Connection, RequestFailed, has_own
-from pipeline.cache.files import Entry, Files, check_digest
+from pipeline.cache.files import FileEntry, Files, check_digest
 from pipeline.cache.local_files import Handle, cache_errors, digest_of, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
@@ -157,7 +157,7 @@ class ObjectFiles(Files):
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             yield from pool.map(self.document, names)
 
-    def walk(self, folder: str) -> Iterator[Entry]:
+    def walk(self, folder: str) -> Iterator[FileEntry]:
         root = self._path(folder)
         try:
             with self._errors(folder):
@@ -174,7 +174,7 @@ class ObjectFiles(Files):
             for (path, _), info in zip(files, pool.map(complete, files), strict=True):
                 if info is not None:
                     size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])
-                    yield Entry(self._name(path), size, _modified(info))
+                    yield FileEntry(self._name(path), size, _modified(info))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         wanted = list(names)

@@ -20,7 +20,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import FORGOTTEN, Cache, check_prompts_name
-from pipeline.cache.shard import Reader
+from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import NullRecord
 from pipeline.errors import CacheError, IntegrityError
 
@@ -77,8 +77,8 @@ class PromptSet:
         return {"name": self.name, "text": self.recipe.name, "prompts": prompts, "null": self.empty.values()}
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.files, self.recipe.name)
+    def _reader(self) -> ShardReader:
+        return ShardReader(self.files, self.recipe.name)
 
     def _read(self, place: NullRecord) -> np.ndarray:
         into = np.empty((place.rows, self.recipe.width), np.uint16)

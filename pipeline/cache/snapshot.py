@@ -39,13 +39,13 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of
-from pipeline.cache.shard import Reader, to_ipc
+from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
     Chunk,
     ChunkTable,
-    Entry,
     Form,
+    HeadObject,
     ShardFile,
     ShardNames,
     ShardTable,
@@ -108,7 +108,7 @@ NAMES = pa.schema(
 
 
 @dataclass(frozen=True)
-class Part(Entry):
+class BucketPart(HeadObject):
     """Samples of a bucket that are visited `weight` times per epoch."""
 
     samples: int
@@ -119,7 +119,7 @@ class Part(Entry):
 
 
 @dataclass(frozen=True)
-class Bucket(Entry):
+class Bucket(HeadObject):
     """One resolution.
 
     Attributes:
@@ -134,20 +134,20 @@ class Bucket(Entry):
     width: int
     samples: int
     batch: int
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[BucketPart, ...] | None = None
     block: int | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"parts": several(Part)}
+    forms: ClassVar[Mapping[str, Form]] = {"parts": several(BucketPart)}
 
 
 @dataclass(frozen=True)
-class Packed(Entry):
+class PackedOrder(HeadObject):
     """window: blocks that are shuffled together while training."""
 
     window: int
 
 
 @dataclass(frozen=True)
-class HeldOut(Entry):
+class HeldOut(HeadObject):
     """share: of the pictures that is held out. side: `train` or `heldout`."""
 
     share: float
@@ -155,7 +155,7 @@ class HeldOut(Entry):
 
 
 @dataclass(frozen=True)
-class Policies(Entry):
+class Policies(HeadObject):
     """Settings that decide the training order; options of `bucket` in the configuration.
 
     Attributes:
@@ -168,12 +168,12 @@ class Policies(Entry):
     pad_text_multiple: int
     order: str | None = None
     heldout: HeldOut | None = None
-    packed: Packed | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"heldout": one(HeldOut), "packed": one(Packed)}
+    packed: PackedOrder | None = None
+    forms: ClassVar[Mapping[str, Form]] = {"heldout": one(HeldOut), "packed": one(PackedOrder)}
 
 
 @dataclass(frozen=True)
-class NullRecord(Entry):
+class NullRecord(HeadObject):
     """The place of a text record of which attention may see the first `valid` rows: that of the empty caption, which
     has all rows, or of a prompt.
 
@@ -208,7 +208,7 @@ _SHARDS = table_or_several(ShardTable, ShardFile)
 
 
 @dataclass(frozen=True)
-class Head(Entry):
+class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
@@ -517,9 +517,9 @@ class Snapshot:
         """Bytes of a shard by its number."""
         return self.head.shards[kind][number].bytes
 
-    def reader(self, kind: str, **options: Any) -> Reader:
-        """A reader of the records of a kind. options: those of `Reader`."""
-        return Reader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
+    def reader(self, kind: str, **options: Any) -> ShardReader:
+        """A reader of the records of a kind. options: those of `ShardReader`."""
+        return ShardReader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""
@@ -616,7 +616,7 @@ class Snapshot:
         table, at = self._named(row)
         return table.column("captions")[at].as_py()
 
-    def captions(self, row: int, reader: Reader) -> list[str]:
+    def captions(self, row: int, reader: ShardReader) -> list[str]:
         """A sample's captions as they were written, verified."""
         sample = self.sample(row)
         return [

@@ -49,7 +49,7 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeadObject:
     """One JSON object of a head. A field that is None is not written.
 
     other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
@@ -78,11 +78,11 @@ class Entry:
         return {**values, **self.other}
 
 
-def one(entry: type[Entry]) -> Form:
+def one(entry: type[HeadObject]) -> Form:
     return entry.parse, lambda value: value.values()
 
 
-def several(entry: type[Entry]) -> Form:
+def several(entry: type[HeadObject]) -> Form:
     return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
 
 
@@ -90,7 +90,7 @@ HEX = (bytes.fromhex, bytes.hex)
 
 
 @dataclass(frozen=True)
-class ShardFile(Entry):
+class ShardFile(HeadObject):
     """A shard by its digest (hex), and its size."""
 
     name: str
@@ -98,7 +98,7 @@ class ShardFile(Entry):
 
 
 @dataclass(frozen=True)
-class Chunk(Entry):
+class Chunk(HeadObject):
     """Digests of the two tables of up to `CHUNK_ROWS` rows.
 
     blocks: of the samples; None where the head has no such digests (version 1).
@@ -111,7 +111,7 @@ class Chunk(Entry):
 
 
 @dataclass(frozen=True)
-class ListTable(Entry):
+class ListTable(HeadObject):
     """What a head says of a list in a table.
 
     Attributes:
@@ -307,7 +307,7 @@ def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, by
     return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data
 
 
-def table_or_several(kind: type[_TableList[Any]], entry: type[Entry]) -> Form:
+def table_or_several(kind: type[_TableList[Any]], entry: type[HeadObject]) -> Form:
     """How a list is written: as a table, or entry by entry."""
 
     def parse(value: Any) -> Any:

@@ -29,7 +29,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptWork:
     """Prompts, and the records that they need.
 
     Attributes:
@@ -83,7 +83,7 @@ def _listed(file: str, text: str) -> list[str]:
     return prompts
 
 
-def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[Prompts, list[str]]:
+def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[PromptWork, list[str]]:
     """The prompts of some lines, and a line of text about each that repeats an earlier one."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []
@@ -94,4 +94,4 @@ def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[Prompts
         else:
             first[key] = number, text
     texts = tuple(text for _, text in first.values())
-    return Prompts(texts, tuple(first), text_work([pa.array(texts, pa.string())], recipe)), repeated
+    return PromptWork(texts, tuple(first), text_work([pa.array(texts, pa.string())], recipe)), repeated

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import audit, codec, copies, index, layout, shard
-from pipeline.cache.index import Commit, Reject
+from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.layout import PACKED, Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
@@ -125,7 +125,7 @@ def _add_plan(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> 
 def _work(cache: Cache, recipe: str, commits: list[Commit]) -> pa.Table:
     """Rows of a plan's table for the records and rejects of some commits. Columns of pictures in no scan are null."""
     files, rows = cache.files, list[dict[str, Any]]()
-    reader = shard.Reader(files, recipe)
+    reader = shard.ShardReader(files, recipe)
     known = cache.recipe(recipe)
     for commit in commits:
         if commit.shard is not None:
@@ -199,11 +199,11 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
     return [] if owner.startswith(PACKED) else unplanned
 
 
-def _missing_records(cache: Cache, plan: WorkPlan, unit: Unit, records: pa.Table) -> Iterator[Reject]:
+def _missing_records(cache: Cache, plan: WorkPlan, unit: Unit, records: pa.Table) -> Iterator[RecordReject]:
     rows = cache.unit_rows(plan, unit)
     present = pc.is_in(rows.column("key"), value_set=records.column("key").combine_chunks())
     for row in rows.filter(pc.invert(present)).to_pylist():
-        yield Reject(row["key"].hex(), row.get("item") or row.get("caption") or "", LOST, retry=True)
+        yield RecordReject(row["key"].hex(), row.get("item") or row.get("caption") or "", LOST, retry=True)
 
 
 def _adopt(cache: Cache, recipe: str, commits: list[Commit]) -> None:
@@ -220,7 +220,7 @@ def _scale(cache: Cache, recipe: str) -> None:
     files = cache.files
     if files.exists(Paths.scale(recipe)) or codec.storage_of(cache.recipe(recipe)) != codec.INT8:
         return
-    reader = shard.Reader(files, recipe)
+    reader = shard.ShardReader(files, recipe)
     for plan in cache.plans(recipe):
         for commit in index.commits(files, recipe, plan.number):
             if commit.shard is None:

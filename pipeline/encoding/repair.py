@@ -79,7 +79,7 @@ class Repairs:
         damaged = set(audit.bad_records(cache, recipe.name, commit))
         unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
         self._open_sources(plan, unit)
-        made: dict[bytes, unit_records.Record] = {}
+        made: dict[bytes, unit_records.EncodedRecord] = {}
         for batch, rejects in self.encoder.remake(plan, unit, commit, damaged):
             made.update((record.key, record) for record in batch)
             lost = [reject for reject in rejects if bytes.fromhex(reject.key) in unreplaced]
@@ -111,11 +111,11 @@ class Repairs:
 
 
 def _restored(
-    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.Record]
+    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
 ) -> bool:
     """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
-    reader = shard.Reader(cache.files, recipe.name)
+    reader = shard.ShardReader(cache.files, recipe.name)
     with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
         for row in audit.record_rows(cache, commit):
             if row["key"] in made:
@@ -141,7 +141,7 @@ def _replace(
     unit: Unit,
     commit: index.Commit,
     keys: set[bytes],
-    made: dict[bytes, unit_records.Record],
+    made: dict[bytes, unit_records.EncodedRecord],
     limits: unit_records.Limits,
 ) -> None:
     """Commit the remade records of these keys as a new plan."""

@@ -48,7 +48,7 @@ from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Reject, Run, Seen, Source
+from pipeline.sources.source import Item, PartRange, Reject, Seen, Source
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -196,7 +196,7 @@ class _Piece:
     table: pa.Table | None
     part: str = ""
     stamp: str | None = None
-    run: Run | None = None
+    run: PartRange | None = None
     stats: Seen = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None

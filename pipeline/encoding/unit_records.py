@@ -25,11 +25,11 @@ import pyarrow as pa
 import torch
 
 from pipeline.cache import codec, index, layout, shard
-from pipeline.cache.index import Commit, Reject
+from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import UserError
 from pipeline.images import decoding
-from pipeline.models.encoders import NonFiniteError
+from pipeline.models.encoders import NonFiniteOutputError
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Source
 
@@ -66,7 +66,7 @@ class CaptionEncoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Record:
+class EncodedRecord:
     """One encoded record. `caption` is None for latents; `valid` None means every row."""
 
     key: bytes
@@ -75,7 +75,7 @@ class Record:
     valid: int | None = None
 
 
-Made = tuple[list[Record], list[Reject]]
+Made = tuple[list[EncodedRecord], list[RecordReject]]
 """The records and rejects of a batch."""
 
 
@@ -107,26 +107,26 @@ def image_records(
         for row in batch:
             items[row["source"]].append(row["item"])
 
-    def decode(row: dict[str, Any]) -> np.ndarray | Reject:
+    def decode(row: dict[str, Any]) -> np.ndarray | RecordReject:
         key, item = row["key"].hex(), row["item"]
         try:
             data = read[row["source"]](item)
         except OSError as error:
-            return Reject(key, item, f"unreadable: {error}", retry=True)
+            return RecordReject(key, item, f"unreadable: {error}", retry=True)
         if layout.digest(data) != row["digest"]:
-            return Reject(key, item, "changed since it was scanned", retry=True)
+            return RecordReject(key, item, "changed since it was scanned", retry=True)
         try:
             size = row["height"], row["width"]
             return decoding.load(data, size, recipe.background, max_pixels, recipe.decoder, max_bytes)
         except decoding.ImageReject as reject:
-            return Reject(key, item, str(reject))
+            return RecordReject(key, item, str(reject))
 
     with ExitStack() as stack:
         read = {name: stack.enter_context(sources[name].reading(items[name])) for name in items}
         pool = stack.enter_context(ThreadPoolExecutor(max(1, workers)))
         for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
-            rejects = [d for d in decoded if isinstance(d, Reject)]
-            good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, Reject)]
+            rejects = [d for d in decoded if isinstance(d, RecordReject)]
+            good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
             records = []
             if good:
                 latents = _finite(
@@ -134,9 +134,9 @@ def image_records(
                 )
                 for (row, _), latent in zip(good, latents, strict=True):
                     if latent is not None:
-                        records.append(Record(row["key"], latent))
+                        records.append(EncodedRecord(row["key"], latent))
                     else:
-                        rejects.append(Reject(row["key"].hex(), row["item"], _NOT_FINITE))
+                        rejects.append(RecordReject(row["key"].hex(), row["item"], _NOT_FINITE))
             yield records, rejects
 
 
@@ -154,7 +154,7 @@ def caption_records(
     for batch in _batches(unit, rows, only):
         if batch[0]["caption"] is None:
             null, valid = encoder.null()
-            yield [Record(batch[0]["key"], null, "", valid)], []
+            yield [EncodedRecord(batch[0]["key"], null, "", valid)], []
             continue
         normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
         records, rejects, of_batch = [], [], Limits()  # the next captions may be shorter
@@ -162,9 +162,9 @@ def caption_records(
         limits.halved += of_batch.halved
         for row, array in zip(batch, arrays, strict=True):
             if array is not None:
-                records.append(Record(row["key"], array, row["caption"]))
+                records.append(EncodedRecord(row["key"], array, row["caption"]))
             else:
-                rejects.append(Reject(row["key"].hex(), row["caption"], _NOT_FINITE))
+                rejects.append(RecordReject(row["key"].hex(), row["caption"], _NOT_FINITE))
         yield records, rejects
 
 
@@ -188,10 +188,10 @@ def write_unit(
         measured: sums what the recipe's storage saves and costs.
         limits: those with which `made` is encoded. Its number of halved batches goes into the provenance.
     """
-    rejects: list[Reject] = []
+    rejects: list[RecordReject] = []
     with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
 
-        def write(records: list[Record]) -> None:
+        def write(records: list[EncodedRecord]) -> None:
             for record in records:
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
 
@@ -241,7 +241,7 @@ def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limit
     if len(inputs) <= limits.most.get(shape, len(inputs)):
         try:
             return list(encode(inputs))
-        except NonFiniteError as error:
+        except NonFiniteOutputError as error:
             bad = set(error.rows)
             rest = [member for i, member in enumerate(inputs) if i not in bad]
             good = iter(_finite(rest, encode, limits) if rest else [])
@@ -281,7 +281,7 @@ def _commit(
     plan: WorkPlan,
     unit: Unit,
     writer: shard.ShardWriter,
-    rejects: list[Reject],
+    rejects: list[RecordReject],
     made_by: dict[str, Any],
 ) -> Commit:
     if len(writer):

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from pipeline.kernels.backend import without_autocast
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Positions of captions that are concatenated without padding.
 
     captions: (B + 1,) int32, the first row of each and the end of the last. images: (B + 1,) int32, the same for the
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     longest: int
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: Packed) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, where: PackedRows) -> Tensor:
     """Softmax attention of each sample's queries over the rows of its caption.
 
     Args:

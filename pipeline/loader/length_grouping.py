@@ -24,7 +24,7 @@ from pipeline.loader.schedule import ScheduledBatch, permute
 _CACHED_WINDOWS = 4
 
 
-class Order(Protocol):
+class StepOrder(Protocol):
     """The global batch of each step, and where epochs begin (`Schedule`)."""
 
     def step(self, step: int) -> ScheduledBatch: ...
@@ -44,7 +44,7 @@ class LengthGrouping:
 
     def __init__(
         self,
-        order: Order,
+        order: StepOrder,
         steps: int,
         rows: Callable[[int, np.ndarray, np.ndarray], np.ndarray],
         *,

@@ -20,13 +20,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.cache.shard import Reader, RecordError
+from pipeline.cache.shard import RecordError, ShardReader
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import ConfigError
 from pipeline.loader import randomness
 from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead
 from pipeline.loader.buffer_pool import Allocator, BufferPool, aligned
-from pipeline.loader.planner import BatchPlan, Order, Planner
+from pipeline.loader.planner import BatchOrder, BatchPlan, Planner
 from pipeline.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.loader.shard_prefetch import ShardPrefetch
 
@@ -61,7 +61,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class State:
+class LoaderState:
     """Where a run stands: `step` optimizer steps of this order are done.
 
     length_window: part of the order (`train.length_window`); not written where it is 0.
@@ -77,7 +77,7 @@ class State:
         return {name: value for name, value in asdict(self).items() if name != "length_window" or value}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> State:
+    def from_dict(cls, values: dict[str, Any]) -> LoaderState:
         return cls(**values)
 
 
@@ -181,7 +181,7 @@ class Loader:
         CacheError: a read takes longer than `timeout_s` (at its batch); names shard and record.
     """
 
-    def __init__(self, snapshot: Snapshot, settings: LoaderSettings, order: Order | None = None):
+    def __init__(self, snapshot: Snapshot, settings: LoaderSettings, order: BatchOrder | None = None):
         self._batches = [bucket.batch for bucket in snapshot.buckets] if order is None else order.batches
         _check(snapshot, settings, self._batches)
         self.snapshot, self.settings = snapshot, settings
@@ -221,7 +221,7 @@ class Loader:
                     raise error
                 plan = substitution.replace(plan, i, error)
 
-    def __iter__(self) -> Generator[tuple[list[Batch], State]]:
+    def __iter__(self) -> Generator[tuple[list[Batch], LoaderState]]:
         settings = self.settings
         step, recent = settings.start_step, deque[list[Batch]]()
         prefetch = self._start_prefetch() if settings.prefetch != 0 else None
@@ -238,7 +238,7 @@ class Loader:
                 step += 1
                 yield (
                     loaded.batches,
-                    State(self.snapshot.id, settings.seed, settings.phase, step, settings.length_window),
+                    LoaderState(self.snapshot.id, settings.seed, settings.phase, step, settings.length_window),
                 )
         finally:
             if self._shard_prefetch is not None:
@@ -416,7 +416,7 @@ def max_open_shards(snapshot: Snapshot) -> int:
     return 256 if room is None else max(4, min(256, room // (2 * int(snapshot.shard_sizes().max()))))
 
 
-def _with_place(reader: Reader, on_read: OnRead | None) -> Callable[[str, int, bytes], None] | None:
+def _with_place(reader: ShardReader, on_read: OnRead | None) -> Callable[[str, int, bytes], None] | None:
     if on_read is None:
         return None
     return lambda *place: on_read(lambda: f"reading {reader.where(*place)}")

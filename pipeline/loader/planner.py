@@ -65,7 +65,7 @@ class BatchPlan:
         return replace(self, samples=patched(self.samples, other.samples), texts=patched(self.texts, other.texts))
 
 
-class Order(Protocol):
+class BatchOrder(Protocol):
     """The global batch of each step. batches: their size, by bucket."""
 
     batches: list[int]
@@ -91,12 +91,12 @@ class Planner:
         phase: int,
         length_window: int = 0,
         min_rows: int = 0,
-        order: Order | None = None,
+        order: BatchOrder | None = None,
     ):
         self.snapshot, self.seed, self.phase, self.min_rows = snapshot, seed, phase, min_rows
         self._multiple = snapshot.head.policies.pad_text_multiple
         self.schedule = order or Schedule.of(snapshot.head, seed=seed, phase=phase)
-        self._order: Order | LengthGrouping = self.schedule
+        self._order: BatchOrder | LengthGrouping = self.schedule
         if isinstance(self.schedule, Schedule) and length_window > 1:
             steps = length_window * len(snapshot.buckets)
             self._order = LengthGrouping(self.schedule, steps, self._rows, seed=seed, phase=phase)

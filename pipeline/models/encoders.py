@@ -23,7 +23,7 @@ from pipeline.models.hub import ModelError, read_settings, resolve, weight_files
 from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
     DTYPES,
-    NonFiniteError,
+    NonFiniteOutputError,
     bf16_bits,
     digest,
     finite_bits,
@@ -41,7 +41,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "LatentDecoder",
     "LatentEncoder",
-    "NonFiniteError",
+    "NonFiniteOutputError",
     "TextEncoder",
     "bf16_bits",
     "count_rows",
@@ -345,7 +345,7 @@ class LatentDecoder:
             x = self.model.decode(z).sample.float()
         bad = ~torch.isfinite(x).reshape(len(x), -1).all(dim=1)
         if bool(bad.any()):
-            raise NonFiniteError("latent decoder", bad.nonzero().flatten().tolist(), self.dtype)
+            raise NonFiniteOutputError("latent decoder", bad.nonzero().flatten().tolist(), self.dtype)
         pixels = (x / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 

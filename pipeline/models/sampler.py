@@ -13,6 +13,7 @@ Source: arXiv 2211.01095 (DPM-Solver++), arXiv 2207.12598 (classifier-free guida
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -114,16 +115,7 @@ def sample(
         ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it, no device or
             dtype.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    count = captions.shape[0]
-    if captions.ndim != 3 or mask.shape != captions.shape[:2]:
-        raise ValueError(f"captions {tuple(captions.shape)} and mask {tuple(mask.shape)} do not go together")
-    if noise.ndim != 4 or noise.shape[0] != count:
-        raise ValueError(f"{count} captions and noise of shape {tuple(noise.shape)} do not go together")
-    if shape is not None and tuple(noise.shape[-len(shape) :]) != tuple(shape):
-        raise ValueError(f"noise of shape {tuple(noise.shape)} does not end in {tuple(shape)}")
-
+    _check(captions, mask, noise, shape, steps)
     if isinstance(model, nn.Module):
         parameter = next(model.parameters())
         device, dtype = device or parameter.device, dtype or parameter.dtype
@@ -131,6 +123,7 @@ def sample(
         raise ValueError("a callable that is no module needs device and dtype")
     captions, mask = captions.to(device, dtype), mask.to(device)
     null: tuple[Tensor, Tensor] | None = None
+    count = captions.shape[0]
     if guidance != 1:
         if null_captions is None or null_mask is None:
             raise ValueError(f"guidance {guidance} needs the empty caption")
@@ -140,7 +133,24 @@ def sample(
         null = _pad(null_captions, null_mask, length)
 
     size = batch or max(count, 1)
-    calls, total = 0, steps * -(-count // size)
+    calls = itertools.count(1)
+    total = steps * -(-count // size)
+
+    def solve(latents: Tensor, rows: Tensor, row_mask: Tensor) -> Tensor:
+        solver = scheduler(flow_shift)
+        solver.set_timesteps(steps, device=device)
+        for timestep in solver.timesteps:
+            inputs = latents if null is None else torch.cat([latents, latents])
+            times = timestep.to(torch.float32).expand(inputs.shape[0])
+            flow = model(inputs.to(dtype), rows, row_mask, times).float()
+            if null is not None:
+                unconditional, conditional = flow.chunk(2)
+                flow = unconditional + guidance * (conditional - unconditional)
+            latents = solver.step(flow, timestep, latents, return_dict=False)[0]
+            if on_step is not None:
+                on_step(next(calls), total)
+        return latents
+
     drawn = []
     with _evaluating(model):
         for first in range(0, count, size):
@@ -148,22 +158,19 @@ def sample(
             rows, row_mask = captions[part], mask[part]
             if null is not None:
                 rows, row_mask = torch.cat([null[0][part], rows]), torch.cat([null[1][part], row_mask])
-            solver = scheduler(flow_shift)
-            solver.set_timesteps(steps, device=device)
-            latents = noise[part].to(device, torch.float32)
-            for timestep in solver.timesteps:
-                inputs = latents if null is None else torch.cat([latents, latents])
-                times = timestep.to(torch.float32).expand(inputs.shape[0])
-                flow = model(inputs.to(dtype), rows, row_mask, times).float()
-                if null is not None:
-                    unconditional, conditional = flow.chunk(2)
-                    flow = unconditional + guidance * (conditional - unconditional)
-                latents = solver.step(flow, timestep, latents, return_dict=False)[0]
-                calls += 1
-                if on_step is not None:
-                    on_step(calls, total)
-            drawn.append(latents)
+            drawn.append(solve(noise[part].to(device, torch.float32), rows, row_mask))
     return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
+
+
+def _check(captions: Tensor, mask: Tensor, noise: Tensor, shape: tuple[int, ...] | None, steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    if captions.ndim != 3 or mask.shape != captions.shape[:2]:
+        raise ValueError(f"captions {tuple(captions.shape)} and mask {tuple(mask.shape)} do not go together")
+    if noise.ndim != 4 or noise.shape[0] != captions.shape[0]:
+        raise ValueError(f"{captions.shape[0]} captions and noise of shape {tuple(noise.shape)} do not go together")
+    if shape is not None and tuple(noise.shape[-len(shape) :]) != tuple(shape):
+        raise ValueError(f"noise of shape {tuple(noise.shape)} does not end in {tuple(shape)}")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipeline.kernels.gated_convolution import gated_convolution
 from pipeline.kernels.joined_linear import joined_linear
 from pipeline.kernels.linear_attention import joined_linear_attention, linear_attention
-from pipeline.kernels.packed_attention import Packed, packed_attention
+from pipeline.kernels.packed_attention import PackedRows, packed_attention
 from pipeline.models.sana_config import Numerics, SanaConfig
 
 _SELF_NORM_EPS = 1e-5
@@ -129,12 +129,12 @@ class SelfAttention(_Attention):
 class CrossAttention(_Attention):
     """Softmax attention of image tokens over caption tokens."""
 
-    def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor | Packed) -> Tensor:
+    def forward(self, x: Tensor, captions: Tensor, mask_bias: Tensor | PackedRows) -> Tensor:
         """`mask_bias` is (B, 1, 1, L), 0 where attention is allowed and -10000 elsewhere, for captions (B, L, D); or
-        `Packed`, for captions (T, D) without padding."""
+        `PackedRows`, for captions (T, D) without padding."""
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, captions))
         value = value.to(query.dtype)  # under autocast the norms leave float32, the value projection bf16
-        if isinstance(mask_bias, Packed):
+        if isinstance(mask_bias, PackedRows):
             return self.output(packed_attention(query, key, value, mask_bias).flatten(2))
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_bias.to(query.dtype))
@@ -228,7 +228,7 @@ class SanaTransformerBlock(nn.Module):
         self,
         hidden: Tensor,
         captions: Tensor,
-        mask_bias: Tensor | Packed,
+        mask_bias: Tensor | PackedRows,
         modulation: Tensor,
         height: int,
         width: int,
@@ -238,7 +238,7 @@ class SanaTransformerBlock(nn.Module):
         Args:
             hidden: (B, height*width, D) image tokens, row by row; the dtype of `captions`, or float32.
             captions: (B, L, D) projected and normalised caption tokens; or (T, D), without padding.
-            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or `Packed` for unpadded captions.
+            mask_bias: (B, 1, 1, L) additive bias, 0 or -10000; or `PackedRows` for unpadded captions.
             modulation: (B, 6, D) the timestep's shift, scale and gate for attention, then for the convolution; in the
                 dtype of `hidden`, or cast here.
             height, width: of the token grid.
@@ -391,11 +391,11 @@ class ModulatedNorm(nn.Module):
         return self.norm(hidden) * (1 + scale) + shift
 
 
-def _packed(mask: Tensor, tokens: int) -> Packed:
-    """`Packed` from the mask (B, L), computed on the device without synchronisation."""
+def _packed(mask: Tensor, tokens: int) -> PackedRows:
+    """`PackedRows` from the mask (B, L), computed on the device without synchronisation."""
     ends = F.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     images = torch.arange(0, (len(mask) + 1) * tokens, tokens, dtype=torch.int32, device=mask.device)
-    return Packed(ends, images, mask.shape[1])
+    return PackedRows(ends, images, mask.shape[1])
 
 
 class SanaEnds(nn.Module, ABC):
@@ -437,12 +437,12 @@ class SanaEnds(nn.Module, ABC):
         mask: Tensor,
         timesteps: Tensor,
         band: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | Packed, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | PackedRows, Tensor, Tensor]:
         """What precedes the blocks; arguments as in `SanaTransformer.forward`.
 
         Returns:
             hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
-            `Packed`, modulation (B, 6, D), embedded (B, D).
+            `PackedRows`, modulation (B, 6, D), embedded (B, D).
         """
         hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None, band)
         context, bias, modulation, embedded = self.conditions(captions, mask, timesteps, latents.dtype)
@@ -451,8 +451,8 @@ class SanaEnds(nn.Module, ABC):
     def conditions(
         self, captions: Tensor, mask: Tensor, timesteps: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """What `embed` returns beside the tokens; None in place of `Packed`. Many small operations, which compiled are
-        few (`pipeline.parallel.compile`)."""
+        """What `embed` returns beside the tokens; None in place of `PackedRows`. Many small operations; compiled they
+        are few (`pipeline.parallel.compile`)."""
         modulation, embedded = self.time_embed(timesteps, dtype)
         context = self.caption_norm(self.caption_projection(captions))
         return context, mask_bias(mask, dtype) if captions.ndim == 3 else None, modulation, embedded

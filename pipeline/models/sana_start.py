@@ -1,7 +1,7 @@
 """Start values of a Sana transformer, slice by slice.
 
-What: `Stored` (a diffusers folder) and `Drawn` (a seed) return any slice of any parameter in our layout, and a short
-fingerprint of the whole.
+What: `Stored` (a diffusers folder) and `InitialValues` (a seed) return any slice of any parameter in our layout, and
+a short fingerprint of the whole.
 Why by slice: a process reads only its shards. Sana 1.6B in fp32 is 6.4 GB, which eight processes of one machine need
 not hold eight times.
 Price: every process draws a parameter as a whole before it takes its slice. The fingerprint covers a sample of the
@@ -61,7 +61,7 @@ class Stored(WeightFiles):
         return digest.hexdigest()
 
 
-class Drawn:
+class InitialValues:
     """NVlabs' from-scratch values (see `pipeline.models.sana_init`)."""
 
     def __init__(self, config: SanaConfig, seed: int):

@@ -44,7 +44,7 @@ import xxhash
 
 from pipeline.config import TextConfig
 from pipeline.models.hub import ModelError, no_progress_bars, read_json, read_settings, resolve, weight_files
-from pipeline.models.weights import DTYPES, NonFiniteError, bf16_bits, digest, finite_bits
+from pipeline.models.weights import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
 """Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
@@ -448,7 +448,7 @@ class TextEncoder:
         starts = np.cumsum([0, *counts[:-1]])
         finite = np.logical_and.reduceat(torch.isfinite(rounded).all(dim=1).cpu().numpy(), starts)
         if not finite.all():
-            raise NonFiniteError("text encoder", np.flatnonzero(~finite).tolist(), self.dtype)
+            raise NonFiniteOutputError("text encoder", np.flatnonzero(~finite).tolist(), self.dtype)
         self.truncated += cut
         self.tokens += sum(counts) - len(counts)
         bits = bf16_bits(rounded)

@@ -22,7 +22,7 @@ from pipeline.models.hub import ModelError, is_local
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class NonFiniteError(UserError):
+class NonFiniteOutputError(UserError):
     """A network returned NaN or infinity. rows: positions in the batch; all others are finite."""
 
     def __init__(self, module: str, rows: Sequence[int], dtype: str):
@@ -110,5 +110,5 @@ def finite_bits(values: torch.Tensor, module: str, dtype: str) -> np.ndarray:
     rounded = values.to(torch.bfloat16)
     bad = ~torch.isfinite(rounded).reshape(len(rounded), -1).all(dim=1)
     if bool(bad.any()):
-        raise NonFiniteError(module, bad.nonzero().flatten().tolist(), dtype)
+        raise NonFiniteOutputError(module, bad.nonzero().flatten().tolist(), dtype)
     return bf16_bits(rounded)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Values by name and box."""
 
     @property
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 @torch.no_grad()
-def load_sharded(module: nn.Module, source: Source) -> None:
+def load_sharded(module: nn.Module, source: WeightSource) -> None:
     """Overwrite every parameter of `module` with the source's values, cast to its dtype. No process waits for another.
 
     Args:

@@ -301,7 +301,7 @@ def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[s
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """Parameters of a block and of the model's ends, and the number of blocks."""
 
     block: int
@@ -310,12 +310,12 @@ class Counts:
 
 
 @cache
-def parameter_counts(shape: SanaConfig) -> Counts:
+def parameter_counts(shape: SanaConfig) -> ParameterCounts:
     """Of a model, from two small ones on the meta device."""
     one, two = (
         sum(p.numel() for p in SanaTransformer.on_meta(replace(shape, num_layers=n)).parameters()) for n in (1, 2)
     )
-    return Counts(two - one, 2 * one - two, shape.num_layers)
+    return ParameterCounts(two - one, 2 * one - two, shape.num_layers)
 
 
 # ------------------------------------------------------------------------------------------------ larger microbatches

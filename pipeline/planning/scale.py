@@ -28,10 +28,10 @@ from pipeline.planning.predict import Data, Machine, Prediction, architecture, c
 from pipeline.planning.simulate import (
     CAPTION_BYTES,
     REQUESTS,
-    Counts,
     Imagined,
     ImaginedSnapshot,
     MirrorModel,
+    NodeCounts,
     Store,
     caption_rows,
     nodes,
@@ -241,7 +241,7 @@ class Reading:
     pairs: int
     gpus: int
     packed: bool
-    counts: Counts
+    counts: NodeCounts
     nodes: int
     simulated: int
     steps: float
@@ -329,7 +329,7 @@ def reading(
         prefetch_mib=train.prefetch_mib,
         start_step=FIRST,
     )
-    total, simulated = Counts(), 0
+    total, simulated = NodeCounts(), 0
     for ranks in nodes(gpus, PER_NODE, sample):
         snapshot = ImaginedSnapshot(content, MirrorModel(MIRROR_GIB << 30, store))
         total += simulate(snapshot, settings, ranks, steps, step_s=step_s, skip=skip)

@@ -24,8 +24,8 @@ import numpy as np
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
-from pipeline.cache.shard import BLOCK, Reader, npy_header
-from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, Packed, Policies, Snapshot
+from pipeline.cache.shard import BLOCK, ShardReader, npy_header
+from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, PackedOrder, Policies, Snapshot
 from pipeline.config import BucketConfig, EncodeConfig
 from pipeline.encoding import estimate
 from pipeline.errors import CacheError
@@ -73,7 +73,7 @@ class Store:
 
 
 @dataclass
-class Counts:
+class NodeCounts:
     """Of one node.
 
     Attributes:
@@ -100,11 +100,11 @@ class Counts:
     steps: int = 0
     samples: int = 0
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
+    def __sub__(self, other: NodeCounts) -> NodeCounts:
+        return NodeCounts(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+    def __add__(self, other: NodeCounts) -> NodeCounts:
+        return NodeCounts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 class MirrorModel:
@@ -120,7 +120,7 @@ class MirrorModel:
 
     def __init__(self, limit: int, store: Store | None = None, streams: int = 1):
         self.limit, self.store, self.streams = limit, store or Store(), streams
-        self.counts, self.now = Counts(), 0.0
+        self.counts, self.now = NodeCounts(), 0.0
         self._copies: OrderedDict[str, tuple[int, float]] = OrderedDict()  # size, and the time from which it is there
         self._used = 0
         self._unread: set[str] = set()
@@ -178,7 +178,7 @@ class ModelFiles(Files):
         return _NoFile()
 
 
-class CountingReader(Reader):
+class CountingReader(ShardReader):
     """Counts reads instead of reading. Shards are opened as ever."""
 
     files: ModelFiles
@@ -203,7 +203,7 @@ class CountedSnapshot(Snapshot):
         super().__init__(files, snapshot_id)
         files.shard_sizes = self.shard_files()
 
-    def reader(self, kind: str, **options: Any) -> Reader:
+    def reader(self, kind: str, **options: Any) -> ShardReader:
         return CountingReader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
 
 
@@ -244,7 +244,7 @@ class Imagined:
         rows = self.text.max_length
         return Head(
             recipes={"latent": self.latent.values(), "text": self.text.values()},
-            policies=Policies("carry", 16, packed=Packed(self.window) if self.blocks else None),
+            policies=Policies("carry", 16, packed=PackedOrder(self.window) if self.blocks else None),
             buckets=buckets,
             shards={},
             null=NullRecord(_name(0), _HEAD, rows, 1, bytes(16), bytes(16)),
@@ -433,7 +433,7 @@ def simulate(
     *,
     step_s: float = 1.0,
     skip: int = 0,
-) -> Counts:
+) -> NodeCounts:
     """Run the loaders of the processes of one node.
 
     Args:
@@ -443,7 +443,7 @@ def simulate(
         step_s: seconds of an optimizer step, as predicted by `pipeline.planning.cost`.
     """
     node = _Node(snapshot, settings, ranks, step_s)
-    counts, before = snapshot.files.mirror.counts, Counts()
+    counts, before = snapshot.files.mirror.counts, NodeCounts()
     for number in range(skip + steps):
         if number == skip and skip:
             before = replace(counts)

@@ -24,7 +24,7 @@ from pipeline.models.sana_config import SanaConfig
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnLatent:
     """One caption and the latent drawn for it.
 
     Attributes:
@@ -58,7 +58,7 @@ def draw_for(
     snapshot: Snapshot,
     rows: list[int],
     device: torch.device,
-) -> list[Drawn]:
+) -> list[DrawnLatent]:
     """Draw a latent for the first of the most probable captions of each row.
 
     The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
@@ -67,7 +67,7 @@ def draw_for(
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = _model(config, architecture, weights, device)
-    records = Records(snapshot)
+    records = SnapshotTensors(snapshot)
     settings = config.sample
     pieces = []
     for row in rows:
@@ -97,7 +97,7 @@ def draw_for(
     del model
     _free(device)
     return [
-        Drawn(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
+        DrawnLatent(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
         for row, sample, caption, shape, latent, *_ in pieces
     ]
 
@@ -155,7 +155,7 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()  # the decoding process needs the memory
 
 
-def nearest(drawn: list[Drawn]) -> list[bool]:
+def nearest(drawn: list[DrawnLatent]) -> list[bool]:
     """Whether each drawn latent is nearer to its own picture's latent than to any other's (Euclidean, averaged over
     4 x 4 regions so that different shapes compare)."""
     ours, theirs = (
@@ -165,7 +165,7 @@ def nearest(drawn: list[Drawn]) -> list[bool]:
     return (torch.cdist(ours, theirs).argmin(dim=1) == torch.arange(len(drawn))).tolist()
 
 
-class Records:
+class SnapshotTensors:
     """Verified tensors of a snapshot, as float32."""
 
     def __init__(self, snapshot: Snapshot):

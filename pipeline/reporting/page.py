@@ -44,7 +44,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Card:
+class Figure:
     """Pictures side by side with a text."""
 
     images: Sequence[Embedded]
@@ -78,7 +78,7 @@ class Section:
     lines: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     plots: list[Markup] = field(default_factory=list)
-    cards: list[Card] = field(default_factory=list)
+    cards: list[Figure] = field(default_factory=list)
     sliders: list[Sliders] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -118,7 +118,7 @@ def write_page(
     out: Path,
     *,
     thumbnails: Callable[[str | None, str], Embedded] | None = None,
-    gallery: Sequence[Card] = (),
+    gallery: Sequence[Figure] = (),
 ) -> list[str]:
     """Write the page, whole or not at all.
 
@@ -180,7 +180,7 @@ def _title(figures: dict[str, Any]) -> str:
 
 
 def _sections(
-    figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Card]
+    figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Figure]
 ) -> Iterator[Section]:
     if figures["snapshot"] is not None:
         yield from _data_sections(figures["snapshot"], figures["cache"], thumbnails)
@@ -211,68 +211,72 @@ def _limited(rows: list[list[str]], what: str) -> list[list[str]]:
 def _data_sections(
     data: dict[str, Any], cache: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None
 ) -> Iterator[Section]:
-    def section(name: str, *lines: str) -> Section:
-        return Section(name, TITLES[name], lines=list(lines))
-
-    yield section(
+    yield _section(
         "snapshot",
         f"Snapshot {data['id']}" + (f" ({', '.join(data['names'])})" if data["names"] else ""),
         f"{data['samples']:,} samples in {len(data['buckets'])} buckets, {data['steps_per_epoch']:,.2f} optimizer "
         "steps per epoch" + (", packed" if data["packed"] else ""),
     )
+    yield _buckets(data["buckets"])
+    if data["crop"] is not None:
+        yield _crop(data["crop"])
+    sources = _section("sources")
+    heads = ("source", "samples", "items in the cache", "rejected by the scan")
+    rows = [_source(name, count, cache) for name, count in data["sources"].items()]
+    sources.tables.append(Table(heads, _limited(rows, "sources"), (1, 2, 3)))
+    yield sources
+    yield _captions(data["captions"])
+    yield _duplicates(data["duplicates"])
+    yield _rejects(data, thumbnails)
+    yield _storage(data, cache)
+    if data["new"] is not None:
+        yield _new_samples(data["new"])
 
-    part = section("buckets")
-    names = [bucket_name(bucket) for bucket in data["buckets"]]
+
+def _section(name: str, *lines: str) -> Section:
+    return Section(name, TITLES[name], lines=list(lines))
+
+
+def _buckets(buckets: list[dict[str, Any]]) -> Section:
+    part = _section("buckets")
+    names = [bucket_name(bucket) for bucket in buckets]
     heads = ("bucket (height x width)", "samples", "batch", "steps per epoch", "mean crop loss", "")
     rows = [
-        [
-            *(name, f"{b['samples']:,}", f"{b['batch']:,}", f"{b['steps']:,.2f}", _percent(b["crop"])),
-            b["note"],
-        ]
-        for name, b in zip(names, data["buckets"], strict=True)
+        [name, f"{b['samples']:,}", f"{b['batch']:,}", f"{b['steps']:,.2f}", _percent(b["crop"]), b["note"]]
+        for name, b in zip(names, buckets, strict=True)
     ]
     part.tables.append(Table(heads, rows, (1, 2, 3, 4)))
-    samples = [bucket["samples"] for bucket in data["buckets"]]
+    samples = [bucket["samples"] for bucket in buckets]
     part.plots.append(bar_plot("buckets-plot", "Samples by bucket", names, [("samples", samples)]))
-    yield part
+    return part
 
-    if (crop := data["crop"]) is not None:
-        part = section(
-            "crop",
-            f"The crop to the bucket removes {_percent(crop['mean'])} of a picture's area on average, at most "
-            f"{_percent(crop['largest'])}. {crop['enlarged']:,} pictures are enlarged.",
-        )
-        edges = [100 * edge for edge in crop["edges"]]
-        title = "Samples by crop loss (the last column also has larger ones)"
-        part.plots.append(column_plot("crop-plot", title, edges, crop["samples"], "area removed, %", "samples"))
-        yield part
 
-    part = section("sources")
-    part.tables.append(
-        Table(
-            ("source", "samples", "items in the cache", "rejected by the scan"),
-            _limited([_source(name, count, cache) for name, count in data["sources"].items()], "sources"),
-            (1, 2, 3),
-        )
+def _crop(crop: dict[str, Any]) -> Section:
+    part = _section(
+        "crop",
+        f"The crop to the bucket removes {_percent(crop['mean'])} of a picture's area on average, at most "
+        f"{_percent(crop['largest'])}. {crop['enlarged']:,} pictures are enlarged.",
     )
-    yield part
+    edges = [100 * edge for edge in crop["edges"]]
+    title = "Samples by crop loss (the last column also has larger ones)"
+    part.plots.append(column_plot("crop-plot", title, edges, crop["samples"], "area removed, %", "samples"))
+    return part
 
-    yield _captions(data["captions"], section)
 
-    part = section("duplicates")
-    part.tables.append(
-        Table(
-            ("", "in the snapshot", "distinct", "that occur more than once", "most often"),
-            [
-                [title, *(f"{data['duplicates'][name][key]:,}" for key in ("entries", "distinct", "repeated", "most"))]
-                for name, title in (("pictures", "pictures (same file, same bucket)"), ("captions", "captions"))
-            ],
-            (1, 2, 3, 4),
-        )
-    )
-    yield part
+def _duplicates(duplicates: dict[str, Any]) -> Section:
+    part = _section("duplicates")
+    heads = ("", "in the snapshot", "distinct", "that occur more than once", "most often")
+    titles = {"pictures": "pictures (same file, same bucket)", "captions": "captions"}
+    rows = [
+        [title, *(f"{duplicates[name][key]:,}" for key in ("entries", "distinct", "repeated", "most"))]
+        for name, title in titles.items()
+    ]
+    part.tables.append(Table(heads, rows, (1, 2, 3, 4)))
+    return part
 
-    part = section("rejects")
+
+def _rejects(data: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None) -> Section:
+    part = _section("rejects")
     if data["left_out"]:
         rows = [[entry["reason"], f"{entry['samples']:,}"] for entry in data["left_out"]]
         part.tables.append(Table(("reason", "items"), _limited(rows, "reasons"), (1,)))
@@ -280,29 +284,26 @@ def _data_sections(
         images = [thumbnails(e["source"], e["item"]) for e in entry["examples"]] if thumbnails is not None else []
         text = f"{entry['samples']:,} {entry['stage']}: {entry['kind']}"
         items = ", ".join(example["item"] for example in entry["examples"])
-        part.cards.append(Card(images, text, f"for instance {items}" if items else ""))
-    yield part
+        part.cards.append(Figure(images, text, f"for instance {items}" if items else ""))
+    return part
 
-    yield _storage(data, cache, section)
 
-    if (new := data["new"]) is not None:
-        before = ", ".join(new["earlier_names"]) or new["earlier"][:12]
-        part = section(
-            "new",
-            f"Against the earlier snapshot {before}: {new['new']:,} new samples, {new['old']:,} old ones, "
-            f"{new['removed']:,} removed.",
-        )
-        tokens = new["mean_tokens"]
-        if tokens["new"] is not None and tokens["old"] is not None:
-            part.lines.append(
-                f"Tokens per caption: {tokens['new']:.1f} of new samples, {tokens['old']:.1f} of old ones."
-            )
-        labels = [bucket_name(bucket) for bucket in new["buckets"]]
-        series = [(f"{side} samples", [bucket[side] for bucket in new["buckets"]]) for side in ("old", "new")]
-        part.plots.append(bar_plot("new-plot", "Old and new samples by bucket", labels, series))
-        rows = [[name, f"{pair['new']:,}", f"{pair['old']:,}"] for name, pair in new["sources"].items()]
-        part.tables.append(Table(("source", "new", "old"), _limited(rows, "sources"), (1, 2)))
-        yield part
+def _new_samples(new: dict[str, Any]) -> Section:
+    before = ", ".join(new["earlier_names"]) or new["earlier"][:12]
+    part = _section(
+        "new",
+        f"Against the earlier snapshot {before}: {new['new']:,} new samples, {new['old']:,} old ones, "
+        f"{new['removed']:,} removed.",
+    )
+    tokens = new["mean_tokens"]
+    if tokens["new"] is not None and tokens["old"] is not None:
+        part.lines.append(f"Tokens per caption: {tokens['new']:.1f} of new samples, {tokens['old']:.1f} of old ones.")
+    labels = [bucket_name(bucket) for bucket in new["buckets"]]
+    series = [(f"{side} samples", [bucket[side] for bucket in new["buckets"]]) for side in ("old", "new")]
+    part.plots.append(bar_plot("new-plot", "Old and new samples by bucket", labels, series))
+    rows = [[name, f"{pair['new']:,}", f"{pair['old']:,}"] for name, pair in new["sources"].items()]
+    part.tables.append(Table(("source", "new", "old"), _limited(rows, "sources"), (1, 2)))
+    return part
 
 
 def _source(name: str, samples: int, cache: dict[str, Any]) -> list[str]:
@@ -311,9 +312,9 @@ def _source(name: str, samples: int, cache: dict[str, Any]) -> list[str]:
     return [name, f"{samples:,}", *counts]
 
 
-def _captions(captions: dict[str, Any], section: Callable[..., Section]) -> Section:
+def _captions(captions: dict[str, Any]) -> Section:
     longest = captions["max_length"]
-    part = section(
+    part = _section(
         "captions",
         f"{captions['captions']:,} captions, {captions['mean_tokens']:.1f} tokens on average"
         + (f", half of them at most {captions['p50']}, 95 % at most {captions['p95']}." if "p50" in captions else "."),
@@ -331,10 +332,10 @@ def _captions(captions: dict[str, Any], section: Callable[..., Section]) -> Sect
     return part
 
 
-def _storage(data: dict[str, Any], cache: dict[str, Any], section: Callable[..., Section]) -> Section:
+def _storage(data: dict[str, Any], cache: dict[str, Any]) -> Section:
     storage = data["storage"]
     free = cache["free_bytes"]
-    part = section(
+    part = _section(
         "storage",
         f"The snapshot's shards have {amount(storage['shards_bytes'])}, its tables {amount(storage['tables_bytes'])}"
         + (f"; {amount(free)} are free." if free is not None else "."),

@@ -224,7 +224,7 @@ class Watcher:
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
         from PIL import Image
 
-        from pipeline.models.encoders import LatentDecoder, NonFiniteError
+        from pipeline.models.encoders import LatentDecoder, NonFiniteOutputError
 
         self._check(drawing)
         if self._decoder is None:
@@ -235,7 +235,7 @@ class Watcher:
             for name, latent in sorted(latents.items()):
                 try:
                     picture = Image.fromarray(self._decoder.decode(latent[None])[0])
-                except NonFiniteError as error:
+                except NonFiniteOutputError as error:
                     self.log(f"{drawing.path}: {name} has no picture: {error.what}")
                     names[name] = None
                     continue

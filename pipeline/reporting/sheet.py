@@ -21,14 +21,14 @@ _INK, _PALE, _PAPER, _EMPTY = (30, 30, 30), (120, 120, 120), (255, 255, 255), (2
 
 
 @dataclass(frozen=True)
-class Card:
+class SheetRow:
     """A caption and its pictures, one for each title of the sheet; None where a picture is missing."""
 
     caption: str
     pictures: tuple[Image.Image | None, ...]
 
 
-def contact_sheet(cards: Sequence[Card], titles: Sequence[str], path: Path, columns: int | None = None) -> None:
+def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, columns: int | None = None) -> None:
     """Write the sheet as one PNG, whole or not at all.
 
     Args:

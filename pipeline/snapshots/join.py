@@ -30,9 +30,9 @@ from pipeline.cache.snapshot import (
     NAMES,
     WRITTEN,
     Bucket,
+    BucketPart,
     Head,
     NullRecord,
-    Part,
     Policies,
     ShardFile,
     samples_schema,
@@ -48,7 +48,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Records:
+class EncodedRecords:
     """The encoded records that samples are joined with: the recipe and the index of each kind."""
 
     latent: layout.LatentRecipe
@@ -241,7 +241,7 @@ def unjudged(scan: pa.Table) -> pa.Table:
     return scan.set_column(scan.schema.get_field_index("reject"), "reject", reject)
 
 
-def join(joined: Joined, source: str, scan: pa.Table, records: Records, resolution: Resolution) -> None:
+def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, resolution: Resolution) -> None:
     """Add the samples of one source at one resolution. scan: the source's scan table."""
     scan = usable(joined, scan)
     if resolution.policy is not None:
@@ -282,7 +282,7 @@ class _Missing:
 
 
 def _joined(
-    joined: Joined, source: str, scan: pa.Table, records: Records, resolution: Resolution, missing: _Missing
+    joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, resolution: Resolution, missing: _Missing
 ) -> Frame:
     """The samples of some items; see `join`."""
     scan, columns = _with_latents(joined, scan, records, resolution, missing)
@@ -303,7 +303,7 @@ def _joined(
 
 
 def _with_latents(
-    joined: Joined, scan: pa.Table, records: Records, resolution: Resolution, missing_records: _Missing
+    joined: Joined, scan: pa.Table, records: EncodedRecords, resolution: Resolution, missing_records: _Missing
 ) -> tuple[pa.Table, dict[str, np.ndarray]]:
     """The items whose latent is encoded, and their `height`, `width`, `digest`, `bucket` and `latent` of a frame."""
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
@@ -330,7 +330,7 @@ def _with_latents(
 
 
 def _caption_records(
-    joined: Joined, scan: pa.Table, records: Records, missing_records: _Missing
+    joined: Joined, scan: pa.Table, records: EncodedRecords, missing_records: _Missing
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The encoded captions with a weight. Items without one are left out.
 
@@ -437,7 +437,7 @@ class Assembled:
 def assemble(
     joined: Joined,
     frame: Frame,
-    records: Records,
+    records: EncodedRecords,
     table: BucketTable,
     policies: Policies,
     sources: Mapping[str, str],
@@ -549,7 +549,7 @@ def _grouped(
     for bucket in np.flatnonzero(sizes).tolist():
         (height, width), batch, samples = table.shapes[bucket], table.batches[bucket], int(sizes[bucket])
         parts = tuple(
-            Part(int(size[bucket]), weight)
+            BucketPart(int(size[bucket]), weight)
             for size, weight in zip(part_sizes, part_weights, strict=True)
             if size[bucket]
         )
@@ -601,7 +601,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
         )
 
 
-def _null_row(records: Records) -> int:
+def _null_row(records: EncodedRecords) -> int:
     """The null record's row in the index of text records."""
     row = int(records.texts.find(as_keys([layout.null_key(records.text.id)]))[0])
     if row < 0:
@@ -632,7 +632,7 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
 
 
 def _tables(
-    frame: Frame, sources: list[str], records: Records, numbers: tuple[np.ndarray, np.ndarray]
+    frame: Frame, sources: list[str], records: EncodedRecords, numbers: tuple[np.ndarray, np.ndarray]
 ) -> tuple[pa.Table, pa.Table]:
     """The samples and names of one chunk; more rows could have more captions than Arrow's lists can count.
 

@@ -26,20 +26,20 @@ import pyarrow as pa
 
 from pipeline.cache import index, layout
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.joint import JointWriter, Record
+from pipeline.cache.joint import JointWriter, Payload
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.cache.shard import Reader, from_ipc
+from pipeline.cache.shard import ShardReader, from_ipc
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
     NAMES,
     Bucket,
+    BucketPart,
     Caption,
     Chunk,
     Head,
     NullRecord,
-    Packed,
-    Part,
+    PackedOrder,
     Sample,
     ShardFile,
     Snapshot,
@@ -121,7 +121,7 @@ class _Run(NamedTuple):
 def _runs(buckets: Sequence[Bucket], blocks: list[int]) -> Iterator[_Run]:
     first = 0
     for number, bucket in enumerate(buckets):
-        pieces: Sequence[Bucket | Part] = bucket.parts or (bucket,)
+        pieces: Sequence[Bucket | BucketPart] = bucket.parts or (bucket,)
         for part, piece in enumerate(pieces):
             yield _Run((number, part), first, piece.samples, blocks[number])
             first += piece.samples
@@ -188,10 +188,10 @@ class Packer:
         written = [self.snapshot.written(row) for row in rows]
         width = self.snapshot.text_recipe.width
 
-        def latent(i: int) -> Record:
+        def latent(i: int) -> Payload:
             return _record(self._latents, samples[i], self.snapshot.latent_shape(samples[i].bucket))
 
-        def text(i: int, j: int) -> tuple[Record, float, str]:
+        def text(i: int, j: int) -> tuple[Payload, float, str]:
             caption, at = samples[i].captions[j], written[i][j]
             record = _record(self._texts, caption, (caption.rows, width))
             original = self._texts.caption(caption.shard, at["offset"], at["length"], caption.key, at["checksum"])
@@ -210,10 +210,10 @@ class Packer:
             writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.origin(row))
 
 
-def _record(reader: Reader, place: Sample | Caption | NullRecord, shape: tuple[int, ...]) -> Record:
+def _record(reader: ShardReader, place: Sample | Caption | NullRecord, shape: tuple[int, ...]) -> Payload:
     length = 2 * int(np.prod(shape)) if place.length is None else place.length
     payload = reader.stored(place.shard, place.offset, place.key, place.checksum, length)
-    return Record(place.key, place.checksum, payload, shape)
+    return Payload(place.key, place.checksum, payload, shape)
 
 
 def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> Head:
@@ -231,7 +231,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     return replace(
         head,
         parent=snapshot.id,
-        policies=replace(head.policies, packed=Packed(window)),
+        policies=replace(head.policies, packed=PackedOrder(window)),
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
         folder=plan.recipe,
         shards={"latent": shards[:-1], "text": shards},

@@ -25,7 +25,7 @@ from pipeline.cache.scratch import Scratch
 from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, Records, Resolution, Shape, pieces
+from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution, Shape, pieces
 
 _META = "meta."
 """Prefix for a metadata field whose name is that of a built-in column."""
@@ -277,7 +277,7 @@ Move = tuple[str, str, int, int]
 
 
 def reassigned(
-    joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: Records
+    joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: EncodedRecords
 ) -> tuple[Frame, list[Move]]:
     """Move the samples of buckets smaller than one batch into the nearest bucket that is not.
 

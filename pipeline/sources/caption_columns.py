@@ -38,7 +38,7 @@ TEXT_FILE = "txt"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CaptionCandidate:
     """A caption of a picture. score: None if it has none."""
 
     text: str
@@ -50,7 +50,7 @@ class Candidate:
 class RowCaptions:
     """The candidates of one row, and reasons why captions in it cannot be used."""
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -141,11 +141,11 @@ class CaptionRule:
                     fix=f"did you mean {near[0]!r}?" if near else f"leave it out of {setting}",
                 )
 
-    def text_file(self, text: str, scores: dict[str, Any] | None = None) -> Candidate:
+    def text_file(self, text: str, scores: dict[str, Any] | None = None) -> CaptionCandidate:
         """The candidate from the text file beside a picture. scores: by column; NVlabs call this caption `prompt`."""
         self.seen.add(TEXT_FILE)
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
-        return Candidate(text, self.text_weight or 1.0, _number(score))
+        return CaptionCandidate(text, self.text_weight or 1.0, _number(score))
 
     def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""
@@ -188,7 +188,7 @@ class CaptionRule:
                 f"has {len(numbers)} scores for {len(values)} captions in {column!r}; they are not used"
             )
             numbers = [None] * len(values)
-        texts: list[Candidate] = []
+        texts: list[CaptionCandidate] = []
         for text, number in zip(values, numbers, strict=True):
             if self.raw and text is None:
                 text = ""
@@ -200,10 +200,12 @@ class CaptionRule:
             score = _number(number)
             if number is not None and score is None:
                 captions.problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
-            texts.append(Candidate(text if self.raw else text.strip(), weight, score))
-        captions.candidates += [Candidate(text.text, text.weight / len(texts), text.score) for text in texts]
+            texts.append(CaptionCandidate(text if self.raw else text.strip(), weight, score))
+        captions.candidates += [CaptionCandidate(text.text, text.weight / len(texts), text.score) for text in texts]
 
-    def weigh(self, candidates: list[Candidate], key: str, source: str) -> tuple[tuple[tuple[str, float], ...], int]:
+    def weigh(
+        self, candidates: list[CaptionCandidate], key: str, source: str
+    ) -> tuple[tuple[tuple[str, float], ...], int]:
         """Weighted captions, each text once, in the order of the candidates.
 
         Args:
@@ -213,7 +215,7 @@ class CaptionRule:
             (text, weight) with weights above zero; and the number of texts that are never drawn.
         """
         if not candidates and self.default is not None:
-            candidates = [Candidate(self._default(key, source))]
+            candidates = [CaptionCandidate(self._default(key, source))]
         weights: dict[str, float] = {}
         for candidate, weight in zip(candidates, self._scored_weights(candidates), strict=True):
             if weight > 0:
@@ -221,7 +223,7 @@ class CaptionRule:
         captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in weights.items())
         return captions, len({candidate.text for candidate in candidates} - set(weights))
 
-    def _scored_weights(self, candidates: list[Candidate]) -> list[float]:
+    def _scored_weights(self, candidates: list[CaptionCandidate]) -> list[float]:
         """The weight of each candidate by the rules in the module."""
         scores = [candidate.score for candidate in candidates if candidate.score is not None]
         if not scores:
@@ -231,7 +233,7 @@ class CaptionRule:
             first = next(i for i, candidate in enumerate(candidates) if candidate.score == best)
             return [candidate.weight if i == first else 0.0 for i, candidate in enumerate(candidates)]
 
-        def weight(candidate: Candidate) -> float:
+        def weight(candidate: CaptionCandidate) -> float:
             if candidate.score is None or candidate.score < self.threshold:
                 return 0.0
             return candidate.weight * ((candidate.score / best) ** self.power if best > 0 else 1.0)

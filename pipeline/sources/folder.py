@@ -22,13 +22,13 @@ from pipeline.cache.layout import digest
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import Candidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.metadata_files import FILE_COLUMN, METADATA_NAMES, MetadataReader, PictureRows
-from pipeline.sources.range_prefetch import Place
+from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
-from pipeline.sources.source import Item, Part, PrefetchedSource, Reject, Run, Seen
+from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
 
 _SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
@@ -174,7 +174,7 @@ class _PictureCaptions:
     without: .json files without a caption column; they may serve for their other columns.
     """
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[Reject] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -225,16 +225,16 @@ class FolderSource(PrefetchedSource):
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
         return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
 
-    def runs(self, part: Part, size: int) -> Iterator[Run]:
+    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
         """Runs of pictures by name, so that the process that lists need not read every caption."""
         listing = self._list()
         for first in range(0, len(listing.rejects), size):
             after = min(first + size, len(listing.rejects))
             rejects = partial(listing.rejected, first, after)
-            yield Run(dict, partial(_identity_of, rejects), rejects, after - first)
+            yield PartRange(dict, partial(_identity_of, rejects), rejects, after - first)
         for first in range(0, len(listing), size):
             after = min(first + size, len(listing))
-            yield Run(
+            yield PartRange(
                 partial(self._stats, first, after, listing),
                 partial(self._identity, first, after, listing),
                 partial(self._items, first, after, listing),
@@ -273,8 +273,8 @@ class FolderSource(PrefetchedSource):
     def head(self, key: str, length: int) -> bytes:
         return self.filesystem.read(key, length)
 
-    def _place_of(self, key: str) -> Place:
-        return Place(key)
+    def _place_of(self, key: str) -> FileRange:
+        return FileRange(key)
 
     # ------------------------------------------------------------ listing
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import Candidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, short_repr, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
@@ -30,7 +30,7 @@ class PictureRows:
     meta: the other columns; of several rows with the same column the first counts.
     """
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 

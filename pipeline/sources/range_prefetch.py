@@ -29,7 +29,7 @@ WHOLE = WINDOW // PARALLEL_REQUESTS
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """The position of a picture. offset, size: in bytes; size None: the whole file."""
 
     file: str
@@ -58,7 +58,9 @@ class RangePrefetch:
         read_alone: reads a single key: one that is not in `places`, is read again, or whose request failed.
     """
 
-    def __init__(self, filesystem: Filesystem, places: Iterable[tuple[str, Place]], read_alone: Callable[[str], bytes]):
+    def __init__(
+        self, filesystem: Filesystem, places: Iterable[tuple[str, FileRange]], read_alone: Callable[[str], bytes]
+    ):
         self._filesystem, self._read_alone = filesystem, read_alone
         self._places = dict(places)
         self._request_of = {key: request for request in _requests(self._places) for key in request.keys}
@@ -128,7 +130,7 @@ class RangePrefetch:
         return self._filesystem.read_range(request.file, request.offset, request.length)
 
 
-def _requests(places: dict[str, Place]) -> Iterable[_Request]:
+def _requests(places: dict[str, FileRange]) -> Iterable[_Request]:
     last: _Request | None = None
     for key, place in sorted(places.items(), key=lambda entry: (entry[1].file, entry[1].offset)):
         if last is not None and last.length is not None and place.size is not None and last.file == place.file:

@@ -29,9 +29,9 @@ from pipeline.cache.arrow import ROWS
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
-from pipeline.sources.caption_columns import Candidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filesystem import Filesystem, Unreadable
-from pipeline.sources.range_prefetch import Place, RangePrefetch
+from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 
 _PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
 
@@ -68,7 +68,7 @@ Seen = dict[str, tuple[int, int] | Unreadable]
 
 
 @dataclass(frozen=True)
-class Run:
+class PartRange:
     """A range of a part that is listed, read and distributed separately.
 
     look: calls `stat` for the keys; takes as long as asking for every file's size; may run in any thread.
@@ -126,18 +126,20 @@ class Source(ABC):
         """The items of one part, in ascending order of their keys."""
         return self.items()
 
-    def runs(self, part: Part, size: int) -> Iterator[Run]:
+    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
         """A part cut into runs of `size` items. A part with a stamp is a single run, known without listing it."""
         if part.stamp is not None:
             stamp = part.stamp
-            yield Run(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
+            yield PartRange(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
             return
         listing = iter(self.part(part.name))
         while entries := list(islice(listing, size)):
             yield self._run(entries)
 
-    def _run(self, entries: list[Item | Reject]) -> Run:
-        return Run(partial(self._stat_all, entries), partial(_identity, entries), partial(iter, entries), len(entries))
+    def _run(self, entries: list[Item | Reject]) -> PartRange:
+        return PartRange(
+            partial(self._stat_all, entries), partial(_identity, entries), partial(iter, entries), len(entries)
+        )
 
     def _stat_all(self, entries: list[Item | Reject]) -> Seen:
         stats: Seen = {}
@@ -209,7 +211,7 @@ class Source(ABC):
         self.ignored_kinds[kind] += count
         self.ignored += count
 
-    def _weighted(self, candidates: list[Candidate], key: str) -> tuple[tuple[str, float], ...]:
+    def _weighted(self, candidates: list[CaptionCandidate], key: str) -> tuple[tuple[str, float], ...]:
         """The captions of an item with their weights; counts the candidates that the rule never draws."""
         assert self.rule is not None
         captions, dropped = self.rule.weigh(candidates, key, self.name)
@@ -237,7 +239,7 @@ class PrefetchedSource(Source):
             yield prefetch.read
 
     @abstractmethod
-    def _place_of(self, key: str) -> Place | None:
+    def _place_of(self, key: str) -> FileRange | None:
         """Where the bytes of an item are; None if its file was not listed."""
 
 

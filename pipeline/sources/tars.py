@@ -30,10 +30,10 @@ from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import Candidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable
-from pipeline.sources.range_prefetch import Place
+from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, parse_json, read_sidecar
 from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
 
@@ -255,9 +255,9 @@ class TarSource(FilesSource, PrefetchedSource):
 
     def _read_captions(
         self, sample: _Sample, beside: SampleColumns
-    ) -> tuple[list[Candidate], dict[str, Any], list[str]]:
+    ) -> tuple[list[CaptionCandidate], dict[str, Any], list[str]]:
         """(caption candidates, values by column, problems) of a sample."""
-        candidates: list[Candidate] = []
+        candidates: list[CaptionCandidate] = []
         problems: list[str] = []
         row: dict[str, Any] = {}
         if "txt" in sample.texts and self.rule.text_weight is not None:
@@ -332,11 +332,11 @@ class TarSource(FilesSource, PrefetchedSource):
         place = self._locate(key)
         return self.filesystem.read_range(place.file, place.offset, min(place.size or 0, length))
 
-    def _place_of(self, key: str) -> Place | None:
+    def _place_of(self, key: str) -> FileRange | None:
         place = self._where(key)
         return None if place is None else _range(*place)
 
-    def _locate(self, key: str) -> Place:
+    def _locate(self, key: str) -> FileRange:
         place = self._place_of(key)
         if place is None:
             raise Unreadable(f"{escaped(key)}: is in none of the tars that were listed")
@@ -352,9 +352,9 @@ class TarSource(FilesSource, PrefetchedSource):
         return digest(RULE, self.rule.identity(), *numbers, *count).hex()
 
 
-def _range(part: str, where: str) -> Place:
+def _range(part: str, where: str) -> FileRange:
     offset, _, size = where.partition("+")
-    return Place(part, int(offset), int(size))
+    return FileRange(part, int(offset), int(size))
 
 
 def _member_problem(name: str, member: tarfile.TarInfo, size: int) -> str | None:

@@ -1,6 +1,6 @@
 """Build a run: the parallel model, its values, optimizer, EMA and step, new or from a checkpoint.
 
-What: `build` returns a `Run`, which the loop then drives.
+What: `build` returns a `TrainingRun`, which the loop then drives.
 Why on the meta device first: no process ever holds the whole model. It is parallelized without memory, and each process
 reads its own shards of the start weights or of the checkpoint.
 """
@@ -23,7 +23,7 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_files import architecture_at
-from pipeline.models.sana_start import Drawn, Start, Stored
+from pipeline.models.sana_start import InitialValues, Start, Stored
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel, parallelize
@@ -32,11 +32,11 @@ from pipeline.training.checkpoint import Resumed
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
-from pipeline.training.task import Context, Task
+from pipeline.training.task import Context, TrainingTask
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What the loop drives.
 
     Attributes:
@@ -71,7 +71,7 @@ class Run:
         return {**ema, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
 
 
-def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed: Resumed | None) -> Run:
+def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed: Resumed | None) -> TrainingRun:
     """Build a run in its start state. Collective.
 
     Raises:
@@ -88,7 +88,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
     ema = EMA(model.module, train.ema) if train.ema is not None else None
     step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
-    run = Run(context, architecture, model, optimizer, step, ema)
+    run = TrainingRun(context, architecture, model, optimizer, step, ema)
     if resumed is not None:
         run = _restore(run, resumed)
     if train.optim.in_backward:
@@ -116,7 +116,7 @@ def _load_start(model: ParallelModel, start: Start, context: Context) -> None:
     run_on_all(lambda: load_sharded(model.module, start))
 
 
-def _restore(run: Run, resumed: Resumed) -> Run:
+def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
     folder, document, begins = resumed
     log, done = run.context.log, document.state.step
     fresh = _why_fresh(run.context.train, document.config["train"]) if begins else None
@@ -142,7 +142,7 @@ def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
     return None
 
 
-def _begin(run: Run, resumed: Resumed, fresh: str | None, absent: set[str]) -> Run:
+def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[str]) -> TrainingRun:
     """The run before its first step, with the values of a checkpoint of another run."""
     folder, state = resumed.folder, resumed.document.state
     kept = ["weights", *(["moments"] if fresh is None else [])]
@@ -188,11 +188,11 @@ def start_values(config: Config, architecture: SanaConfig) -> Start:
     """
     weights = config.model.weights
     if weights is None:
-        return Drawn(architecture, config.train.seed)
+        return InitialValues(architecture, config.train.seed)
     return Stored(hub.resolve(weights, widest=True), weights.variant)
 
 
-def architecture_of(config: Config, task: Task) -> SanaConfig:
+def architecture_of(config: Config, task: TrainingTask) -> SanaConfig:
     """The model's shape: that of the weights, or `model.arch`.
 
     Raises:

@@ -50,12 +50,12 @@ from torch.distributed.checkpoint.state_dict import (
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError
-from pipeline.loader.loader import State
+from pipeline.loader.loader import LoaderState
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.lock import Lock
-from pipeline.training.metadata_reader import CheckpointError, Reader, read_metadata
+from pipeline.training.metadata_reader import CheckpointError, TensorOnlyReader, read_metadata
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -83,7 +83,7 @@ class Document:
         if the run began from start weights.
     """
 
-    state: State
+    state: LoaderState
     architecture: SanaConfig
     config: dict[str, Any]
     files: dict[str, list[Any]]
@@ -161,7 +161,7 @@ class Saver:
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, more: Sections | None = None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: LoaderState, more: Sections | None = None
     ) -> None:
         """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors, with `async_save`.
 
@@ -196,7 +196,7 @@ class Saver:
             if self._thread is not None:
                 self._thread.shutdown()
 
-    def _write(self, tensors: dict[str, Any], state: State) -> Path:
+    def _write(self, tensors: dict[str, Any], state: LoaderState) -> Path:
         group, final = self._group, folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
         broadcast_from_rank_0(lambda: self._prepare(final, work), group)
@@ -380,7 +380,7 @@ def read_document(folder: Path) -> Document:
                 fix=hint,
             )
     return Document(
-        State.from_dict(values["state"]),
+        LoaderState.from_dict(values["state"]),
         SanaConfig.from_dict(values["architecture"], str(path)),
         values["config"],
         values["files"],
@@ -402,7 +402,7 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
             )
 
 
-def check_belongs(folder: Path, document: Document, origin: State, architecture: SanaConfig) -> None:
+def check_belongs(folder: Path, document: Document, origin: LoaderState, architecture: SanaConfig) -> None:
     """Refuse to continue a run with another order of the data or another model.
 
     Raises:
@@ -489,7 +489,10 @@ def load(
     tensors: dict[str, Any]
     tensors = _tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
-    _dcp(lambda: dcp.load(tensors, storage_reader=Reader(str(folder))), f"{folder}: could not be read into this model")
+    _dcp(
+        lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
+        f"{folder}: could not be read into this model",
+    )
     if moments:
         state = {**settings, **tensors["optim"]}
         set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
@@ -516,7 +519,7 @@ class ModelTensors(Mapping[str, Tensor]):
         document = read_document(self.folder)
         verify(self.folder, document)
         self.architecture = document.architecture
-        self._reader = Reader(str(self.folder))
+        self._reader = TensorOnlyReader(str(self.folder))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {

@@ -22,10 +22,10 @@ from pipeline.training import checkpoint, optimizers, pictures, trackers
 from pipeline.training.build import architecture_of
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
-from pipeline.training.task import Context, Log, Task
+from pipeline.training.task import Context, Log, TrainingTask
 
 
-def check_inputs(config: Config, task: Task, launch: Launch, log: Log) -> Context:
+def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
     """Refuse a configuration that this launch, device, installation or data cannot carry out.
 
     Raises:
@@ -83,7 +83,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
 
 
-def _check_model_parallel(config: Config, task: Task, layout: Layout) -> None:
+def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) -> None:
     train, architecture = config.train, architecture_of(config, task)
     rows = {name: height // architecture.patch_size for name, height in task.heights.items()}
     context_parallel.check(rows, train.parallel, architecture.dropout)
@@ -117,7 +117,7 @@ def _check_alike(train: TrainConfig) -> None:
         )
 
 
-def _check_widths(architecture: SanaConfig, task: Task) -> None:
+def _check_widths(architecture: SanaConfig, task: TrainingTask) -> None:
     pairs = (
         ("in_channels", architecture.in_channels, "the latents have", task.channels),
         ("caption_channels", architecture.caption_channels, "the text rows have", task.text_width),

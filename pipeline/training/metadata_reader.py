@@ -1,6 +1,6 @@
 """Read a checkpoint's tensors without executing code from it.
 
-What: `Reader` is torch's `FileSystemReader` whose `read_metadata` admits only the classes of DCP's metadata.
+What: `TensorOnlyReader` is torch's `FileSystemReader` whose `read_metadata` admits only the classes of DCP's metadata.
 Why: `.metadata` is a pickle, a pickle can call any function it names, and checkpoints are exchanged between people.
 Entries with Python objects are refused, too, since torch's planner would unpickle them unchecked; our checkpoints hold
 tensors only. File names must stay inside the folder.
@@ -42,7 +42,7 @@ class CheckpointError(UserError):
     exit_code = 7
 
 
-class Reader(dcp.FileSystemReader):
+class TensorOnlyReader(dcp.FileSystemReader):
     """Torch's reader; raises CheckpointError for metadata with anything but tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

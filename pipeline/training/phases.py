@@ -29,7 +29,7 @@ NAME = "summary.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class PhaseState:
     """What the run directory of a phase says.
 
     Attributes:
@@ -60,14 +60,14 @@ class Place:
         return [line for line in lines if not line.startswith((*places, *decided, *counted))]
 
 
-def survey(config: Config) -> list[Place]:
+def survey(config: Config) -> list[PhaseState]:
     """The phases in their order.
 
     Raises:
         ConfigError: a phase without a checkpoint stands before one that has begun.
         CheckpointError: the newest checkpoint of a phase is damaged.
     """
-    places: list[Place] = []
+    places: list[PhaseState] = []
     for phase in config.phases:
         folder = Path(config.train.output) / phase.name
         last = checkpoint.newest(folder / "checkpoints")
@@ -79,13 +79,13 @@ def survey(config: Config) -> list[Place]:
                     f"phases: {missing!r} has no checkpoint and stands before {phase.name!r}, which has begun",
                     fix=f"put {missing!r} behind the phases that have begun, or set another train.output",
                 )
-            places = [Place(place.name, place.folder, place.last, True) for place in places]
+            places = [PhaseState(place.name, place.folder, place.last, True) for place in places]
         done = resumed is not None and resumed.done >= resumed.document.config["train"]["steps"]
-        places.append(Place(phase.name, folder, resumed, done))
+        places.append(PhaseState(phase.name, folder, resumed, done))
     return places
 
 
-def summarize(place: Place, head: Head | None) -> dict[str, Any]:
+def summarize(place: PhaseState, head: Head | None) -> dict[str, Any]:
     """Write `summary.json` of a finished phase and return it.
 
     name, phase: the phase, and its number. snapshot: id. steps; samples: of their global batches (null without `head`).

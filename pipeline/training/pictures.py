@@ -32,12 +32,12 @@ from pipeline.models.sampler import pad_rows, prompt_noise, sample
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.data_parallel import COMPUTE
-from pipeline.training.build import Run
+from pipeline.training.build import TrainingRun
 from pipeline.training.feeding import Interrupted
 from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
 from pipeline.training.stop import StopRequest
-from pipeline.training.task import Prompts, Task
+from pipeline.training.task import DrawnPrompts, TrainingTask
 from pipeline.training.validation import evaluating, is_due
 
 FOLDER = "pictures"
@@ -57,7 +57,7 @@ class Pictures:
         UserError: a record of the prompts cannot be read; the same on every process.
     """
 
-    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
+    def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
         context = run.context
         self.prompts, self.settings = context.task.pictures, context.config.sample
@@ -101,7 +101,7 @@ class Pictures:
         assert self.prompts is not None
         return {number: self.prompts.rows(number) for number in self.numbers}, self.prompts.null()
 
-    def _drawn(self, prompts: Prompts) -> dict[int, Tensor] | None:
+    def _drawn(self, prompts: DrawnPrompts) -> dict[int, Tensor] | None:
         """The latents by number on every process; None if a stop request ended the drawing. Collective."""
         context, settings, model = self.run.context, self.settings, self.run.model
         shape = (context.task.channels, prompts.height // prompts.compression, prompts.width // prompts.compression)
@@ -193,7 +193,7 @@ class Pictures:
         return json.dumps(values, ensure_ascii=False)
 
 
-def drawn_at_once(config: Config, task: Task) -> int:
+def drawn_at_once(config: Config, task: TrainingTask) -> int:
     """Pictures in a forward pass of a process: as many as have the image tokens of a training microbatch, at least 1.
 
     Raises:
@@ -213,7 +213,7 @@ def drawn_at_once(config: Config, task: Task) -> int:
     return max(1, trained // (size * samples))
 
 
-def check(config: Config, task: Task, architecture: SanaConfig) -> None:
+def check(config: Config, task: TrainingTask, architecture: SanaConfig) -> None:
     """Refuse pictures that the model cannot draw, or that need more memory than a step.
 
     Raises:
@@ -227,7 +227,7 @@ def check(config: Config, task: Task, architecture: SanaConfig) -> None:
     drawn_at_once(config, task)
 
 
-def _check_alike(prompts: Prompts) -> None:
+def _check_alike(prompts: DrawnPrompts) -> None:
     """Refuse different prompt sets: each process opens its set for itself. Collective."""
     names = all_gather_objects(prompts.names["prompt_set"])
     if len(set(names)) > 1:

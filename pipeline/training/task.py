@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
-from pipeline.loader.loader import Batch, State
+from pipeline.loader.loader import Batch, LoaderState
 from pipeline.parallel.mesh import Layout
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Prompts:
+class DrawnPrompts:
     """What a run draws pictures of.
 
     Attributes:
@@ -41,7 +41,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """The data of a run, as far as the trainer must know it.
 
     Attributes:
@@ -60,17 +60,17 @@ class Task:
         check: refuses what the data do not allow under a layout; called before anything is started.
     """
 
-    origin: State
+    origin: LoaderState
     batch: int
     channels: int
     text_width: int
     sample_size: int
-    loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], State]]]
+    loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], LoaderState]]]
     batches: Mapping[str, int]
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
     old_samples: np.ndarray | None = None
-    pictures: Prompts | None = None
+    pictures: DrawnPrompts | None = None
     check: Callable[[Layout], None] = lambda layout: None
     heights: Mapping[str, int] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class Context:
     """
 
     config: Config
-    task: Task
+    task: TrainingTask
     launch: Launch
     layout: Layout
     device: torch.device

@@ -29,13 +29,13 @@ from pipeline.cache.local_files import make_folder
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first
 from pipeline.launch import Launch, set_tf32
-from pipeline.loader.loader import Batch, State
+from pipeline.loader.loader import Batch, LoaderState
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
 from pipeline.retrying import stopping
 from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers, trackers
-from pipeline.training.build import Run, architecture_of, build, with_residual
+from pipeline.training.build import TrainingRun, architecture_of, build, with_residual
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.expectation import Expected
 from pipeline.training.feeding import Feed
@@ -46,7 +46,7 @@ from pipeline.training.pictures import Pictures
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop import StopRequest, catch_signals_of
-from pipeline.training.task import Context, Log, Report, Task
+from pipeline.training.task import Context, Log, Report, TrainingTask
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
 
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 def fit(
     config: Config,
-    task: Task,
+    task: TrainingTask,
     launch: Launch,
     *,
     resume: str | Path | None = None,
@@ -113,7 +113,7 @@ def fit(
 
 
 @contextmanager
-def _journal(run: Run, expected: Expected | None, progress: LiveLine) -> Iterator[Metrics | None]:
+def _journal(run: TrainingRun, expected: Expected | None, progress: LiveLine) -> Iterator[Metrics | None]:
     """The open journal on the first process, None on the others."""
     is_main = run.context.launch.is_main
     journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if is_main else None)
@@ -124,7 +124,7 @@ def _journal(run: Run, expected: Expected | None, progress: LiveLine) -> Iterato
             journal.close()
 
 
-def _open_run_directory(run: Run, expected: Expected | None, progress: LiveLine) -> Metrics:
+def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: LiveLine) -> Metrics:
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"
@@ -182,7 +182,7 @@ class _Loop:
         journal: on the first process.
     """
 
-    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
+    def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         context = run.context
         self.run, self.context, self.train = run, context, context.train
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
@@ -214,7 +214,7 @@ class _Loop:
             self._profiled(),
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
-            state: State | None = None
+            state: LoaderState | None = None
             self._look(state)
             for waited, batches, state in feed:
                 outcome = self._step(batches, state.step)
@@ -282,7 +282,7 @@ class _Loop:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
         self.journal.row(self.train.steps, values)
 
-    def _look(self, state: State | None) -> None:
+    def _look(self, state: LoaderState | None) -> None:
         """Validate and draw if it is due. The steps before an error are saved."""
         try:
             with self.throughput.paused():
@@ -293,7 +293,7 @@ class _Loop:
                 self.saver.wait()
             raise
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: LoaderState) -> None:
         """Save a checkpoint, unless this step has one."""
         folder = checkpoint.folder_of(self.context.folder / "checkpoints", state.step)
         if self.saved == folder:

@@ -31,7 +31,7 @@ from pipeline.config import ValidationConfig
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import equidistant
 from pipeline.parallel.collectives import broadcast_from_rank_0, run_on_all
-from pipeline.training.build import Run
+from pipeline.training.build import TrainingRun
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
@@ -50,7 +50,7 @@ class Validation:
         journal: on the first process.
     """
 
-    def __init__(self, run: Run, journal: Metrics | None, stop: StopRequest, lock: Lock):
+    def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
         context = run.context
         self.settings, make = context.train.validation or ValidationConfig(), context.task.validation
@@ -147,7 +147,7 @@ class Validation:
         return {prefix + name: value for name, value in means.items()}
 
 
-def is_due(run: Run, step: int, every: int, is_done: Callable[[], bool]) -> bool:
+def is_due(run: TrainingRun, step: int, every: int, is_done: Callable[[], bool]) -> bool:
     """Whether something is done now that is done before the first step, every `every` steps and after the last one,
     unless the run is to end. Collective.
 
@@ -161,7 +161,7 @@ def is_due(run: Run, step: int, every: int, is_done: Callable[[], bool]) -> bool
 
 
 @contextmanager
-def evaluating(run: Run) -> Iterator[None]:
+def evaluating(run: TrainingRun) -> Iterator[None]:
     """Inside, the model computes without dropout and uncompiled; afterwards gathered parameters are freed."""
     model, uncompiled = run.model, nullcontext[Any]()
     if run.context.train.compile != "none":

@@ -50,7 +50,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerSettings:
     """What a Ray worker process needs to know; the same for every unit of a run.
 
     Args:
@@ -79,7 +79,7 @@ _makers: dict[str, MeteredMaker] = {}
 """In a Ray worker process: the maker of the last order, by its key."""
 
 
-def make_unit(order: Order, recipe: str, plan_number: int, unit_id: str) -> Done:
+def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str) -> Done:
     """The body of a task."""
     if order.version != __version__:
         raise UserError(
@@ -117,7 +117,7 @@ class Cluster:
     """A connection to a Ray cluster, made when first needed.
 
     Args:
-        key, build: see `Order`.
+        key, build: see `WorkerSettings`.
 
     Raises:
         UserError: ray is not installed, or there is no cluster where RAY_ADDRESS says.
@@ -132,7 +132,7 @@ class Cluster:
             ) from None
         self._ray: Any = ray
         self._config, self._stop = config, stop
-        self._order = Order(key, str(Path.cwd()), __version__, build)
+        self._order = WorkerSettings(key, str(Path.cwd()), __version__, build)
         self._initialized_here = False
         self._order_ref: Any = None
 

@@ -65,11 +65,12 @@ def came_of(place: str | None, nvlabs: bool) -> dict[str, Tensor]:
     values = [torch.randn(shape) for shape in SHAPES]
     steps = [[torch.randn(shape) * 10.0 ** (-step) for shape in SHAPES] for step in range(5)]
 
+    sizes, placements = PLACES[place] if place is not None else ((), [])
+    over = init_device_mesh("cpu", sizes) if sizes else None  # once: each process group has threads
+
     def put(tensor: Tensor) -> Tensor:
-        if place is None:
+        if over is None:
             return tensor.clone()
-        sizes, placements = PLACES[place]
-        over = init_device_mesh("cpu", sizes)
         fitting = [Replicate() if tensor.ndim < 2 and p == Shard(1) else p for p in placements]
         return distribute_tensor(tensor, over, fitting)
 

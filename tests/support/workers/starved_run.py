@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.errors import AwayError, UserError
 from pipeline.launch import detect
-from pipeline.loader.loader import Batch, State
+from pipeline.loader.loader import Batch, LoaderState
 from pipeline.processes import run_and_exit
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
@@ -22,10 +22,10 @@ FAILS_AT = 3
 class Standing:
     """A loader of which every sample stands in for another from step `FAILS_AT` on."""
 
-    def __init__(self, steps: Iterator[tuple[list[Batch], State]], here: bool):
+    def __init__(self, steps: Iterator[tuple[list[Batch], LoaderState]], here: bool):
         self.steps, self.here, self.substituted = steps, here, 0
 
-    def __iter__(self) -> Iterator[tuple[list[Batch], State]]:
+    def __iter__(self) -> Iterator[tuple[list[Batch], LoaderState]]:
         for batches, state in self.steps:
             self.substituted += sum(len(b.sample_ids) for b in batches) * (self.here and state.step > FAILS_AT)
             yield batches, state

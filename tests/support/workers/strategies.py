@@ -6,8 +6,10 @@ FOLDER; the first process of each launch writes what it found to FOLDER/found-WO
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -115,6 +117,7 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
     for rank in range(world):
         child = os.fork()
         if child == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test that times out leaves none behind
             code = 1
             try:
                 function(Launch(rank, world, rank, world, rendezvous=f"file://{folder}/meeting-{world}"))

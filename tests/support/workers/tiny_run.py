@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Config, TrainConfig
-from pipeline.loader.loader import Batch, State
+from pipeline.loader.loader import Batch, LoaderState
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
@@ -24,7 +24,7 @@ from pipeline.training import optimizers
 from pipeline.training.build import numerics
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
-from pipeline.training.task import Prompts, Task
+from pipeline.training.task import DrawnPrompts, TrainingTask
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
@@ -151,7 +151,7 @@ TEXTS = ("a red house", "a blue house", "two cats", "a road", "rain on a window"
 """Prompts, each with some text rows."""
 
 
-def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> Prompts:
+def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> DrawnPrompts:
     """What `Task.pictures` is for pictures of (height, width)."""
 
     def rows(number: int) -> Tensor:
@@ -162,7 +162,7 @@ def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> Prompts:
         return rows(99)[:10], torch.arange(10) < 2
 
     names = {"latent_recipe": "latents", "prompt_set": "five"}
-    return Prompts(TEXTS, rows, null, *size, compression=8, names=names)
+    return DrawnPrompts(TEXTS, rows, null, *size, compression=8, names=names)
 
 
 def task(
@@ -173,19 +173,19 @@ def task(
     snapshot: str = "5eed",
     touch: Callable[[int], Batch | None] | None = None,
     delay: float = 0.0,
-) -> Task:
+) -> TrainingTask:
     """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
     train = settings.train
 
-    def loader(layout: Layout, start: int, stop: int) -> Iterator[tuple[list[Batch], State]]:
+    def loader(layout: Layout, start: int, stop: int) -> Iterator[tuple[list[Batch], LoaderState]]:
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = State(snapshot, train.seed, train.phase, step + 1, train.length_window)
+            state = LoaderState(snapshot, train.seed, train.phase, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
-    return Task(
-        State(snapshot, train.seed, train.phase, 0, train.length_window),
+    return TrainingTask(
+        LoaderState(snapshot, train.seed, train.phase, 0, train.length_window),
         GLOBAL_BATCH,
         CHANNELS,
         TEXT_WIDTH,
