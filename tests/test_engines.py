@@ -851,7 +851,7 @@ def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
         return built[-1]
 
     def task(number: int, key: str = "a", version: str = __version__, folder: str = "") -> ray_engine.Done:
-        order = ray_engine.Order(key, folder or str(tmp_path), version, build)
+        order = ray_engine.WorkerSettings(key, folder or str(tmp_path), version, build)
         return ray_engine.make_unit(order, plan.recipe, plan.number, todo[number][1].unit)
 
     with pytest.raises(UserError) as caught:
