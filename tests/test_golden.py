@@ -106,7 +106,8 @@ def test_an_earlier_versions_cache_gives_the_same_snapshots(golden: Path, figure
 
 
 def test_new_snapshots_of_an_earlier_versions_cache(golden: Path, figures: dict[str, Any]) -> None:
-    """The same everywhere, and the same batches as of the earlier version."""
+    """The same everywhere, and the same batches as of the earlier version. The order of a packed one depends on the id
+    of its parent."""
     for folder in ("snapshots", "names"):
         shutil.rmtree(golden / "cache" / folder)
     made = {name: stages.bucket.run(config(golden, *overrides), name=name) for name, overrides in SETTINGS.items()}
@@ -114,7 +115,7 @@ def test_new_snapshots_of_an_earlier_versions_cache(golden: Path, figures: dict[
     assert made == VERSION_2
     for name in VERSION_2:
         assert Cache(golden / "cache").open_snapshot(name).head.version == 2
-        assert batch_digests(golden / "cache", name) == figures["orders"][name]
+        assert (batch_digests(golden / "cache", name) == figures["orders"][name]) == (name in SETTINGS)
 
 
 def test_an_earlier_versions_cache_is_encoded_further(golden: Path) -> None:

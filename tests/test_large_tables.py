@@ -216,8 +216,9 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         scanning.pa,
         "table",
-        lambda columns, schema=None: (
-            (sizes.append(len(columns["item"])) if schema is SCAN else None) or table(columns, schema=schema)
+        lambda columns, names=None, schema=None: (
+            (sizes.append(len(columns["item"])) if schema is SCAN else None)
+            or table(columns, names=names, schema=schema)
         ),
     )
     source = scanning.detect.open_source(str(tmp_path), config(tmp_path).data)

@@ -174,7 +174,7 @@ def test_came_refuses_dtypes_it_would_spoil() -> None:
 def _state_bytes(name: str, dtype: torch.dtype) -> float:
     """Bytes of optimizer state per parameter of Sana 1.6B, on the meta device."""
     model = SanaTransformer.on_meta(SanaConfig()).to(dtype)
-    optimizer = optimizers.build(model, OptimConfig(name=name), CPU)  # type: ignore[arg-type]
+    optimizer = optimizers.build(model, OptimConfig(name=name), torch.device("meta"))  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()

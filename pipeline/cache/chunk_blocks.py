@@ -136,20 +136,23 @@ def blocks_of(data: bytes, block_rows: int) -> Blocks:
 
 
 class CheckedBlocks:
-    """The blocks of an open chunk, each checked when it is first asked for.
+    """The blocks of a mapped chunk, each checked when it is first asked for.
 
     Args:
-        handle: the open file. places: of its rows.
+        identity: of the file that is mapped. places: of its rows.
         done: (blocks,) bool: those that were checked; changed here.
 
     Safe for several threads: a block may be checked twice.
     """
 
-    def __init__(self, handle: Handle, blocks: Blocks, places: Places, done: np.ndarray):
-        self._handle, self._blocks, self._places, self._done = handle, blocks, places, done
+    def __init__(self, identity: tuple[int, ...], blocks: Blocks, places: Places, done: np.ndarray):
+        self.identity, self._blocks, self._places, self._done = identity, blocks, places, done
 
-    def damaged(self, rows: np.ndarray) -> Iterator[tuple[int, bytes, bytes]]:
+    def damaged(self, handle: Handle, rows: np.ndarray) -> Iterator[tuple[int, bytes, bytes]]:
         """Check the blocks of some rows of the chunk, (n,) int64; yields (block, digest expected, found) of bad ones.
+
+        Args:
+            handle: the file, opened for this check only: many chunks are mapped, and each would keep a descriptor.
 
         Raises:
             OSError: the disk cannot read it.
@@ -157,7 +160,7 @@ class CheckedBlocks:
         numbers = np.unique(rows // self._blocks.rows)
         for number in numbers[~self._done[numbers]].tolist():
             expected = bytes(self._blocks.digests[number]).ljust(16, b"\0")
-            found = self._places.digest(reader(self._handle), number, self._blocks.rows)
+            found = self._places.digest(reader(handle), number, self._blocks.rows)
             if found != expected:
                 yield number, expected, found
             self._done[number] = found == expected

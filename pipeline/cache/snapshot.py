@@ -675,14 +675,17 @@ class Snapshot:
             self._blocks[chunk.samples] = known
         file = handle.map()
         table = self._checked_table(number, chunk.samples, ipc_table(file), self._schema)
-        return _Chunk(table, CheckedBlocks(handle, blocks, Places(table, file), known[1]))
+        return _Chunk(table, CheckedBlocks(identity, blocks, Places(table, file), known[1]))
 
     def _check_blocks(self, number: int, chunk: _Chunk, at: np.ndarray) -> None:
         blocks = chunk.blocks
         if blocks is None or blocks.checked(at):
             return
         digest = self.head.chunks[number].samples
-        for block, expected, found in self._read_chunk(digest, lambda: list(blocks.damaged(at))):
+        handle = self._open(digest, trust=True)
+        if handle.identity() != blocks.identity:
+            raise IntegrityError(f"{self.files.where(Paths.table(digest, 'arrow'))}: changed while it was read")
+        for block, expected, found in self._read_chunk(digest, lambda: list(blocks.damaged(handle, at))):
             raise self._differs(digest, f"block {block}", expected, found)
 
     def _open(self, digest: str, trust: bool = False) -> Handle:

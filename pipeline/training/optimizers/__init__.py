@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, UserError
@@ -117,7 +118,8 @@ def build(
     """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after `parallelize`.
 
     AdamW of fp32 parameters is fused, on a GPU and on the CPU, where the parameters are under `offload: all`: one pass
-    over the memory (torch's `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B).
+    over the memory (torch's `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B). Not fused: fp32
+    under tensor parallelism alone, whose parameters are in part plain tensors; torch's kernel takes one kind.
 
     Args:
         seed: of stochastic rounding, for bf16 parameters.
@@ -144,7 +146,7 @@ def build(
         return AdamW8bit(groups, **options, compiled=all(p.device.type == "cuda" for _, p in named), seed=seed)
     if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
         return stochastic_rounding.AdamW(groups, **options, seed=seed)
-    fused = device.type in ("cpu", "cuda")
+    fused = device.type in ("cpu", "cuda") and len({isinstance(p, DTensor) for _, p in named}) == 1
     return torch.optim.AdamW(groups, **options, foreach=None if fused else False, fused=True if fused else None)
 
 
