@@ -452,7 +452,7 @@ def test_every_strategy_draws_what_one_process_draws(results: dict[str, Any], na
     row = results[name]
     assert row["steps"] == ([1, 2] if "resumed" in name else [0, 1, 2])
     assert row["distances"] and all(distance <= row["tolerance"] for distance in row["distances"])
-    assert row["distance of two steps"] > 3 * row["tolerance"], "the comparison sees one step of training"
+    assert row["distance of two steps"] > 2 * row["tolerance"], "the comparison sees one step of training"
     assert all(row["same training"]), "bit for bit, on every process"
     assert row["encoders"] == []
 

@@ -151,17 +151,21 @@ def compare(launch: Launch, folder: Path) -> None:
         expected = {step: _only(names, drawn(folder / "alone", step)[0]) for step in steps}
         config = settings_of({"parallel": {"dp_shard": 1}}, place)
         dtype = torch.bfloat16 if case.get("precision") == "bf16" else torch.float32
-        distances = []
+        distances, rounding = [], 0.0
         for step in steps:
             checkpointed = place / f"with/checkpoints/step-{step:08d}"
             if dtype == torch.float32:
                 distances.append(distance(latents[step], expected[step]))
             if checkpointed.exists():
                 weights = checkpoint.load_model_state(checkpointed, ema=True)[1]
-                distances.append(distance(latents[step], _only(names, plain(config, weights, dtype))))
+                alone = plain(config, weights, dtype)
+                distances.append(distance(latents[step], _only(names, alone)))
+                if dtype != torch.float32:
+                    rounding = max(rounding, distance(alone, plain(config, weights)))
         found[name] = {
             "steps": steps,
-            "tolerance": 1e-5 if dtype == torch.float32 else 1e-3,
+            # In bf16 some CPUs compute a row of another batch, or of a band of rows, by another kernel.
+            "tolerance": 1e-5 if dtype == torch.float32 else 1.25 * rounding,
             "distances": distances,
             "distance of two steps": distance(latents[1], latents[2]),
             "same training": [stored(place / kind) == stored(place / "with") for kind in runs],
