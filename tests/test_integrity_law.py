@@ -441,7 +441,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
-        monkeypatch.setattr(CheckedBlocks, "damaged", lambda self, rows: [])
+        monkeypatch.setattr(CheckedBlocks, "damaged", lambda self, handle, rows: [])
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the list's digest":
         shards = opened.head.shards["latent"]
