@@ -39,6 +39,7 @@ from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
 from tests.support import synthetic
+from tests.support.damage import flip
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import Picture, add, config, pictures, with_another
@@ -783,9 +784,7 @@ def test_damage_in_another_cache_is_not_taken_over(tmp_path: Path) -> None:
     add(config(here), "one", pictures(10))
     add(config(there), "two", pictures(10, "two-"))
     [path] = there.glob("shards/latent-*/*/*.tar")
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
+    flip(path, 700)
     of = config(here, f"bucket.caches=[{there}]")
     with pytest.raises(IntegrityError, match="do not match its name") as caught:
         stages.bucket.run(of)

@@ -38,8 +38,8 @@ from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.work import engine
 from tests.support.lowered import lower_limits
+from tests.support.source_files import listed, make_tar, opened
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
-from tests.test_sources import listed, make_tar, opened
 
 RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 

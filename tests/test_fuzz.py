@@ -28,7 +28,7 @@ from pipeline.sources import filesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.training.checkpoint import CheckpointError, read_document
 from pipeline.work import claims
-from tests.test_sources import listed, make_tar, opened
+from tests.support.source_files import listed, make_tar, opened
 
 WORKER = Path(__file__).parent / "support" / "workers" / "fuzzing.py"
 INPUTS = 1_050

@@ -30,8 +30,8 @@ from pipeline.planning.tracker import Stopwatch
 from pipeline.training import checkpoint, metrics
 from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.workers import tiny_run
-from tests.test_planning import ALONE, COMPUTE, NARROW, SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "home")
 CPU = torch.device("cpu")

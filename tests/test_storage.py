@@ -294,7 +294,7 @@ def _table_of(values: np.ndarray) -> str:
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", ["latent", "text"])
 def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_path: Path) -> None:
-    from tests.test_cache_layout import examples
+    from tests.support.layout_page import examples
 
     (example,) = [text for text in examples() if "SPZ1" in text]
     page: dict = {}

@@ -23,8 +23,8 @@ from pipeline.parallel.mesh import Layout, open_mesh
 from pipeline.training import memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
+from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
-from tests.test_sana_model import TINY, inputs, make
 
 CPU = torch.device("cpu")
 

@@ -35,11 +35,12 @@ from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
 from pipeline.training.task import Report, TrainingTask
-from tests.support.workers import drawings, strategies, tiny_run
+from tests.support.foreign_lock import ELSEWHERE, plant
+from tests.support.launched import results_by_case
+from tests.support.narrow import NARROW
+from tests.support.runs import dropout
+from tests.support.workers import drawings, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
-from tests.test_lock import ELSEWHERE, plant
-from tests.test_planning import NARROW
-from tests.test_validation import dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -442,7 +443,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return strategies.found_by(drawings, tmp_path_factory.mktemp("drawings"))
+    return results_by_case(drawings, tmp_path_factory.mktemp("drawings"))
 
 
 @pytest.mark.dist

@@ -21,7 +21,8 @@ from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
-from tests.test_pack import flip, pack
+from tests.support.damage import flip
+from tests.support.packed import pack
 
 pytest.importorskip("aiohttp")
 
