@@ -203,7 +203,7 @@ class LateCopies(saved_tensors.Transfers):
         for part in on_device:
             weakref.finalize(part, lambda: self.freed_early.append(number) if self.done < number else None)
 
-    def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+    def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
         return torch.full(like.shape, float("nan") if like.is_floating_point() else 1).to(like.dtype)
 
     def _copy(self, sources: Any, targets: Any) -> int:
@@ -220,23 +220,23 @@ def test_copies_beside_the_computation_are_waited_for_and_begun_ahead(
     _, _, expected = plain["fp32"] if exact else measure(model(torch.float32, *way), torch.float32)
     LateCopies.log, LateCopies.freed_early = log, freed_early = [], []  # type: ignore[var-annotated]
     monkeypatch.setattr(saved_tensors, "transfers", LateCopies)
-    take = saved_tensors._OnDevice.take
+    take = saved_tensors.OnDevice.take
 
-    def logged(self: saved_tensors._OnDevice, saved: Any) -> Tensor:
+    def logged(self: saved_tensors.OnDevice, saved: Any) -> Tensor:
         log.append(("take", 0))
         tensor = take(self, saved)
-        assert len(self._copies) <= 2 * saved_tensors.AHEAD
+        assert len(self.pending_copies) <= 2 * saved_tensors.AHEAD
         return tensor
 
-    monkeypatch.setattr(saved_tensors._OnDevice, "take", logged)
+    monkeypatch.setattr(saved_tensors.OnDevice, "take", logged)
     module = model(torch.float32, *way)
     for _ in range(2):  # the second time after all of the first is gone
         module.zero_grad()
         given = inputs(torch.float32)
         out = module(*given)
         (offloader,) = offloaders(module)
-        (on_device,) = [each for each in offloader._on_device.values() if each is not None]
-        assert 0 < len(on_device._copies) <= saved_tensors.AHEAD
+        (on_device,) = [each for each in offloader.by_device.values() if each is not None]
+        assert 0 < len(on_device.pending_copies) <= saved_tensors.AHEAD
         out.float().square().mean().backward()
         actual = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         assert all(torch.equal(actual[n], expected[n]) for n in expected)
@@ -273,7 +273,7 @@ def test_a_copy_waits_for_the_computation_and_the_computation_for_its_event(monk
 
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("the computation"))
-    monkeypatch.setattr(saved_tensors.Transfers, "_empty", lambda self, like, device: torch.empty_like(like))
+    monkeypatch.setattr(saved_tensors.Transfers, "empty", lambda self, like, device: torch.empty_like(like))
     through = saved_tensors.Transfers(torch.device("cpu"))
     (there,), event = through.to_device([torch.arange(3)])
     assert torch.equal(there, torch.arange(3))

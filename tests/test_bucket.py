@@ -864,9 +864,9 @@ def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
         body = {"recipe": "latent-x", "table": digest, "records": 1}
         cache.files.put(Paths.scale("latent-x"), layout.seal(body))
     with pytest.raises(CacheError, match="different channel scales"):
-        adopt._same_scales(one, two, "latent-x")
+        adopt.check_same_scales(one, two, "latent-x")
     fresh = Cache(tmp_path / "fresh", create=True)
-    adopt._same_scales(fresh, one, "latent-x")
+    adopt.check_same_scales(fresh, one, "latent-x")
     assert fresh.files.document(Paths.scale("latent-x")) == one.files.document(Paths.scale("latent-x"))
 
 

@@ -152,7 +152,7 @@ def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyP
     total, warned = 0, 0
     for step, new in enumerate(bad, start=1):
         total += new
-        fine = feed._within_limit(batch, total)
+        fine = feed.within_limit(batch, total)
         warned = warned or step * bool(printed)
         if not fine:
             return warned, step

@@ -432,13 +432,13 @@ def test_a_phase_that_has_begun_keeps_its_snapshot_and_says_so(rounds: Callable[
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        original = trainer._Loop._step
+        original = trainer.Loop.step_once
 
         def stepped(loop: Any, batches: Any, number: int) -> Any:
             stops(number)
             return original(loop, batches, number)
 
-        patch.setattr(trainer._Loop, "_step", stepped)
+        patch.setattr(trainer.Loop, "step_once", stepped)
         report, _ = run_phases(rounds(A, longer, C), resume="auto")
     assert (report.stopped_by, report.step) == ("SIGTERM", 3)
     assert not (tmp_path / "run/c").exists(), "the signal ends the chain"

@@ -206,7 +206,9 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     prediction = predict.predict(train, NARROW, data, Machine(cards.card("h100"), memory, 1))
     largest = predict.largest_microbatch(prediction, data)
     assert largest > 2
-    assert predict._at(prediction, largest) <= memory < predict._at(prediction, largest + max(1, largest // 20))
+    assert (
+        predict.bytes_at(prediction, largest) <= memory < predict.bytes_at(prediction, largest + max(1, largest // 20))
+    )
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -178,7 +178,7 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
 
 def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
     plain = TrainConfig(activation_checkpointing="none")
-    changes = [change(plain) for change, _ in memory._OPTIONS]
+    changes = [change(plain) for change, _ in memory.OPTIONS]
     settings = [(f"train.{key}", str(value).lower()) for change in changes for key, value in change.items()]
     page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)

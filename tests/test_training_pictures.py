@@ -320,7 +320,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
     train = TrainConfig.model_validate({"microbatch": 1, "optim": {"clip": None, "in_backward": True}})
 
-    class Drawing(tracing._TracedStep):
+    class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
             for batch in batches:
                 self.model.predict(*self.prepare(batch, 0.5).inputs)
@@ -332,7 +332,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
 
     step = peak(1, nullcontext())
     drawing = peak(
-        pictures._MOST, mock.patch.multiple(tracing, _TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
+        pictures._MOST, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
     )
     assert 0 < drawing <= step
 

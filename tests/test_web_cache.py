@@ -65,7 +65,7 @@ def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, pack
 def test_verify_and_status(
     served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "_PIECE", 5000)  # a server that knows ranges would be asked for these
+    monkeypatch.setattr(objects, "PIECE", 5000)  # a server that knows ranges would be asked for these
     cache, url = served
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out

@@ -55,7 +55,7 @@ class Claims:
         if content is None:
             self._seen.pop(name, None)
             return "free"
-        fields = _parsed(content)
+        fields = parse_claim(content)
         if fields.get("owner") == self.token:
             return "ours"
         now, before = self._clock(), self._seen.get(name)
@@ -102,7 +102,7 @@ class Claims:
                     content = self.read(name)
                     if content is None:
                         continue  # unreadable just now, or removed because the unit is committed
-                    if _parsed(content).get("owner") != self.token:
+                    if parse_claim(content).get("owner") != self.token:
                         return  # another worker took over
                     self.files.replace(name, self.content(count))
                 except (CacheError, OSError):
@@ -125,7 +125,7 @@ class Claims:
 
     def _owned(self, name: str) -> bool:
         content = self.read(name)
-        return content is not None and _parsed(content).get("owner") == self.token
+        return content is not None and parse_claim(content).get("owner") == self.token
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -155,7 +155,7 @@ def sweep(cache: Cache, plans: list[WorkPlan]) -> int:
     return count
 
 
-def _parsed(content: bytes) -> dict[str, object]:
+def parse_claim(content: bytes) -> dict[str, object]:
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError):
