@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,52 @@ def test_no_test_imports_another_test() -> None:
         if target.startswith("tests.test_")
     ]
     assert borrowed == []
+
+
+PRIVATE_USES = 38
+"""Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
+behaviour."""
+
+
+def private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(paths: list[Path], defined: set[str]) -> list[str]:
+    """Where files take such a name from an object, import it or patch it, as `file:line: name`."""
+    uses = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            names: list[Any] = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr] if getattr(node.value, "id", "") not in ("self", "cls") else []
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "object", "delattr"):
+                names = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
+            uses += [f"{path}:{node.lineno}: {name}" for name in names if private(name) and name in defined]
+    return uses
+
+
+def test_tests_reach_for_less_that_is_private() -> None:
+    defined = set()
+    for path in [path for folder in ("pipeline", "stages", "benchmarks") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id if isinstance(node, ast.Name) else node.attr)
+    uses = private_uses(sorted((ROOT / "tests").rglob("*.py")), defined)
+    assert len(uses) <= PRIVATE_USES, "\n".join(uses)
+    assert len(uses) == PRIVATE_USES, f"lower PRIVATE_USES to {len(uses)}"
+
+
+@pytest.mark.parametrize(
+    "line", ["module._x()", "from pipeline.module import _x", "patch.setattr(module, '_x', None)", "a.b._x = 1"]
+)
+def test_a_planted_use_is_counted(tmp_path: Path, line: str) -> None:
+    (tmp_path / "test.py").write_text(f"self._x\nmodule._other\nmodule.x\n{line}\n")
+    assert private_uses([tmp_path / "test.py"], {"_x", "x"}) == [f"{tmp_path / 'test.py'}:4: _x"]
 
 
 def test_every_permission_is_used() -> None:
