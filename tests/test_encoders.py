@@ -518,7 +518,7 @@ def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path)
         encoders.describe_text(TextConfig(id=str(folder), subfolder="vae"), "")
     with pytest.raises(UserError, match="tokenizer"):
         encoders.describe_text(TextConfig(id=str(folder), tokenizer_subfolder="scheduler"), "")
-    with pytest.raises(UserError, match="no subfolder 'nothing'") as caught:
+    with pytest.raises(UserError, match="'nothing'") as caught:
         hub.resolve(Weights(id=str(folder), subfolder="nothing"))
     assert "text_encoder" in str(caught.value)
     with pytest.raises(UserError, match="not a hub id"):

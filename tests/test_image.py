@@ -852,7 +852,7 @@ def test_a_picture_that_lies_about_its_size_is_rejected(fast: None, monkeypatch:
     import simplejpeg
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **kwargs: np.zeros((9, 9, 3), np.uint8))
-    with pytest.raises(ImageReject, match="header says 160x96, the picture is 9x9"):
+    with pytest.raises(ImageReject, match="160x96.*9x9"):
         load(encoded(scene(160, 96), "JPEG"), (48, 64))
 
 
@@ -867,10 +867,10 @@ def test_the_choice_of_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: decoding.choose("vips"),
         lambda: decoding.load(encoded(scene()), (32, 32), decoder=vips_decoder.DECODER),
     ):
-        with pytest.raises(UserError, match="No module named 'pyvips'") as caught:
+        with pytest.raises(UserError, match="'pyvips'") as caught:
             attempt()
         assert "pip install" in str(caught.value.fix)
-    with pytest.raises(UserError, match="no decoder 'vips-srgb-9'"):
+    with pytest.raises(UserError, match="'vips-srgb-9'"):
         decoding.load(encoded(scene()), (32, 32), decoder="vips-srgb-9")
 
 

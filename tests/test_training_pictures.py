@@ -298,9 +298,9 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     def of(height: int, width: int) -> TrainingTask:
         return replace(task, pictures=tiny_run.prompts(config, (height, width)))
 
-    with pytest.raises(ConfigError, match=r"(?s)multiples of 8 pixels.*width 100.*train.pictures.width=96"):
+    with pytest.raises(ConfigError, match=r"(?s)width 100.*train.pictures.width=96"):
         run(config, task=of(64, 100))
-    with pytest.raises(ConfigError, match=r"(?s)more memory than a step.*at most 12288 pixels"):
+    with pytest.raises(ConfigError, match="12288 pixels"):
         run(config, task=of(104, 128))
     assert not (tmp_path / "run").exists()
     sizes = {size: pictures.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
@@ -367,9 +367,9 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     snapshot = stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
-    with pytest.raises(CacheError, match=r"(?s)no prompt set 'prompts'.*sana-pipe encode --prompts"):
+    with pytest.raises(CacheError, match=r"(?s)'prompts'.*sana-pipe encode --prompts"):
         stages.train.run(config)
-    with pytest.raises(CacheError, match="no prompt set 'other'"):
+    with pytest.raises(CacheError, match="'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
     recipe, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
