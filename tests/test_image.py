@@ -852,7 +852,7 @@ def test_a_picture_that_lies_about_its_size_is_rejected(fast: None, monkeypatch:
     import simplejpeg
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **kwargs: np.zeros((9, 9, 3), np.uint8))
-    with pytest.raises(ImageReject, match="160x96.*9x9"):
+    with pytest.raises(ImageReject, match=r"160x96.*9x9"):
         load(encoded(scene(160, 96), "JPEG"), (48, 64))
 
 

@@ -154,7 +154,7 @@ def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, 
 
 
 def test_only_the_position_embedding_may_differ(first: Path, tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.CheckpointError, match="num_layers: .* 3, .* 4") as caught:
+    with pytest.raises(checkpoint.CheckpointError, match=r"num_layers: .* 3, .* 4") as caught:
         train(tiny_run.config(tmp_path / "a", layers=4), begin=first)
     assert str(caught.value).count("the checkpoint has") == 1
     with pytest.raises(checkpoint.CheckpointError, match="qk_norm"):
@@ -467,7 +467,7 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=says):
             load("tiny", [phases(wrong)])
-    with pytest.raises(ConfigError, match="'a' .*twice"):
+    with pytest.raises(ConfigError, match=r"'a' .*twice"):
         load("tiny", [phases(A, B, A)])
     config = load("tiny", ["train.phase=3", "train.epochs=7", phases(A, B, {"name": "c", "snapshot": "x"})])
     a, b, c = (config.of_phase(name).train for name in "abc")
