@@ -188,11 +188,11 @@ def _raise_unless_retryable(
 @contextmanager
 def stopping(check: Callable[[], None]) -> Iterator[None]:
     """Within the block, every waiting thread calls `check` during its pauses; an exception from it ends the waiting."""
-    _checks.append(check)
+    wait_checks.append(check)
     try:
         yield
     finally:
-        _checks.remove(check)
+        wait_checks.remove(check)
 
 
 def http_status(error: BaseException) -> int | None:
@@ -317,7 +317,7 @@ class _StoreState:
 
 _states: dict[str, _StoreState] = {}
 _watched: set[_StoreState] = set()
-_checks: list[Callable[[], None]] = []
+wait_checks: list[Callable[[], None]] = []
 _lock = threading.Lock()
 _watching: threading.Thread | None = None
 
@@ -351,7 +351,7 @@ def _watch() -> None:
 def _pause(seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
-        for check in list(_checks):
+        for check in list(wait_checks):
             check()
         left = end - time.monotonic()
         if left <= 0:

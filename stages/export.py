@@ -99,7 +99,7 @@ def run(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    state = {"run": _run_of(folder), **document.state.as_dict()}
+    state = {"run": run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)
     _check_same(config, document.config, folder)
     parts = _parts(config) if form == "diffusers" else None
@@ -139,7 +139,7 @@ def run(
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _run_of(checkpoint: Path) -> str:
+def run_of(checkpoint: Path) -> str:
     """Identifies a run directory without its path."""
     return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
 
@@ -246,15 +246,15 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
-    _copy_model(parts.vae, work / "vae", config.vae)
+    copy_model(parts.vae, work / "vae", config.vae)
     if config.vae.scaling_factor is not None:
         path = work / "vae" / "config.json"
         _json(path, {**hub.read_json(path), "scaling_factor": config.vae.scaling_factor})
-    _copy_model(parts.text, work / "text_encoder", config.text)
+    copy_model(parts.text, work / "text_encoder", config.text)
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
-            copy = _copy_settings if name.endswith("config.json") else shutil.copyfile
+            copy = copy_settings if name.endswith("config.json") else shutil.copyfile
             copy(parts.tokenizer / name, work / "tokenizer" / name)
     _json(
         work / "model_index.json",
@@ -262,7 +262,7 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
             "_class_name": "SanaPipeline",
             "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
             "text_encoder": ["transformers", "Gemma2Model"],
-            "tokenizer": ["transformers", _tokenizer_class(parts.tokenizer)],
+            "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
             "transformer": ["diffusers", "SanaTransformer2DModel"],
             "vae": ["diffusers", "AutoencoderDC"],
         },
@@ -296,7 +296,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _copy_settings(source: Path, target: Path) -> None:
+def copy_settings(source: Path, target: Path) -> None:
     """Copy a JSON object without the local paths that libraries write into it."""
     values = hub.read_json(source)
     places = [
@@ -310,11 +310,11 @@ def _copy_settings(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _copy_model(source: Path, target: Path, weights: Weights) -> None:
+def copy_model(source: Path, target: Path, weights: Weights) -> None:
     """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
-        _copy_settings(path, target / path.name)
+        copy_settings(path, target / path.name)
     chosen = hub.choose(source, weights.variant)
     middle = f".{weights.variant}" if weights.variant else ""
     plain = {name: name.replace(middle, "", 1) for name in chosen.files}
@@ -326,7 +326,7 @@ def _copy_model(source: Path, target: Path, weights: Weights) -> None:
         _json(target / f"{chosen.index.partition('.')[0]}.safetensors.index.json", index)
 
 
-def _tokenizer_class(folder: Path) -> str:
+def tokenizer_class(folder: Path) -> str:
     """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None

@@ -433,7 +433,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
-        heights=_heights(snapshot, part, drawn),
+        heights=latent_heights(snapshot, part, drawn),
         names=snapshot.names,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else heldout.sample_ids(inputs.old_heldout),
@@ -442,7 +442,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     )
 
 
-def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
+def latent_heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
     """Heights of latents by what has them."""
     compression = snapshot.latent_recipe.compression
     buckets = [*snapshot.buckets, *(() if part is None else part.buckets)]

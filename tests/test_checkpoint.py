@@ -156,7 +156,7 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         model = tiny_run.model(settings)
         data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         optimizer = optimizers.build(model, settings.train.optim, CPU)
-        before = checkpoint._tensors(model, optimizer, None)
+        before = checkpoint.state_tensors(model, optimizer, None)
         copy = HostCopy().of(before)
         flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
         for (kind, name), value in flat.items():

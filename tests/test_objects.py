@@ -39,7 +39,6 @@ from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import command
 from pipeline.work.claims import Claims
 from tests.support import tiny_cache
-from tests.test_cache import LATENT
 
 MakeConfig = Callable[..., Config]
 
@@ -184,7 +183,7 @@ def test_a_store_that_overwrites_is_refused_at_once(
 def test_a_shard_that_is_given_up_leaves_nothing(objects: ObjectFiles) -> None:
     import numpy as np
 
-    with pytest.raises(RuntimeError), ShardWriter(objects, LATENT, "u") as writer:
+    with pytest.raises(RuntimeError), ShardWriter(objects, tiny_cache.recipes()[0], "u") as writer:
         writer.add(b"k" * 16, np.zeros((32, 4, 4), np.uint16))
         raise RuntimeError
     assert list(objects.walk("")) == [] and list(objects.mirror.root.glob("tmp/*")) == []

@@ -30,8 +30,8 @@ from pipeline.planning.tracker import Stopwatch
 from pipeline.training import checkpoint, metrics
 from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.workers import tiny_run
-from tests.test_planning import ALONE, COMPUTE, NARROW, SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "home")
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_the_stopwatch_sees_the_operations_that_the_trace_counts(change: dict[st
         watch = Stopwatch(inside=CUSTOM)
         watch.phase = "forward"
         with watch_updates(step.optimizer, watch), watch:
-            step._step(watch)
+            step.step_once(watch)
     for kind in ("matmul", "attention", "depthwise"):
         assert watch.work[kind].flops == traced[kind].flops > 0
         assert watch.seconds[kind] > 0
@@ -192,12 +192,12 @@ def test_two_microbatches_separate_starts_from_work() -> None:
 def test_a_calibration_takes_no_more_than_fits_and_seconds() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32", "microbatch": 8})
     data, machine = Data({(384, 384): 64}, None, 32), Machine(cards.processor(), 4 << 30, 1)
-    part = calibration._largest(train, replace(NARROW, num_layers=64), data, machine)
+    part = calibration.largest_fitting(train, replace(NARROW, num_layers=64), data, machine)
     prediction = part.predicted()
     assert part.architecture.num_layers < 64 and part.train.microbatch <= 8
     assert prediction.total <= machine.memory
     with pytest.raises(UserError, match="not even two blocks"):
-        calibration._largest(train, NARROW, data, replace(machine, memory=1 << 28))
+        calibration.largest_fitting(train, NARROW, data, replace(machine, memory=1 << 28))
 
 
 def test_devices_are_cards_by_name_and_memory() -> None:
@@ -269,10 +269,10 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
     of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1, "offload": "none"}
     earlier = {"train": {**stored, "parallel": of_one}}
-    assert auto._as_it_began(config, earlier, 1) == earlier["train"]
-    assert auto._as_it_began(config, earlier, 2) is None
-    assert auto._as_it_began(config, {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
-    assert auto._as_it_began(config, None, 1) is None
+    assert auto.as_it_began(config, earlier, 1) == earlier["train"]
+    assert auto.as_it_began(config, earlier, 2) is None
+    assert auto.as_it_began(config, {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
+    assert auto.as_it_began(config, None, 1) is None
 
 
 def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_microbatch_that_does_not_fit_after_all_is_followed_by_a_smaller_one(m
 @pytest.mark.parametrize("deep", [True, False])
 def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool) -> None:
     (tmp_path / "cgroup").write_text("0::/slurm/job_7/step_0\n" if deep else "12:memory:/x\n")
-    named = [path.relative_to(tmp_path).as_posix() for path in cards._limits(tmp_path / "cgroup", tmp_path)]
+    named = [path.relative_to(tmp_path).as_posix() for path in cards.limit_files(tmp_path / "cgroup", tmp_path)]
     below = ["slurm/job_7/step_0/memory.max", "slurm/job_7/memory.max", "slurm/memory.max"] if deep else []
     assert set(named) == {*below, "memory.max", "memory/memory.limit_in_bytes"}
 
@@ -392,7 +392,7 @@ def test_precisions_are_searched_where_the_weights_bear_them() -> None:
 
     def precisions(asked: str, *works: str) -> set[str]:
         train = TrainConfig.model_validate({**COMPUTE, "precision": asked})
-        trees = search._variants(train, NARROW, data, machine, search.AXES, lambda p: p in works)
+        trees = search.variants_of(train, NARROW, data, machine, search.AXES, lambda p: p in works)
         return {tree["precision"] for tree, _ in trees}
 
     assert precisions("bf16", "bf16", "bf16_pure") == {"bf16", "bf16_pure"}
@@ -400,7 +400,7 @@ def test_precisions_are_searched_where_the_weights_bear_them() -> None:
     assert precisions("fp32", "fp32") == {"fp32"}
     assert precisions("fp16", "fp16", "bf16") == {"fp16"}
     train = TrainConfig.model_validate({**COMPUTE, "microbatch": "auto"})
-    fixed = search._variants(search.with_placeholders(train), NARROW, data, machine, train.undecided, lambda p: True)
+    fixed = search.variants_of(search.with_placeholders(train), NARROW, data, machine, train.undecided, lambda p: True)
     assert [(tree["precision"], layout) for tree, layout in fixed] == [("bf16", Layout(1, 1, 1, 1))]
 
 

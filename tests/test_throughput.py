@@ -23,8 +23,8 @@ from pipeline.parallel.mesh import Layout, open_mesh
 from pipeline.training import memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
+from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
-from tests.test_sana_model import TINY, inputs, make
 
 CPU = torch.device("cpu")
 
@@ -178,7 +178,7 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
 
 def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
     plain = TrainConfig(activation_checkpointing="none")
-    changes = [change(plain) for change, _ in memory._OPTIONS]
+    changes = [change(plain) for change, _ in memory.OPTIONS]
     settings = [(f"train.{key}", str(value).lower()) for change in changes for key, value in change.items()]
     page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)
@@ -258,7 +258,7 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     from accelerate.tracking import TensorBoardTracker
 
     (tmp_path / "run").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="tracker tensorboard cannot be opened"):
+    with pytest.raises(UserError, match="tensorboard cannot"):
         with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
             trackers.Trackers(["tensorboard"], tmp_path / "run", 0, {}, lambda line: None)
 

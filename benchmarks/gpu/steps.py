@@ -247,7 +247,7 @@ def kernel_class(name: str) -> str:
 
 
 @contextmanager
-def _generator_reads() -> Iterator[list[str]]:
+def generator_reads() -> Iterator[list[str]]:
     """The states of generators that are read inside, which on a GPU waits for it: one name each."""
     reads: list[str] = []
 
@@ -275,7 +275,7 @@ def profile_step(sizes: Sizes, *, batch: int, train: dict[str, Any]) -> dict[str
     with ExitStack() as ending:
         run, part = ours(sizes, given, ending).step, batch_of(sizes, samples, given.text == "packed")
         seconds = sizes.after_warming(lambda: run([part], 1))
-        with profile(activities=activities) as trace, _generator_reads() as reads:
+        with profile(activities=activities) as trace, generator_reads() as reads:
             run([part], 1)
             run.await_verdict()
             sizes.synchronize()

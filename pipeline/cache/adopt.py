@@ -41,7 +41,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
     if not adopted:
         return
     cache.add_recipe(other.recipe(recipe))
-    _same_scales(cache, other, recipe)
+    check_same_scales(cache, other, recipe)
     for _, _, commit in adopted.values():
         assert commit.shard is not None
         assert commit.table is not None
@@ -124,7 +124,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
             ) from None
 
 
-def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
+def check_same_scales(cache: Cache, other: Cache, recipe: str) -> None:
     where = Paths.scale(recipe)
     if not other.files.exists(where):
         return

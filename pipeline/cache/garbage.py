@@ -65,7 +65,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
             fix=f"{contradiction.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
         )
     before = (cache.files.now() if now is None else now) - older_than_s
-    needed = _Needed(cache, before)
+    needed = Needed(cache, before)
     for folder in _ORDER:
         for entry in cache.files.walk(folder):
             why = needed.why_unneeded(entry.name)
@@ -95,13 +95,13 @@ def remove(
         read_at = -math.inf
         for entry in list(of_folder):
             if clock() - read_at > REREAD_S:
-                needed, read_at = _Needed(cache, before), clock()
+                needed, read_at = Needed(cache, before), clock()
             if needed.why_unneeded(entry[0]) is not None and cache.files.discard(entry[0], before):
                 removed.append(entry)
     return removed
 
 
-class _Needed:
+class Needed:
     """What a cache's documents refer to, as read at one moment.
 
     Args:

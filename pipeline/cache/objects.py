@@ -43,7 +43,7 @@ from pipeline.errors import CacheError, IntegrityError
 PARALLEL_REQUESTS = 16
 """Requests in flight where many small objects are read."""
 
-_PIECE = 16 << 20
+PIECE = 16 << 20
 
 T = TypeVar("T")
 
@@ -240,8 +240,8 @@ class ObjectFiles(Files):
 
     def _digest_by_ranges(self, name: str) -> str:
         state, size = xxhash.xxh3_128(), self._size(name)
-        for start in range(0, size, _PIECE):
-            length = min(_PIECE, size - start)
+        for start in range(0, size, PIECE):
+            length = min(PIECE, size - start)
             piece = self.read_range(name, start, length)
             if len(piece) != length:
                 raise CacheError(

@@ -64,7 +64,7 @@ class Scratch:
         size = count * np.dtype(dtype).itemsize
         if size <= LIMIT:
             return np.zeros(count, dtype)
-        file = _unnamed(self._temporary)
+        file = unnamed_file(self._temporary)
         with file, local_files.cache_errors(Path(file.name)):
             local_files.allocate(file, size)  # writing to a mapped hole of a full disk would be a SIGBUS
             return np.memmap(file, dtype, "r+", shape=(count,)).view(np.ndarray)
@@ -179,7 +179,7 @@ class ArrayWriter:
 
     def _flush(self) -> None:
         if self._file is None:
-            self._file = _unnamed(self._temporary, buffering=0)  # closed by `finish`, or with this object
+            self._file = unnamed_file(self._temporary, buffering=0)  # closed by `finish`, or with this object
         with local_files.cache_errors(Path(self._file.name)):
             for values in self._waiting:
                 local_files.write_all(self._file, values.data.cast("B"))
@@ -219,7 +219,7 @@ class TableWriter:
 
     def _flush(self) -> None:
         if self._file is None:
-            self._file = _unnamed(self._temporary)  # closed by `finish`, or with this object
+            self._file = unnamed_file(self._temporary)  # closed by `finish`, or with this object
             self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), self._schema)
         assert self._writer is not None
         with local_files.cache_errors(Path(self._file.name)):
@@ -276,7 +276,7 @@ def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
         yield from zip(*(column.to_pylist() for column in table.slice(start, TEXTS).columns), strict=True)
 
 
-def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
+def unnamed_file(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
     """A new, empty file that has lost its name."""
     with temporary() as path, local_files.cache_errors(path):
         return open(path, "x+b", buffering)

@@ -321,7 +321,7 @@ def probe(
         often = sorted(work.pictures, key=lambda shape: -len(work.pictures[shape]))[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
             end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = _probe_images(vae, source, work.pictures[shape], shape, config, latent, end, decoded)
+            seconds, count = probe_images(vae, source, work.pictures[shape], shape, config, latent, end, decoded)
             if seconds is not None:
                 image_s[shape] = seconds
                 images += count
@@ -346,7 +346,7 @@ def _probe_text(encoder: encoders.TextEncoder, work: Wanted, config: Config, end
     return ((time.monotonic() - began) / tokens if tokens else None), len(batch)
 
 
-def _probe_images(
+def probe_images(
     encoder: encoders.LatentEncoder,
     source: Source,
     items: list[str],

@@ -171,7 +171,7 @@ def scan(
     refuse = lru_cache(1 << 16)(refuse)
     table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
     if this.last is None or not this.last.equals(table):  # the last scan made this check
-        _unique(name, table, scratch)
+        check_unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
     source.recall(places(table))
@@ -338,7 +338,7 @@ class _Scan:
             return True
         before = self._before(list(piece.stats))
         for key, stat in piece.stats.items():
-            if not isinstance(stat, Unreadable) and _unchanged(before.get(key), *stat) is None:
+            if not isinstance(stat, Unreadable) and unchanged_row(before.get(key), *stat) is None:
                 return True
         piece.before = before  # made at once; of pieces that wait for their turn the rows are looked up again
         return False
@@ -391,7 +391,7 @@ class _Scan:
                 raise stat
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
-        before = _unchanged(last, *stat)
+        before = unchanged_row(last, *stat)
         if before is not None:
             return {**before, **listed}
         read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
@@ -473,7 +473,7 @@ def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Tab
     return table.set_column(SCAN.names.index("reject"), "reject", reject)
 
 
-def _unique(name: str, table: pa.Table, scratch: Scratch) -> None:
+def check_unique(name: str, table: pa.Table, scratch: Scratch) -> None:
     def ids() -> Iterator[pa.Table]:
         first = 0
         for batch in arrow.batches(table.select(["item", "reject"])):
@@ -555,7 +555,7 @@ def _known(last: pa.Table, scratch: Scratch) -> ItemRows:
     return ItemRows(scratch.table(SCAN, read()), scratch)
 
 
-def _unchanged(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
+def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
     """The row of the last scan, if size and mtime are unchanged."""
     return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
 

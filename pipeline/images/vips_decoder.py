@@ -85,7 +85,7 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
     if header.orientation in (5, 6, 7, 8):
         size = size[1], size[0]  # the orientation is applied last
     if image.format in ("JPEG", "MPO"):
-        shrunk = _shrink_on_load(image.size, size)
+        shrunk = shrink_on_load(image.size, size)
         pixels = _jpeg(data, image, shrunk)
     else:
         if profile and image.has_transparency_data:
@@ -104,7 +104,7 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
     return pillow_decoder.turn(rgb if rgb is not None else fitted.convert("RGB"), header.orientation)
 
 
-def _shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
+def shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
     """The factor by which a JPEG of `stored` (width, height) is shrunk during decoding: 1, 2, 4 or 8."""
     left, _, right, _ = resize.cover_box(*stored, size)
     factor = (right - left) / size[1]

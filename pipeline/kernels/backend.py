@@ -18,13 +18,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
     """The module `pipeline.kernels.<name>_triton`, or None where the twin runs: elsewhere than on a GPU, in float64
     (the kernels compute in float32), or without Triton (it comes with torch's wheels for CUDA on Linux)."""
-    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and _triton_is_installed():
+    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and triton_is_installed():
         return importlib.import_module(f"pipeline.kernels.{name}_triton")
     return None
 
 
 @functools.cache
-def _triton_is_installed() -> bool:
+def triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

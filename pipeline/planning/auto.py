@@ -51,7 +51,7 @@ def decide(
     undecided, train = config.train.undecided, config.train
     if not undecided:
         return config, []
-    values = _as_it_began(config, earlier, machine.gpus)
+    values = as_it_began(config, earlier, machine.gpus)
     if values is not None:
         reason = "as in the checkpoint"
     else:
@@ -104,7 +104,7 @@ def _by_name(sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return replicate, shard, tensor, pipeline
 
 
-def _as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> dict[str, Any] | None:
+def as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> dict[str, Any] | None:
     """The values in the checkpoint; None if it was made on another number of processes, or has none."""
     if earlier is None:
         return None

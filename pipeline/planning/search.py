@@ -127,7 +127,7 @@ def search(
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = [], float("inf")
-    for changed, layout in _variants(train, shape, data, machine, axes, bears):
+    for changed, layout in variants_of(train, shape, data, machine, axes, bears):
         try:
             base = TrainConfig.model_validate(changed)
         except ValidationError:
@@ -203,7 +203,7 @@ def with_placeholders(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={name: values[name] for name in train.undecided})
 
 
-def _variants(
+def variants_of(
     train: TrainConfig,
     shape: SanaConfig,
     data: Data,

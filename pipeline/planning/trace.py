@@ -191,7 +191,7 @@ def trace(
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
                 tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
-            step = _TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
+            step = TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             tracker.phase = "forward"
@@ -219,7 +219,7 @@ def trace(
 _OFFLOADED = (kinds.PARAMETERS, kinds.GRADIENTS, kinds.OPTIMIZER, kinds.EMA), ("optimizer",)
 
 
-class _TracedStep(TrainStep):
+class TracedStep(TrainStep):
     """A step whose verdict nobody reads: fake tensors have no values."""
 
     def await_verdict(self) -> bool:

@@ -189,7 +189,7 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     return rows
 
 
-def _stays(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
+def stays_selected(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     """(n,) bool: samples whose picture has a record in an earlier snapshot."""
     stays = joined.scratch.array(len(frame), bool)
 
@@ -210,7 +210,7 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
     """Keep one picture of each digest: the one in an earlier snapshot, else the one of the source that comes first in
     `order`, else of the first (source, item)."""
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
-    stays = _stays(joined, frame, earlier)
+    stays = stays_selected(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:
@@ -253,7 +253,7 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     Returns:
         Their samples, and how many pictures there were before.
     """
-    stays = _stays(joined, frame, earlier)
+    stays = stays_selected(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:

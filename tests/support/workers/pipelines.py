@@ -161,7 +161,7 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
             if isinstance(block, ManagedActivations) and block.activation_policy.checkpointing == "full"
         ],
         "dims": sorted("/".join(names) for names in dims),
-        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline._schedules.values()}),
+        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline.schedules.values()}),
     }
 
 
@@ -252,12 +252,12 @@ def stalled(launch: Launch, folder: Path) -> float:
 def another_shape(launch: Launch, folder: Path) -> None:
     """Sabotage: the schedule of the first shape is used for the second one, too. Ends the processes."""
     settings = settings_of({"parallel": {**pp(), "timeout_s": 10}})
-    pick = Pipeline._schedule_for
+    pick = Pipeline.schedule_for
 
     def first(self: Pipeline, count: int, inputs: Any) -> Any:
-        return next(iter(self._schedules.values()), None) or pick(self, count, inputs)
+        return next(iter(self.schedules.values()), None) or pick(self, count, inputs)
 
-    Pipeline._schedule_for = first  # type: ignore[method-assign]
+    Pipeline.schedule_for = first  # type: ignore[method-assign]
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
         for step in (0, 1):
