@@ -152,7 +152,8 @@ def _problem(error: CacheError | OSError) -> str:
 
 
 def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
-    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; added to."""
+    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds those
+    that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
     except CacheError:
@@ -274,7 +275,7 @@ class _Shard:
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
     def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
-        """What is wrong with it. replaced: added to."""
+        """What is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
         if commit.shard is None:
             return

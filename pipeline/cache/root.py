@@ -380,8 +380,8 @@ class Cache:
         return snapshots
 
     def _restore_heads(self, head: Head) -> None:
-        """Write lost heads again: those of named snapshots with the content of this head, whose parent is any snapshot
-        to which a name points or pointed."""
+        """Restore lost heads of named snapshots whose content equals this head's. Parents tried: every snapshot that a
+        name points to or pointed to."""
         names = self.snapshot_names()
         ids = {current for name in names if (current := self.snapshot_of(name)) is not None}
         lost = ids - {snapshot.id for snapshot in self._readable(sorted(ids))}

@@ -19,9 +19,9 @@ pass over its own permutations, so that at the end of any epoch two samples of a
 (except for the remainder of `drop`). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice
 an epoch, weight 0.5 every other epoch; the weights of other parts do not enter.
 
-The order of batches within an epoch is a permutation of its own, across all buckets. `largest_first` begins the first
-epoch of a phase with one batch of each bucket that fills one in that epoch, in falling order of pixels per sample: a
-step that does not fit into memory fails among the first. The rest of that epoch, and all others, are permuted.
+The batches of an epoch are permuted across all buckets. `largest_first`: the first epoch of a phase begins with one
+full batch per bucket that has one, largest pictures first, so that running out of memory happens among the first steps.
+The rest of that epoch, and all other epochs, are permuted.
 
 Packed snapshots have a block order, so that storage is read in long runs. A bucket's positions lie in blocks (about one
 shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and

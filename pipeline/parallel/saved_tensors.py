@@ -139,8 +139,7 @@ def transfers(device: torch.device) -> Transfers | None:
 
 
 class _Saved:
-    """What autograd holds in a saved tensor's place. position: among all that are saved. taken: the backward pass has
-    asked for it."""
+    """Autograd's handle of a saved tensor. position: in the order of saving. taken: the backward pass has used it."""
 
     __slots__ = ("__weakref__", "position", "stored", "taken")
 
@@ -149,10 +148,10 @@ class _Saved:
 
 
 class _OnDevice:
-    """What is on the device of the stored tensors: the last `AHEAD` that were saved, then those that come next.
+    """Saved tensors now on the device: the last `AHEAD` saved, then the next `AHEAD` needed.
 
-    The backward pass asks in the opposite order of saving; a recomputed block asks for all of its inputs, in their
-    order. So with each tensor the `AHEAD` before it are fetched, and those after it stay that are still to be used.
+    The backward pass uses them in the opposite order of saving; a recomputed block uses its inputs in their order. Each
+    access prefetches the `AHEAD` earlier tensors; later ones stay until used.
     """
 
     def __init__(self, through: Transfers):

@@ -27,5 +27,5 @@ def reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def reduce_both(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of `x` over the shards; the gradient is summed, too: what each process does with the sum counts."""
+    """All-reduce in forward and in backward, for a sum that each process uses in its part of the computation."""
     return reduce_backward(reduce_forward(x, mesh), mesh)

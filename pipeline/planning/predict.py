@@ -2,7 +2,7 @@
 
 What: `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says
 whether it fits, by how much, which microbatch would still fit, and why.
-`closed_form` computes the lasting part of the number from the counts of parameters, beside the traced one.
+`closed_form` computes memory present in the whole step (parameters, gradients, optimizer), from parameter counts.
 Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers, and the allocator's
 rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
 """

@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):
     # ---------------------------------------------------------------- kinds
 
     def mark(self, kind: str, tensors: Iterable[Any], only_new: bool = False) -> None:
-        """What these tensors are for. only_new: not those that have a kind already."""
+        """Set what these tensors are for. only_new: skip tensors that already have a kind."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
@@ -117,7 +117,7 @@ class Tracker(TorchDispatchMode):
         return self._storages[self._note(tensor.untyped_storage())].kind
 
     def peak(self, host: Iterable[str] = (), host_phases: Iterable[str] = ()) -> tuple[Peak, int]:
-        """The most memory of a later step, and the most that is in host memory beside the device.
+        """Peak device memory of a later step, and peak host memory in bytes.
 
         Args:
             host: kinds that are in host memory.

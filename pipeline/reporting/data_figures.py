@@ -288,8 +288,8 @@ def _storage(cache: Cache, snapshot: Snapshot, payload: dict[str, int]) -> dict[
 
 
 def earlier(cache: Cache, snapshot: Snapshot) -> Snapshot | None:
-    """The snapshot to compare with: of those that were the newest before this one, the last with a name that stays,
-    else the last; None if there is none. A packed snapshot is compared as that from which it was packed."""
+    """The previous snapshot: the latest one with a permanent name, else the latest one; None if none. A packed snapshot
+    counts as its source."""
     current = snapshot.head.parent if snapshot.packed else snapshot.id
     history = cache.history("latest")
     before = history[: history.index(current)] if current in history else [snapshot.head.parent]
