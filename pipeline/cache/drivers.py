@@ -30,6 +30,9 @@ _SECRETS = {
 }
 """How to pass credentials, by the driver's extra."""
 
+CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+"""Keys under which drivers describe when a file was written."""
+
 T = TypeVar("T")
 
 

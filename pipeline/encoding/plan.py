@@ -15,9 +15,9 @@ is missing or truncated. Records of later plans win.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Iterator
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +35,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text
+from pipeline.sources.remote import read_file
 
 IMAGES = pa.schema(
     [
@@ -127,24 +128,27 @@ def _further(
     return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
 
 
-def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
+def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tuple[int, int]]:
     """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels).
+
+    Args:
+        path: a path or URL. A server that does not answer is waited for up to `patience_s`.
 
     Raises:
         UserError: the file is missing, is not such a list, or has sides that are no multiples of `compression`.
     """
     targets = {}
     try:
-        with fsspec.open(path, "rt", newline="", encoding="utf-8") as sheet:
-            for row in csv.DictReader(sheet):
-                targets[row["item"]] = (int(row["height"]), int(row["width"]))
+        sheet = io.StringIO(read_file(path, patience_s).decode(), newline="")
+        for row in csv.DictReader(sheet):
+            targets[row["item"]] = (int(row["height"]), int(row["width"]))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
             expected="CSV with item,height,width",
             found=str(error),
         ) from None
-    except Exception as error:  # drivers raise what they like
+    except OSError as error:
         raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
     for item, sides in targets.items():
         if any(side <= 0 or side % compression for side in sides):
