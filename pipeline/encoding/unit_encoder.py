@@ -63,7 +63,7 @@ class UnitEncoder:
         batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
         assert batches is not None
         self.limits.halved = 0
-        provenance = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
+        provenance = encoders.provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
             provenance["text_mode"] = self._encoder.mode
         commit = unit_records.write_unit(

@@ -29,7 +29,7 @@ from pipeline.models.weights import (
     finite_bits,
     from_bits,
     open_tensors,
-    origin,
+    provenance_of,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ __all__ = [
     "exact",
     "from_bits",
     "is_exact",
-    "origin",
+    "provenance_of",
     "text_width",
     "vae_shape",
 ]

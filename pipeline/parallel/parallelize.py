@@ -28,7 +28,7 @@ from pipeline.parallel import context_parallel, data_parallel, float8, pipeline_
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
-from pipeline.parallel.shards import local, reduce_both
+from pipeline.parallel.shards import all_reduce, local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, target) -> (b,) fp32 losses of the samples, each a mean over the sample's values."""
@@ -180,7 +180,7 @@ class ContextParallelModel(ParallelModel):
     def _losses(self, inputs: tuple[Tensor, ...], target: Tensor, loss: Loss) -> Tensor:
         output, (first, last), rows = self._band(inputs)
         losses = loss(output, self.module.crop(target, first, last))  # type: ignore[operator]
-        return reduce_both(losses * ((last - first) / rows), self.bands)
+        return all_reduce(losses * ((last - first) / rows), self.bands)
 
     def predict(self, *inputs: Tensor) -> Tensor:
         with torch.no_grad():

@@ -612,7 +612,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
             f"the run directory {run} already holds checkpoints, the newest is {last.name}",
             fix="--resume auto to continue it, or --set train.output=DIR for a new run",
         )
-    resumed = origin(run, resume, begin)
+    resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
         notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
         return None, notes
@@ -626,7 +626,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
     return resumed, notes
 
 
-def origin(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
+def start_checkpoint(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
     """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
     before its first checkpoint begins again where it began.
 

@@ -180,7 +180,7 @@ class Pictures:
         values = {
             "step": step,
             "phase": context.train.phase,
-            "snapshot": context.task.origin.snapshot,
+            "snapshot": context.task.first_state.snapshot,
             **prompts.names,
             "prompts": list(prompts.texts),
             "sampling_steps": settings.steps,
