@@ -223,7 +223,7 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
 
 
 def _earlier(config: Config, cache: Cache) -> selection.Earlier:
-    """The snapshot that this one grows from."""
+    """The snapshot that the new snapshot grows from."""
     ids = cache.open_snapshot(config.bucket.grow).sample_ids() if config.bucket.grow else ()
     return selection.Earlier(cache.files.scratch, ids)
 
@@ -312,7 +312,7 @@ def _publish(
 
 
 def _adopt(made: _Made, inputs: _Inputs, dry_run: bool) -> int:
-    """Bring the shards and scans of other caches into the first one. Returns the bytes of these shards."""
+    """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0
     for index in (inputs.records.latents, inputs.records.texts):

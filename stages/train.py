@@ -56,7 +56,7 @@ def run(
     """Train on a snapshot, or the phases of the configuration one after the other.
 
     Args:
-        snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the one it began with.
+        snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the snapshot it began with.
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
         say: prints one line (default: print, flushed); called on the first process only.

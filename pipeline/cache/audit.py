@@ -236,7 +236,7 @@ def _verify_shards(
 
 
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
-    """A missing table of channel scales. `_verify_tables` reports a damaged one."""
+    """A missing table of channel scales. `_verify_tables` reports a damaged table."""
     try:
         table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
     except CacheError:
@@ -260,7 +260,7 @@ class _Shard:
     Args:
         open_index: of its recipe; called only if there is damage.
         snapshots: those that names point to. A record that one of them refers to must be right in this shard, even if
-            another shard holds it, too, because the snapshot reads this one.
+            another shard holds it, too, because the snapshot reads this shard.
     """
 
     cache: Cache

@@ -3,7 +3,7 @@
 A chunk has its columns one after the other. Block i covers the bytes of `BLOCK_ROWS` rows in every buffer, in the order
 of the file:
 - a column of samples: the values of the rows;
-- offsets of the captions: those of the rows and the next one;
+- offsets of the captions: those of the rows and the next row;
 - a column of captions: the values of the rows' captions.
 The first block also covers padding before its rows, the last block everything up to the next buffer. All other bytes
 are the frame (Arrow's header and footer), which is checked before Arrow parses it. So every byte is in a block or in

@@ -1,9 +1,9 @@
 """URLs through fsspec: opening one, sending requests with our retries and errors, listing everything below a folder.
 
 `Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
-Why a listing of our own: fsspec's general `find` treats a folder that it cannot list as empty, so that a server that
+Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
 goes away in the middle gives a shorter listing and no error.
-Price: a driver without a `find` of its own gets one request per folder.
+Price: a driver without its `find` gets one request per folder.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class ObjectFiles(Files):
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         check_digest(temporary, digest)
-        if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged one
+        if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged object
             self.replace_by(temporary, name)
 
     def replace(self, name: str, data: bytes) -> None:

@@ -190,7 +190,7 @@ class Cache:
 
     def known(self, recipe: RecipeKind) -> RecipeKind:
         """The recipe of this cache with the same values as `recipe` (the origin of the weights does not matter); of
-        several the one with the most records; `recipe` itself if there is none."""
+        several the recipe with the most records; `recipe` itself if there is none."""
         kind = type(recipe)
         same = [known for known in self.recipes(recipe.kind) if isinstance(known, kind) and known.same_values(recipe)]
         if len(same) < 2:
@@ -211,8 +211,8 @@ class Cache:
             return self.files.put_content_file(path, "parquet")
 
     def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet table by its digest; the rows of a large one are in a temporary file (see `Scratch`). The last one
-        stays open, since the units of a plan share a table.
+        """A Parquet table by its digest; the rows of a large table are in a temporary file (see `Scratch`). The last
+        one stays open, since the units of a plan share a table.
 
         Args:
             columns: names of the columns to read; default: all.
@@ -401,7 +401,7 @@ class Cache:
         """Let a name point to a snapshot.
 
         Raises:
-            UserError: it points to another one, `move` is False and it is not one of `MOVING`.
+            UserError: it points to another snapshot, `move` is False and it is not one of `MOVING`.
             IntegrityError: the snapshot does not exist.
         """
         while (current := self.snapshot_of(name)) != snapshot_id:
@@ -464,7 +464,7 @@ class Cache:
         return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
 
     def history(self, name: str) -> list[str]:
-        """The snapshot ids to which a name points and pointed, the first one first."""
+        """The snapshot ids to which a name points and pointed, the oldest first."""
         numbers = self.files.numbers(Paths.names(name))
         documents = self.files.documents([Paths.numbered(Paths.names(name), number) for number in numbers])
         return [body["snapshot"] for body in documents if body["snapshot"] is not None]

@@ -216,7 +216,7 @@ class Head(HeadObject):
         shards: by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
-        parent: id of the snapshot that the name pointed to before; of the source, if this one is packed.
+        parent: id of the snapshot that the name pointed to before; of the source, if this snapshot is packed.
         folder: of the joint shards of a packed snapshot, below `shards/`.
         counts: `samples`, for other tools.
     """

@@ -228,7 +228,7 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         rows = config.unit_captions * max(1, arrow.ROWS // config.unit_captions)
         null = pc.index(pc.is_null(missing.column("caption")), True).as_py()
-        if null >= 0:  # the null record, in a unit of its own
+        if null >= 0:  # the null record, in a separate unit
             yield missing.slice(null, 1)
             missing = pa.concat_tables([missing.slice(0, null), missing.slice(null + 1)])
         yield from (missing.slice(start, rows) for start in range(0, len(missing), rows))

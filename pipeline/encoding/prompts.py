@@ -87,7 +87,7 @@ def _listed(file: str, text: str) -> list[str]:
 
 
 def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[PromptWork, list[str]]:
-    """The prompts of some lines, and a line of text about each that repeats an earlier one."""
+    """The prompts of some lines, and a line of text about each that repeats an earlier prompt."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []
     for number, text in lines:

@@ -54,7 +54,7 @@ class BufferPool:
     def take(self) -> np.ndarray:
         """A (size,) uint8 array of undefined content, reserved until it and all its views are garbage-collected."""
         try:
-            memory = self.free.pop()  # the buffer used last is the one most likely in the CPU's caches
+            memory = self.free.pop()  # the buffer used last is the most likely in the CPU's caches
         except IndexError:
             # numpy asks for huge pages, torch does not
             memory = (

@@ -2,14 +2,14 @@
 
 `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch. Ranks,
 microbatches and prefetching only slice it, so any number of nodes agree without communication, and the state of a run
-is one integer. Step t is found in O(batch) time and memory at any t.
+is one integer. Step t is computed in O(batch) time and memory at any t.
 Price: a keyed permutation of six Feistel rounds per index instead of a stored shuffle.
 
 An epoch of a bucket with n samples and global batch B visits each sample once:
 * `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; a remainder that does
   not fill a batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one
   (n >= B).
-* `drop`: each epoch has floor(n / B) whole batches of its own permutation; the remainder differs from epoch to epoch.
+* `drop`: each epoch has floor(n / B) whole batches of a new permutation; the remainder differs from epoch to epoch.
 * `repeat`: each epoch has ceil(n / B) batches; the last batch is filled with second visits of samples of the bucket,
   which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
 
@@ -28,7 +28,7 @@ shard each). A pass over a bucket or part permutes its blocks, cuts their sequen
 permutes the samples inside each window. A bucket's batches follow one another in that order. Within groups of a few
 batches, in which every bucket has its share, the order of buckets is permuted. So at any time each bucket has one
 window open, two where they meet. Finishing one bucket before the next would open fewer windows, but long stretches
-would train on few buckets. The same laws hold exactly, and a step is still found in O(batch).
+would train on few buckets. The same laws hold exactly, and a step is still computed in O(batch).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Drawing latents with DPM-Solver++ for flow matching and classifier-free guidance.
 
-What: our own loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
+What: a loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
 Why not `SanaPipeline`: constructing it imports the text encoder and the autoencoder, and it draws one resolution per
 call from prompts. Here captions are cached rows, so only the transformer is on the device, and validation during
 training imports no encoder.

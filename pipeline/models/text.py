@@ -26,7 +26,7 @@ more than another batch size or GPU does, and those are not part of the recipe, 
 provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
-the eager implementation, the only one that has it on every device; masks and cache are implemented here and rely on
+the eager implementation, which alone has it on every device; masks and cache are implemented here and rely on
 Gemma2Model taking masks by layer type, calling only `update` of its cache, and passing options to its attention
 function; the comparison would notice a change.
 """

@@ -18,7 +18,7 @@ an eighth; see `compression` and `saved_tensors` for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,13 +127,6 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
             block.activation_policy = ActivationPolicy(  # type: ignore[assignment]
                 checkpointing, offloader if whole_block else None, _is_random(block)
             )
-
-
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str = "full") -> None:
-    """Recompute each block (`mode`: full or selective); in place, before `fully_shard`."""
-    for block in blocks:
-        _add_mixin(block, ManagedActivations)
-        block.activation_policy = ActivationPolicy(mode, random=_is_random(block))  # type: ignore[assignment]
 
 
 def _is_random(block: nn.Module) -> bool:

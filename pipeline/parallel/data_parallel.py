@@ -89,11 +89,11 @@ def _prefetch(blocks: list[FSDPModule], count: int) -> None:
 
 
 def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
-    """Before a microbatch's forward pass: only the last one of a step reduces gradients over the processes.
+    """Before a microbatch's forward pass: only the last microbatch of a step reduces gradients over the processes.
 
     Args:
-        keep_gathered: the next microbatch of the step uses the parameters that this one has gathered. They are valid
-            until the update.
+        keep_gathered: the next microbatch of the step uses the parameters that this microbatch has gathered. They are
+            valid until the update.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

@@ -46,7 +46,7 @@ class Microbatch(NamedTuple):
 
 class Model(Protocol):
     """What `parallelize` needs of a model: its blocks in order, the role of each submodule of a block under tensor
-    parallelism (`tensor_parallel`), blocks [start, stop) as a module of their own (`pipeline_parallel.Stage`), where
+    parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`), where
     rows of a picture meet in a block (`context_parallel`), and how many rows a picture has. The first input, the output
     and the target are pictures; `band` of the forward pass is the first row and the number of all rows."""
 

@@ -238,7 +238,7 @@ def predict(
     height, width = (side // data.compression for side in bucket)
     traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
     work = Shape(height, width, data.rows, microbatch, traced_count)
-    # A last band has as many rows as any; a first stage has the most microbatches, a last one the model's end.
+    # A last band has as many rows as any; a first stage has the most microbatches, a last stage the model's end.
     ranks = [layout.cp - 1] if layout.pp == 1 else [0, layout.world - 1]
     on_gpu = machine.card.is_gpu
     traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=on_gpu) for rank in ranks}

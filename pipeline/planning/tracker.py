@@ -5,8 +5,8 @@ It works like torch's `torch.distributed._tools.mem_tracker.MemTracker` (weak re
 included). Why not that class: it attributes memory to modules and refuses several microbatches; here memory is
 attributed to what it is for, and operations are counted, too.
 Why a log and not a running maximum: what a storage is for shows later (a tensor that the optimizer makes in the first
-step is its state in every later one). The replay counts parameters, optimizer states and averages as always present, so
-one traced step gives the peak of all later ones.
+step is its state in every later step). The replay counts parameters, optimizer states and averages as always present,
+so one traced step gives the peak of all later ones.
 Price: a step passes through Python twice, about 0.3 ms an operation.
 """
 
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
     """Enter it inside a FakeTensorMode.
 
     Args:
-        inside: name spaces of custom operations whose own Python code is traced, instead of being one operation.
+        inside: name spaces of custom operations whose Python code is traced, instead of being one operation.
         gloo: gathers and scatters copy the larger side, as gloo does.
 
     Attributes:

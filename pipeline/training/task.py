@@ -81,7 +81,7 @@ class Report:
 
     Attributes:
         step: optimizer steps done.
-        checkpoint: the last one, if any.
+        checkpoint: the last, if any.
         loss: mean since the last logged row before the end; None if this attempt did no step.
         stopped_by: the signal's name if one ended the run.
     """
