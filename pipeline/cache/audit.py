@@ -138,7 +138,7 @@ def _tables_of(cache: Cache, name: str) -> Iterator[str]:
 
 
 def _fix_of_table(document: str | None) -> str:
-    """What repairs a table. document: one that refers to it."""
+    """What repairs a table. document: refers to the table."""
     if document is None:
         return GC
     return {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)

@@ -1,9 +1,9 @@
-"""The two copies of every document: compare them, repair one from the other.
+"""The two copies of every document: compare them, repair each from the other.
 
 `Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
 `inspect` checks both, `repair` repairs both from the intact file, `repair_all` repairs all documents of which one of
 the two is missing.
-Why: a lost document looks like one that was never written, so records without a commit would look unneeded and be
+Why: a lost document looks as if it had never been written, so records without a commit would look unneeded and be
 encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
 Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
 

@@ -1,4 +1,4 @@
-"""URLs through fsspec: opening one, sending requests with our retries and errors, listing everything below a folder.
+"""URLs through fsspec: opening, sending requests with our retries and errors, listing everything below a folder.
 
 `Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
 Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
@@ -155,7 +155,7 @@ class Connection:
 
 
 def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
-    """Raises `error` if a URL holds credentials, or a query, which may be one."""
+    """Raises `error` if a URL holds credentials, or a query, which may be a credential."""
     clean = strip_credentials(url)
     if clean != url:
         scheme = url.partition("://")[0].rpartition(":")[2].lower()
@@ -210,7 +210,7 @@ def _one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
 
 
 def has_own(fs: AbstractFileSystem, operation: str) -> bool:
-    """Whether a driver implements an operation itself instead of inheriting fsspec's general one."""
+    """Whether a driver implements an operation itself instead of inheriting fsspec's general operation."""
     kind = type(fs)
     if issubclass(kind, AsyncFileSystem):
         return getattr(kind, f"_{operation}") is not getattr(AsyncFileSystem, f"_{operation}")

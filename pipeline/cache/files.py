@@ -278,7 +278,7 @@ class Files:
 
     def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
         """Publish bytes under the digest of their content; returns the digest. An existing file with these bytes is
-        freshened, a damaged one is replaced."""
+        freshened, a damaged file is replaced."""
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
         if self.freshen(target):
@@ -396,7 +396,7 @@ class Files:
                 os.rename(path, aside)
             except FileNotFoundError:
                 return False
-            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached one
+            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
                 old = os.fstat(file.fileno()).st_mtime <= before
             if not old:
                 with suppress(FileExistsError):

@@ -238,7 +238,7 @@ class RecordIndex:
         return adopted[::-1] + encoded
 
     def _tables(self, plan: int, done: list[Commit]) -> Iterator[pa.Table]:
-        """The record tables of a plan: the merged one if it has a segment."""
+        """The record tables of a plan: the merged table if it has a segment."""
         files, segment = self._files, Paths.segment(self.recipe, plan)
         if not files.exists(segment):
             yield from (_unit_table(files, self.recipe, commit) for commit in done if commit.table)

@@ -309,7 +309,7 @@ class Cache:
         return self.table(plan.table).slice(unit.start, unit.count)
 
     def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
-        """Append a plan. Returns False if another process has appended one with this number."""
+        """Append a plan. Returns False if another process has appended a plan with this number."""
         digest = self.put_table(table)
         body = {"recipe": recipe, "number": number, "table": digest, "units": [vars(unit) for unit in units]}
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
@@ -350,7 +350,7 @@ class Cache:
         parent = self.snapshot_of(name or "latest")
         new, tables = head.with_tables()
         before = self._readable([parent])
-        if head.parent is not None:  # a packed one, which another version may have published
+        if head.parent is not None:  # a packed snapshot, which another version may have published
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])

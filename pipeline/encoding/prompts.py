@@ -1,6 +1,6 @@
 """Prompts for pictures during training: read a file of them, and list their text records as work.
 
-A prompt is encoded like a caption, so one that is also a caption of some source is not encoded again.
+A prompt is encoded like a caption, so a prompt that is also a caption of some source is not encoded again.
 """
 
 from __future__ import annotations

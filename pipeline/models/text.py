@@ -573,7 +573,7 @@ def _window(instruction: int, max_length: int) -> tuple[int, int]:
     """Maximum tokens under the selection rule, and the first position after <bos> that it keeps.
 
     Args:
-        instruction: tokens of the instruction, <bos> included; 0 without one.
+        instruction: tokens of the instruction, <bos> included; 0 without instruction.
     """
     room = instruction + max_length - 2 if instruction else max_length
     return room, room - max_length + 1

@@ -86,7 +86,7 @@ def apply(
 
     Args:
         plan: what an attribute of a submodule is set to. total: a function that sums a tensor over the group; surround:
-            one that adds the neighbours' rows to tokens; margins: how many it adds above and below.
+            adds the neighbours' rows to tokens; margins: how many it adds above and below.
         shards: one dimension, the processes that share parameters. A group is neighbours among them.
 
     Returns:

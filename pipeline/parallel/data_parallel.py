@@ -77,7 +77,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
 
 
 def _to_device(model: nn.Module, device: str) -> nn.Module:
-    """Move the model; one on the meta device gets memory for this process's shards, with undefined values."""
+    """Move the model; a model on the meta device gets memory for this process's shards, with undefined values."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model.to_empty(device=device) if on_meta else model.to(device)
 
