@@ -902,7 +902,7 @@ class TrainConfig(_Section):
 
 
 class PhaseConfig(_Section):
-    """A phase of training: a run of its own that begins from the last checkpoint of the phase before. What it leaves
+    """A phase of training: a separate run that begins from the last checkpoint of the phase before. What it leaves
     out is as in the rest of the configuration."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]

@@ -3,8 +3,8 @@
 `retry` asks until there is an answer, for at most `patience_s` from the first failure on. A store that is silent for
 `NOTICE_S` is named on stderr with the time limit, and again when it answers.
 Why one helper: every read and write over a network gives up after the same time and in the same way, and a thousand
-processes that were refused together do not retry together (the pauses are random). Drivers have retries of their own,
-nested ones; `drivers.Connection` turns them off, so that the total is what the setting says.
+processes that were refused together do not retry together (the pauses are random). Drivers retry, too,
+and nested; `drivers.Connection` turns that off, so that the total is what the setting says.
 Why not tenacity: it repeats one call and its conditions see only that call, so it would replace the loop in `retry` and
 nothing else. The rest is state of a store over all calls and threads (whether it has answered this process, or other
 calls meanwhile; one notice for all waiting calls, even while an attempt hangs), and knowledge of drivers (which of

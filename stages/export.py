@@ -17,6 +17,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +111,7 @@ def run(
         _check_fit(config, architecture, parts)
     weights = checkpoints.ModelTensors(folder, ema=ema)
 
-    work = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+    with _published(out) as work:
         if parts is not None:
             save_weights(weights, architecture, work / "transformer", DTYPES[dtype])
             _write(config, parts, work)
@@ -122,6 +121,19 @@ def run(
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
+    which = "the running average at " if ema else ""
+    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
+    return out
+
+
+@contextmanager
+def _published(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out` once it is complete."""
+    work = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        yield work
         for path in [*work.rglob("*"), work]:
             sync_path(path)
         _put_in_place(work, out)
@@ -131,9 +143,6 @@ def run(
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    which = "the running average at " if ema else ""
-    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------- checks
@@ -390,6 +399,32 @@ def readme(
         *(f"    {name}={value}," for name, value in arguments.items()),
         ").images[0]",
     ]
+    state = document.state
+    return "\n".join(
+        [
+            "# A Sana model in diffusers' format",
+            "",
+            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
+            "",
+            "```python",
+            *lines,
+            "```",
+            "",
+            *_reasons(config, architecture, compression, arguments),
+            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
+            "",
+            "| part | from |",
+            "|---|---|",
+            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
+            f"| vae | `{_origin(config.vae)}` |",
+            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
+            "",
+        ]
+    )
+
+
+def _reasons(config: Config, architecture: SanaConfig, compression: int, arguments: dict[str, str]) -> list[str]:
+    """Why the call has each argument, a line each."""
     why = [
         f"* `height`, `width`: trained at {config.data.resolution} px"
         + (
@@ -411,35 +446,18 @@ def readme(
     if "complex_human_instruction" in arguments:
         why.append(
             "* `complex_human_instruction`: "
-            + ("training used another one than the pipeline's default." if used else "training used none.")
+            + (
+                "training used another one than the pipeline's default."
+                if instruction(config.text)
+                else "training used none."
+            )
         )
     if config.text.recipe == "nvlabs":
         why.append(
             "* Training read captions as they were written (recipe `nvlabs`); `SanaPipeline` lowers and strips every "
             "prompt, and no argument turns that off. Capital letters will not reach the model."
         )
-    state = document.state
-    return "\n".join(
-        [
-            "# A Sana model in diffusers' format",
-            "",
-            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
-            "",
-            "```python",
-            *lines,
-            "```",
-            "",
-            *why,
-            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
-            "",
-            "| part | from |",
-            "|---|---|",
-            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
-            f"| vae | `{_origin(config.vae)}` |",
-            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
-            "",
-        ]
-    )
+    return why
 
 
 _LOAD_COMMENTS = {

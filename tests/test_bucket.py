@@ -829,7 +829,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     lists = {entry["source"]: entry for entry in summary["reassign"]}
     assert summary["samples"] == 60 - sum(entry["items"] for entry in lists.values())
     assert all(entry["file"].startswith(here) for entry in lists.values())
-    targets = planning.read_targets(lists["one"]["file"], 8)
+    targets = planning.read_targets(lists["one"]["file"], 8, 0)
     assert len(targets) == lists["one"]["items"]
     assert set(targets.values()) == {(16, 24)}
     assert list(audit.verify(Cache.of(of))) == []

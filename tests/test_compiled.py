@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from pipeline.config import TrainConfig
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
@@ -53,7 +54,8 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
             model = tiny_run.model(tiny_run.config())
             names = list(model.state_dict())
             if way != "plain":
-                checkpoint_blocks(model.blocks, "selective" if way == "selective" else "full")
+                mode = "selective" if way == "selective" else "full"
+                apply_activation_checkpointing(model.blocks, TrainConfig(activation_checkpointing=mode))
             if compiled:
                 compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
                 compile_conditions(model, counter)  # type: ignore[arg-type]

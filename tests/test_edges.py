@@ -349,7 +349,7 @@ def test_a_picture_for_two_buckets_stands_in_the_listings_order(tmp_path: Path) 
     ]
     (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
     with pytest.raises(UserError, match="32x0"):
-        planning.read_targets(str(tmp_path / "list.csv"), 8)
+        planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
 
 
 def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) -> None:

@@ -570,8 +570,8 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     plain = config.model_copy(update={"variant": None})
     assert encoders.describe_vae(plain) == encoders.describe_vae(VaeConfig(id=str(folder)))
-    assert encoders.origin(plain) == {"model": "owner/sana", "revision": "abc"}
-    assert encoders.origin(VaeConfig(id=str(folder))) == {}
+    assert encoders.provenance_of(plain) == {"model": "owner/sana", "revision": "abc"}
+    assert encoders.provenance_of(VaeConfig(id=str(folder))) == {}
 
     for error, words in (
         (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         " work parallel encoding training planning reporting",
     }.items()
 }
-FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRARY_HOMES
+FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
     "diffusers": {"pipeline.models"},
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},

@@ -177,7 +177,7 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_read(
 
 
 def test_five_prompts_are_shipped() -> None:
-    made, repeated = prompting.of(prompting.read("default"), layout.TextRecipe())
+    made, repeated = prompting.of(prompting.read("default", 0), layout.TextRecipe())
     assert len(made.texts) == 5 and not repeated
 
 

@@ -28,14 +28,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.cache.root import Cache
-from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, written
+from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
@@ -48,6 +48,7 @@ from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+FULL = TrainConfig(activation_checkpointing="full")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -274,7 +275,7 @@ def test_recomputation_is_really_on() -> None:
     settings = tiny_run.config(layers=24)
     plain, recomputed = tiny_run.model(settings), tiny_run.model(settings)
     names = list(recomputed.state_dict())
-    checkpoint_blocks(recomputed.blocks)
+    apply_activation_checkpointing(recomputed.blocks, FULL)
     assert list(recomputed.state_dict()) == names
     batch = tiny_run.global_batch(0)
     without, expected = _saved_bytes(plain, settings, batch)
@@ -287,7 +288,7 @@ def test_recomputation_is_really_on() -> None:
 def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
     settings = tiny_run.config(layers=24)
     model = tiny_run.model(settings)
-    checkpoint_blocks(model.blocks[:-2])
+    apply_activation_checkpointing(model.blocks[:-2], FULL)
     without, _ = _saved_bytes(tiny_run.model(settings), settings, tiny_run.global_batch(0))
     with_it, _ = _saved_bytes(model, settings, tiny_run.global_batch(0))
     assert without < 20 * with_it
@@ -295,9 +296,9 @@ def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
 
 def test_recomputation_survives_a_deep_copy_and_a_second_call() -> None:
     model = tiny_run.model(tiny_run.config())
-    checkpoint_blocks(model.blocks)
+    apply_activation_checkpointing(model.blocks, FULL)
     classes = [type(block) for block in model.blocks]
-    checkpoint_blocks(model.blocks)
+    apply_activation_checkpointing(model.blocks, FULL)
     assert [type(block) for block in model.blocks] == classes
     twin = copy.deepcopy(model)
     with torch.no_grad():

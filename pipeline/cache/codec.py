@@ -200,7 +200,7 @@ def storage_of(recipe: layout.Recipe) -> str:
 def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
     """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, rounded to bf16.
 
-    A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise one large value later on would
+    A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise a large value later on would
     take all the precision of its token. No scale is below 2^-100 or above 2^100.
     """
     total, count = np.zeros(0), 0
@@ -324,7 +324,7 @@ def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
     largest finite one.
 
     Args:
-        largest: bound of the values; a small one saves a pass.
+        largest: bound of the values; a small bound saves a pass.
     """
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = wide >> np.uint32(16)

@@ -2,7 +2,7 @@
 
 `unneeded` lists such files, `remove` removes them.
 Why: a missing reference proves something only in a whole cache, and only for a moment. So nothing is listed while
-documents and shards contradict one another. A listed file is removed only if it is still unneeded and old when it is
+documents and shards contradict each other. A listed file is removed only if it is still unneeded and old when it is
 looked at again.
 Price: every document is read once for the list, once for every folder that files are removed from, and again whenever
 removal has taken `REREAD_S`.
@@ -55,7 +55,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
         now: the time by the store's clock; default: `Files.now`.
 
     Raises:
-        IntegrityError: documents and shards contradict one another (see `contradictions`).
+        IntegrityError: documents and shards contradict each other (see `contradictions`).
     """
     contradiction = next(contradictions(cache), None)
     if contradiction is not None:

@@ -135,7 +135,7 @@ def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
 
 
 def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
-    """The merged record table of commits, in one piece; a large one is in temporary files."""
+    """The merged record table of commits, in one piece; a large table is in temporary files."""
     schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
 
     def parts() -> Iterator[dict[str, np.ndarray]]:
@@ -151,7 +151,7 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
 
 
 def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) -> pa.Table:
-    """A record table. A missing or damaged one is rebuilt, and published if `files.repairs`.
+    """A record table. A missing or damaged table is rebuilt, and published if `files.repairs`.
 
     Raises:
         IntegrityError: the rebuilt table has another digest.
@@ -238,7 +238,7 @@ class RecordIndex:
         return adopted[::-1] + encoded
 
     def _tables(self, plan: int, done: list[Commit]) -> Iterator[pa.Table]:
-        """The record tables of a plan: the merged one if it has a segment."""
+        """The record tables of a plan: the merged table if it has a segment."""
         files, segment = self._files, Paths.segment(self.recipe, plan)
         if not files.exists(segment):
             yield from (_unit_table(files, self.recipe, commit) for commit in done if commit.table)

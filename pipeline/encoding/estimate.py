@@ -252,7 +252,7 @@ def sizes(
         -(-len(items) // unit_images(config.encode, known[shape])) for shape, items in work.pictures.items()
     )
     text_units = -(-len(work.captions) // config.encode.unit_captions) + work.null
-    # Twice a row: the unit's own table and the plan's; the scan and the plan hold keys, digests and the text itself.
+    # Twice a row: the unit's table and the plan's; the scan and the plan hold keys, digests and the text itself.
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
     index += (image_units + text_units) * _UNIT + sum(size for _, size in work.captions) // 2 + work.items * 48
     return Sizes(

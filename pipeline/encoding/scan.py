@@ -82,7 +82,7 @@ RUN = 2048
 """Items of a fragment in a part without a stamp."""
 
 RULE = "fragment-2"
-"""Version of the rules that make rows. A version with other rules does not use fragments of this one."""
+"""Version of the rules that make rows. A version with other rules does not use fragments of this version."""
 
 HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""

@@ -167,7 +167,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise ImageReject("the file is empty")
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     # Pillow raises an error above twice this value. This covers internal allocations (WebP's canvas, pictures inside an
-    # ICO); the check below is the one that names the limit.
+    # ICO); the check below names the limit.
     Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())

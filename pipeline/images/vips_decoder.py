@@ -57,7 +57,7 @@ def why_not() -> str | None:
     try:
         import pyvips
         import simplejpeg  # noqa: F401
-    except Exception as error:  # a libvips that does not load raises OSError, cffi's own errors and others
+    except Exception as error:  # a libvips that does not load raises OSError, cffi's errors and others
         return f"{type(error).__name__}: {error}"
     missing = [name for name in _LOADERS.values() if not pyvips.type_find("VipsOperation", name)]
     if missing:
@@ -188,8 +188,8 @@ def window(low: float, high: float, count: int, margin: int) -> Window | None:
         margin: output pixels required beyond each border, so that the filter reads the pixels there.
 
     Returns:
-        The smallest window that is exact to 1/128 of a source pixel, else the best one that is exact to 1/32; None if
-        there is none, or the factor is below 1 or above 8. Windows may extend beyond the source.
+        The smallest window that is exact to 1/128 of a source pixel, else the best window that is exact to 1/32; None
+        if there is none, or the factor is below 1 or above 8. Windows may extend beyond the source.
     """
     factor = (high - low) / count
     if not 1 <= factor <= _MAX_FACTOR:

@@ -36,7 +36,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def executed(ctx: Any) -> list[bool]:
-    """For each input of an operation, within its backward pass: whether the pass that runs goes on to it.
+    """For each input: does the running backward pass need its gradient?
 
     `ctx.needs_input_grad` says only whether an input wants a gradient at all.
     """

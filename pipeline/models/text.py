@@ -16,8 +16,8 @@ and compared, token by token. Beyond the tolerance nothing is stored and the run
 The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 units of
 2^-8, a step of bf16, times the square root of the number of layers, since the roundings of each layer add up like a
 random walk: 0.08 for Gemma-2-2b. Two correct computations in bf16 may differ by as much as each differs from fp32
-(measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. Where the
-reference differs from itself without padding by more, three times that difference instead, but never more than 0.1.
+(measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. If the
+reference without padding differs from itself by more, the tolerance is three times that difference, at most 0.1.
 Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
 
 `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
@@ -26,7 +26,7 @@ more than another batch size or GPU does, and those are not part of the recipe, 
 provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
-the eager implementation, the only one that has it on every device; masks and cache are implemented here and rely on
+the eager implementation, which alone has it on every device; masks and cache are implemented here and rely on
 Gemma2Model taking masks by layer type, calling only `update` of its cache, and passing options to its attention
 function; the comparison would notice a change.
 """
@@ -578,7 +578,7 @@ def _window(instruction: int, max_length: int) -> tuple[int, int]:
     """Maximum tokens under the selection rule, and the first position after <bos> that it keeps.
 
     Args:
-        instruction: tokens of the instruction, <bos> included; 0 without one.
+        instruction: tokens of the instruction, <bos> included; 0 without instruction.
     """
     room = instruction + max_length - 2 if instruction else max_length
     return room, room - max_length + 1

@@ -8,7 +8,7 @@ than 1,024 values, and for compression everything that is not floating point.
 Equal tensors are stored once (queries, keys and values share their input, all blocks share the captions). A tensor
 comes back with its size, strides and dtype: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
 block saves other tensors than before and the backward pass fails.
-On a GPU the copies run beside the computation: on a stream of their own, to pinned memory, and back before the backward
+On a GPU the copies run beside the computation: on a separate stream, to pinned memory, and back before the backward
 pass asks for them (`OnDevice`). Why not torchtune's `OffloadActivations`, which does the same: it copies neither
 DTensors nor strided tensors as they were, and does not recognise equal ones.
 Price: a copy to the host and back per tensor over PCIe, and up to `AHEAD` tensors that stay on the device meanwhile; or
@@ -97,7 +97,7 @@ class _StoredTensor:
 
 
 class Transfers:
-    """Copies between a device and pinned host memory, on a stream of their own.
+    """Copies between a device and pinned host memory, on a separate stream.
 
     A copy begins when everything that the computing stream has been given so far is done. Whoever uses a result, or
     frees a tensor of a copy, lets the computing stream wait for its event before: memory of that stream is then reused
@@ -139,8 +139,7 @@ def transfers(device: torch.device) -> Transfers | None:
 
 
 class _Saved:
-    """What autograd holds in a saved tensor's place. position: among all that are saved. taken: the backward pass has
-    asked for it."""
+    """Autograd's handle of a saved tensor. position: in the order of saving. taken: the backward pass has used it."""
 
     __slots__ = ("__weakref__", "position", "stored", "taken")
 
@@ -149,10 +148,10 @@ class _Saved:
 
 
 class OnDevice:
-    """What is on the device of the stored tensors: the last `AHEAD` that were saved, then those that come next.
+    """Saved tensors now on the device: the last `AHEAD` saved, then the next `AHEAD` needed.
 
-    The backward pass asks in the opposite order of saving; a recomputed block asks for all of its inputs, in their
-    order. So with each tensor the `AHEAD` before it are fetched, and those after it stay that are still to be used.
+    The backward pass uses them in the opposite order of saving; a recomputed block uses its inputs in their order. Each
+    access prefetches the `AHEAD` earlier tensors; later ones stay until used.
     """
 
     def __init__(self, through: Transfers):
@@ -228,7 +227,7 @@ class Offloader:
         self.by_device: dict[torch.device, OnDevice | None] = {}
 
     def __deepcopy__(self, memo: Any) -> Offloader:
-        return Offloader(self.compress, self.offload)  # streams and copies stay with this one
+        return Offloader(self.compress, self.offload)  # streams and copies stay with this object
 
     def host_bytes(self) -> int:
         """Bytes that saved tensors occupy in host memory now."""

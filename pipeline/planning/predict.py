@@ -2,7 +2,7 @@
 
 What: `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says
 whether it fits, by how much, which microbatch would still fit, and why.
-`closed_form` computes the lasting part of the number from the counts of parameters, beside the traced one.
+`closed_form` computes memory present in the whole step (parameters, gradients, optimizer), from parameter counts.
 Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers, and the allocator's
 rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
 """
@@ -238,7 +238,7 @@ def predict(
     height, width = (side // data.compression for side in bucket)
     traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
     work = Shape(height, width, data.rows, microbatch, traced_count)
-    # A last band has as many rows as any; a first stage has the most microbatches, a last one the model's end.
+    # A last band has as many rows as any; a first stage has the most microbatches, a last stage the model's end.
     ranks = [layout.cp - 1] if layout.pp == 1 else [0, layout.world - 1]
     on_gpu = machine.card.is_gpu
     traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=on_gpu) for rank in ranks}

@@ -319,7 +319,7 @@ def _two_memories(tracker: Tracker) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Meshes compute with real tensors, and DTensor's sharding propagation in a mode of its own: it makes whole tensors
+    """Meshes compute with real tensors, and DTensor's sharding propagation in a separate mode: it makes whole tensors
     that are never allocated."""
 
     def undisturbed(function: Any) -> Any:

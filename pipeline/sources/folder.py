@@ -198,7 +198,7 @@ class FolderSource(PrefetchedSource):
 
     Args:
         root: the folder, or another filesystem.
-        rule: which captions; or the one column of the metadata files that holds them.
+        rule: which captions; or the column of the metadata files that holds them.
         name: the source's name in sample identities.
 
     Raises:

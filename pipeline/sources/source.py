@@ -106,7 +106,7 @@ class Source(ABC):
     """The absolute path or URL, in the form that `--data` takes."""
 
     rule: CaptionRule | None = None
-    """Selects the captions; None for a source that has its own way."""
+    """Selects the captions; None for a source that selects otherwise."""
 
     scratch: Scratch = Scratch()
     """Temporary storage for the places of items."""

@@ -5,7 +5,7 @@ What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `c
 on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a killed run leaves a folder that looks
 nearly right. Here a folder without `.tmp` in its name is complete or was damaged later, and the document has the size
-and xxh3-128 digest of every file, so that damage is found on reading.
+and xxh3-128 digest of every file, so that damage is detected on reading.
 Why a thread and not a process: it needs only the copy in host memory, and a child process would have to be started
 (7 s) or forked with the training's threads and sockets in it.
 Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
@@ -147,7 +147,9 @@ class Saver:
     ):
         self._root, self._architecture, self._config, self._log = root, architecture, config, log
         self._lock, self._began_from = lock, began_from
-        self._earlier_leftovers = leftovers(root)  # of this attempt's predecessors: no later one begins during the lock
+        self._earlier_leftovers = leftovers(
+            root
+        )  # of this attempt's predecessors: no later attempt begins during the lock
         self._thread = _thread_of_this_device() if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
@@ -169,8 +171,8 @@ class Saver:
             more: further tensors of the run: section -> name -> tensor, plain or sharded.
 
         Raises:
-            CheckpointError: this save or the one before failed (the same message on every process), or the processes do
-                not see one file system. Published checkpoints stay.
+            CheckpointError: this save or the save before failed (the same message on every process), or the processes
+                do not see one file system. Published checkpoints stay.
         """
         self.wait()
         tensors = state_tensors(model, optimizer, more)
@@ -248,7 +250,7 @@ class Saver:
     def remove_old(self) -> None:
         """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
         leftovers of interrupted saves and removals of this attempt and earlier ones. Each checkpoint is renamed first:
-        a half-removed one must not look like a damaged one."""
+        a half-removed checkpoint must not look damaged."""
         train, token = self._config.train, self._lock.token
         for path in leftovers(self._root):
             if path in self._earlier_leftovers or f".{token}." in path.name:
@@ -612,7 +614,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
             f"the run directory {run} already holds checkpoints, the newest is {last.name}",
             fix="--resume auto to continue it, or --set train.output=DIR for a new run",
         )
-    resumed = origin(run, resume, begin)
+    resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
         notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
         return None, notes
@@ -626,7 +628,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
     return resumed, notes
 
 
-def origin(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
+def start_checkpoint(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
     """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
     before its first checkpoint begins again where it began.
 
@@ -686,7 +688,7 @@ def fingerprint_of(path: Path) -> list[Any]:
 
 
 def _reader(name: str, world: int) -> int:
-    """The process that reads a file back: its writer, or with fewer processes another one."""
+    """The process that reads a file back: its writer, or with fewer processes another."""
     match = re.match(r"__(\d+)_", name)
     return int(match[1]) % world if match else 0
 

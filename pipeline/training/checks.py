@@ -77,7 +77,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     if begins:
         run_on_all(lambda: checkpoint.check_begins(folder, document, architecture))
         return
-    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.origin, architecture))
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.first_state, architecture))
     train, earlier = context.train, resumed.document.config["train"]
     recipes = earlier.get("recipe", "default"), train.recipe
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)

@@ -72,7 +72,7 @@ class HostCopy:
             return
         if self._release is not None:
             self._release()
-        self._memory = self._release = None  # before the larger one: never both at a time
+        self._memory = self._release = None  # before the larger buffer: never both at a time
         self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if on_gpu:
             self._release = _page_lock(self, self._memory, self._log)

@@ -145,7 +145,7 @@ def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: L
         processes=context.launch.world,
         device=context.device.type,
         tf32=context.train.tf32,
-        snapshot=context.task.origin.snapshot,
+        snapshot=context.task.first_state.snapshot,
         **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
     return journal

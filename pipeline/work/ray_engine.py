@@ -1,4 +1,4 @@
-"""The Ray engine: each unit is a Ray task on an existing cluster (RAY_ADDRESS) or a local one.
+"""The Ray engine: each unit is a Ray task on an existing cluster (RAY_ADDRESS) or a local cluster.
 
 This process scans and plans, then hands out units, a few more than the cluster can run at the same time. Nodes that
 join get units; units of nodes that die run again (`encode.ray.retries`). A Ray worker process keeps its `UnitMaker`,
@@ -36,7 +36,7 @@ class MeteredMaker(engine.UnitMaker, Protocol):
     """A `UnitMaker` for Ray tasks.
 
     Attributes:
-        meter: counts what the encoders do; the engine sets a new one for each unit.
+        meter: counts what the encoders do; the engine sets a new meter for each unit.
     """
 
     meter: Meter

@@ -315,7 +315,7 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
     "model": (lambda: [MODEL], file_of("config.json", lambda path: read_config(path.parent))),
     "list of pictures": (
         lambda: [b"item,height,width\na.png,512,1024\nb.png,64,64\n"],
-        file_of("t.csv", lambda path: plan.read_targets(str(path), 32)),
+        file_of("t.csv", lambda path: plan.read_targets(str(path), 32, 0)),
     ),
     "claim": (lambda: [b'{"host": "a", "process": 12, "time": 1.5}'], claims.parse_claim),
     "filter": (
